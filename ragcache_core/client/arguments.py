@@ -1,0 +1,112 @@
+"""Turn a launch's settings into the arguments and the environment of vLLM's server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import platformdirs
+
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError, EngineError, EngineStartError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_RESERVED = {
+    "model": "the first argument of launch()",
+    "host": "host=",
+    "port": "port=",
+    "api_key": "api_key=",
+    "kv_transfer_config": "cache=None, and then extra_args",
+}
+_CONNECTOR = {
+    "kv_connector": "DocumentConnector",
+    "kv_connector_module_path": "ragcache_core.vllm_plugin.connector",
+    "kv_role": "kv_both",
+}
+
+
+def check_model(model: str) -> None:
+    """Refuse a path at which there is no model. A name such as ``org/model`` is left to the server.
+
+    Raises:
+        EngineStartError: nothing, or no ``config.json``, is there.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise EngineStartError(f"{model!r} holds no config.json: name a folder with a model in Hugging Face format")
+    elif path.exists():
+        raise EngineStartError(f"{model!r} is a file: name the folder of a model in Hugging Face format")
+    elif not _HUB_NAME.fullmatch(model):
+        raise EngineStartError(
+            f"there is no model at {model!r}: name a folder with a model in Hugging Face format, or a model of the "
+            "Hugging Face hub as 'organisation/name'"
+        )
+
+
+def cache_arguments(cache: CacheConfig | None) -> list[str]:
+    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override."""
+    if cache is None:
+        return []
+    arguments = ["--kv-transfer-config", json.dumps(_CONNECTOR)]
+    if cache.kv_cache_bytes is not None:
+        arguments += ["--kv-cache-memory-bytes", str(int(cache.kv_cache_bytes))]
+    if cache.block_size is not None:
+        arguments += ["--block-size", str(cache.block_size)]
+    return arguments
+
+
+def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
+    """Return ``max_model_len=2048, enforce_eager=True`` as ``--max-model-len 2048 --enforce-eager``.
+
+    ``True`` gives the flag, ``False`` its ``--no-`` form, ``None`` nothing, a tuple several values, a list or a
+    dictionary JSON.
+
+    Raises:
+        ConfigError: a setting that has its own door.
+    """
+    arguments: list[str] = []
+    for name, value in vllm_args.items():
+        if name in _RESERVED:
+            raise ConfigError(f"{name}={value!r} cannot be passed to vLLM directly: use {_RESERVED[name]}")
+        flag = "--" + name.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case True:
+                arguments.append(flag)
+            case False:
+                arguments.append("--no-" + flag[2:])
+            case list() | dict():
+                arguments += [flag, json.dumps(value)]
+            case tuple():
+                arguments += [flag, *map(str, value)]
+            case _:
+                arguments += [flag, str(value)]
+    return arguments
+
+
+def server_environment(api_key: str, extra: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
+    return {**os.environ, "VLLM_API_KEY": api_key, "PYTHONUNBUFFERED": "1", **(extra or {})}
+
+
+def new_log_path(port: int) -> Path:
+    """Return where a new server logs to: a file of its own in the user's log folder."""
+    return Path(platformdirs.user_log_dir("ragcache")) / f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+
+
+def context_window(card: Mapping[str, object], base_url: str) -> int:
+    """Return the tokens of the context window, from the server's model card.
+
+    Raises:
+        EngineError: what answers is not a vLLM server.
+    """
+    match card.get("max_model_len"):
+        case int(tokens) if tokens > 0:
+            return tokens
+    raise EngineError(f"what answers at {base_url} is no vLLM server: its model card names no max_model_len")

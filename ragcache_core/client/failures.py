@@ -1,0 +1,87 @@
+"""Turn what goes wrong between us and the server into RAGCache's own errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import openai
+
+from ragcache_core.errors import (
+    EngineAuthError,
+    EngineDiedError,
+    EngineError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    PromptTooLongError,
+    RAGCacheError,
+    RequestRejectedError,
+)
+
+ENGINE_DEAD_SIGNS = ("EngineCore encountered an issue", "EngineDeadError")
+"""How vLLM's server says, in an answer of status 500 or inside a stream, that its engine process is gone."""
+_TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_len", "longer than the maximum")
+
+
+def says_engine_died(text: str) -> bool:
+    """Return whether an error message of the server means that its engine process is gone."""
+    return any(sign in text for sign in ENGINE_DEAD_SIGNS)
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """Raise the errors of httpx and of the OpenAI SDK as ours; every other exception passes.
+
+    Raises:
+        EngineAuthError, EngineDiedError, EngineTimeoutError, EngineUnreachableError, PromptTooLongError,
+        RequestRejectedError, EngineError: see :mod:`ragcache_core.errors`.
+    """
+    try:
+        yield
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        raise translated(error) from error
+
+
+def translated(error: Exception) -> RAGCacheError:
+    """Return the error of our tree for one of httpx or of the OpenAI SDK."""
+    for cause in _causes(error):
+        if isinstance(cause, RAGCacheError):
+            return cause
+    message = str(error)
+    match error:
+        case openai.APITimeoutError() | httpx.TimeoutException():
+            return EngineTimeoutError(f"the engine did not answer in time ({message}): raise the timeout or its load")
+        case openai.APIConnectionError() | httpx.ConnectError():
+            detail = error.__cause__ or error
+            return EngineUnreachableError(
+                f"no engine answers at {_address(error)} ({detail}): is the server running, and the URL right?"
+            )
+        case openai.AuthenticationError() | openai.PermissionDeniedError():
+            return EngineAuthError(f"the engine at {_address(error)} refused the API key: pass the server's api_key")
+        case openai.BadRequestError() if any(sign in message for sign in _TOO_LONG_SIGNS):
+            return PromptTooLongError(f"{message} Retrieve fewer documents, or launch with a larger max_model_len.")
+        case openai.BadRequestError() | openai.NotFoundError() | openai.UnprocessableEntityError():
+            return RequestRejectedError(f"the engine refused the request: {message}")
+        case httpx.HTTPError():
+            return EngineDiedError(f"the connection to the engine broke during an answer ({message}): ask again")
+    if says_engine_died(message):
+        return EngineDiedError(
+            "the engine died during an answer, after its first token, so the request was not sent again: ask again"
+        )
+    return EngineError(f"the engine failed: {message}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _address(error: Exception) -> str:
+    try:
+        url = error.request.url  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return "its address"
+    return f"{url.scheme}://{url.netloc.decode()}"

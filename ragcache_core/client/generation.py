@@ -1,0 +1,92 @@
+"""Answers as they come: a stream of pieces of text whose last one holds the request's statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache_core.client.plan import RequestPlan
+from ragcache_core.prompt import ChatMessage, RenderedPrompt
+from ragcache_core.stats import RequestStats
+
+Prompt = str | RenderedPrompt | Sequence[ChatMessage]
+"""A raw text to be continued, a prompt that a :class:`~ragcache_core.prompt.PromptLayout` rendered, or messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """A piece of an answer. The last one has ``finish_reason`` and ``stats``, and may have no text."""
+
+    text: str
+    finish_reason: str | None = None
+    stats: RequestStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer."""
+
+    text: str
+    finish_reason: str
+    stats: RequestStats
+
+
+def streamed_body(prompt: Prompt, plan: RequestPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a streamed request to the OpenAI SDK: with ``messages`` to chat, with ``prompt`` else."""
+    body: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **settings,
+        "extra_body": {**plan.extra_body, **settings.get("extra_body", {})},
+    }
+    match prompt:
+        case str():
+            body["prompt"] = prompt
+        case RenderedPrompt():
+            body["prompt"] = list(prompt.token_ids)
+        case _:
+            body["messages"] = list(prompt)
+    return body
+
+
+class AnswerReader:
+    """Reads the events of one streamed completion or chat completion; keeps its times and its usage."""
+
+    def __init__(self, plan: RequestPlan) -> None:
+        self._plan = plan
+        self._started_s = time.perf_counter()
+        self._ttft_s: float | None = None
+        self._usage: dict[str, Any] | None = None
+        self._finish_reason = "stop"
+
+    def read(self, event: Any) -> GenerationChunk | None:
+        """Return the piece of text that an event of the OpenAI SDK brings, if it brings any."""
+        if event.usage is not None:
+            self._usage = event.usage.model_dump()
+        if not event.choices:
+            return None
+        choice = event.choices[0]
+        if choice.finish_reason:
+            self._finish_reason = choice.finish_reason
+        text = choice.delta.content if hasattr(choice, "delta") else choice.text
+        if not text:
+            return None
+        if self._ttft_s is None:
+            self._ttft_s = time.perf_counter() - self._started_s
+        return GenerationChunk(text)
+
+    def last(self) -> GenerationChunk:
+        """Return the chunk that ends the answer."""
+        total_s = time.perf_counter() - self._started_s
+        stats = self._plan.stats(self._usage, ttft_s=self._ttft_s, total_s=total_s)
+        return GenerationChunk("", self._finish_reason, stats)
+
+
+def whole(chunks: Sequence[GenerationChunk]) -> Generation:
+    """Return the answer that a finished stream adds up to."""
+    last = chunks[-1]
+    assert last.stats is not None, "the stream was not read to its end"
+    assert last.finish_reason is not None
+    return Generation("".join(c.text for c in chunks), last.finish_reason, last.stats)

@@ -1,0 +1,92 @@
+"""Start a supervised server from a launch's settings."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragcache_core.client.arguments import (
+    cache_arguments,
+    check_model,
+    new_log_path,
+    server_environment,
+    vllm_arguments,
+)
+from ragcache_core.client.process import ServerProcess, check_port_free, free_port
+from ragcache_core.client.progress import LoadProgress
+from ragcache_core.client.supervisor import Supervisor
+from ragcache_core.client.tokenizer import ModelTokenizer, preload
+from ragcache_core.config import CacheConfig
+from ragcache_core.prompt import PromptTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedServer:
+    """A server that is ready, and how to reach it. ``tokenizer`` waits for the model's tokenizer."""
+
+    base_url: str
+    api_key: str
+    supervisor: Supervisor
+    tokenizer: Callable[[], PromptTokenizer]
+    log_path: Path
+
+
+def launch_server(
+    model: str,
+    *,
+    cache: CacheConfig | None,
+    host: str,
+    port: int | None,
+    api_key: str | None,
+    tokenizer: str | None,
+    startup_timeout_s: float,
+    max_restarts: int,
+    log_path: Path | None,
+    progress: bool | Callable[[str], None] | None,
+    env: Mapping[str, str] | None,
+    extra_args: Sequence[str],
+    vllm_args: Mapping[str, object],
+) -> LaunchedServer:
+    """Return a server that is ready; the settings are those of ``Engine.launch``.
+
+    Raises:
+        EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
+        ConfigError: an argument that has a door of its own.
+    """
+    settings = vllm_arguments(vllm_args)
+    check_model(model)
+    if port is None:
+        port = free_port(host)
+    else:
+        check_port_free(host, port)
+    api_key = api_key or secrets.token_urlsafe(24)
+    if tokenizer is not None:
+        settings += ["--tokenizer", tokenizer]
+    if "served_model_name" not in vllm_args:
+        settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
+    arguments = [
+        *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
+        *("--disable-uvicorn-access-log", *cache_arguments(cache), *settings, *extra_args),
+    ]
+    environment = server_environment(api_key, env)
+    log = log_path or new_log_path(port)
+    address = f"http://{_reachable(host)}:{port}"
+    template = vllm_args.get("chat_template")
+    chat_template = None if template is None else str(template)
+    loading = preload(lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template))
+    supervisor = Supervisor(
+        lambda: ServerProcess(arguments, env=environment, log_path=log),
+        f"{address}/health",
+        max_restarts=max_restarts,
+        startup_timeout_s=startup_timeout_s,
+        progress=LoadProgress.of(progress),
+    )
+    return LaunchedServer(f"{address}/v1", api_key, supervisor, loading, log)
+
+
+def _reachable(host: str) -> str:
+    """Return the host to connect to, for a host to listen on."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (the user's choice)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,121 @@
+"""What a chat request carries besides its messages: its token ids and which of them are which document."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
+from ragcache_core.stats import RequestStats, document_stats
+from ragcache_core.types import DocId, Document, PromptSegment
+from ragcache_core.wire import encode_kv_transfer_params
+
+_TEXT_ROLES = {"system", "developer", "user", "assistant"}
+_PLAIN_KEYS = {"role", "content", "name"}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """A request's metadata, and how to read its statistics afterwards.
+
+    ``extra_body`` is merged into the body of the request; ``segments`` and ``num_prompt_tokens`` are unknown (empty,
+    ``None``) where the server tokenises the messages itself.
+    """
+
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    segments: tuple[PromptSegment, ...] = ()
+    num_prompt_tokens: int | None = None
+
+    def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:
+        """Return the statistics of the answered request; ``usage`` is the OpenAI protocol's, as the server sent it."""
+        return request_stats(usage, self.segments, ttft_s=ttft_s, total_s=total_s)
+
+
+def request_stats(
+    usage: Mapping[str, Any] | None, segments: Sequence[PromptSegment], *, ttft_s: float | None, total_s: float
+) -> RequestStats:
+    """Return what ``usage`` and the clock say of a request."""
+    usage = usage or {}
+    num_cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    return RequestStats(
+        num_prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        num_cached_tokens=num_cached_tokens,
+        num_output_tokens=int(usage.get("completion_tokens") or 0),
+        ttft_s=ttft_s,
+        total_s=total_s,
+        documents=document_stats(segments, num_cached_tokens),
+    )
+
+
+def is_text_only(messages: Iterable[ChatMessage]) -> bool:
+    """Return whether every message is plain text of a role that chat templates render alike everywhere."""
+    return all(
+        m.get("role") in _TEXT_ROLES and isinstance(m.get("content"), str) and _PLAIN_KEYS.issuperset(_set_keys(m))
+        for m in messages
+    )
+
+
+def plan_chat(
+    tokenizer: PromptTokenizer,
+    messages: Sequence[ChatMessage],
+    shown: Iterable[tuple[DocId, str]],
+    *,
+    max_model_len: int,
+) -> RequestPlan:
+    """Return the plan of a text-only chat request.
+
+    ``shown`` are the documents that the messages may hold, as they would be shown.
+
+    Raises:
+        PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
+        PromptError: the chat template refuses the messages.
+    """
+    prompt = render_chat(tokenizer, messages, shown)
+    check_prompt_fits(len(prompt.token_ids), max_model_len)
+    params = encode_kv_transfer_params(prompt.segments, prompt.token_ids)
+    return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
+
+
+def plan_rendered(prompt: RenderedPrompt, *, max_model_len: int) -> RequestPlan:
+    """Return the plan of a prompt whose token ids are sent to the completions endpoint.
+
+    Raises:
+        PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
+    """
+    check_prompt_fits(len(prompt.token_ids), max_model_len)
+    extra_body = {"kv_transfer_params": encode_kv_transfer_params(prompt.segments)}
+    return RequestPlan(extra_body, prompt.segments, len(prompt.token_ids))
+
+
+class RememberedDocuments:
+    """The documents that retrievers returned lately, least recently seen first; bounded and thread-safe.
+
+    An ordinary LCEL chain passes its model nothing but text: the documents in a prompt are recognised by their text.
+    """
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._capacity = capacity
+        self._shown: OrderedDict[tuple[DocId, str], None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, documents: Iterable[Document], shown: Callable[[Document], str] | None = None) -> None:
+        """Remember ``documents``, and how prompts show them (their text, if ``shown`` is not given)."""
+        with self._lock:
+            for document in documents:
+                key = (document.doc_id, shown(document) if shown else document.text)
+                self._shown[key] = None
+                self._shown.move_to_end(key)
+            while len(self._shown) > self._capacity:
+                self._shown.popitem(last=False)
+
+    def shown(self) -> list[tuple[DocId, str]]:
+        """Return (id, text as shown), the most recently seen first."""
+        with self._lock:
+            return list(reversed(self._shown))
+
+
+def _set_keys(message: ChatMessage) -> set[str]:
+    return {key for key, value in message.items() if value is not None}

@@ -1,0 +1,150 @@
+"""The server's process tree: started in a session of its own, watched, and ended without leaving anything behind.
+
+Three things end it, whichever comes first: :meth:`ServerProcess.stop`, the end of this process (the child reads a
+pipe that we hold; when we die, even by SIGKILL, it reads end-of-file and ends itself), and its own death, after
+which whatever it started is killed. Python's resource trackers are spared from SIGKILL: they unlink the tree's
+shared memory once the others are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ragcache_core.errors import EngineStartError
+
+SERVER_MODULE = "ragcache_core.vllm_plugin.server"
+GRACE_S = 20.0
+_LOG_TAIL_LINES = 25
+
+
+def free_port(host: str) -> int:
+    """Return a TCP port of ``host`` that nothing listens on now."""
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Refuse a port that somebody listens on.
+
+    Raises:
+        EngineStartError: the port is taken, reserved or not a port.
+    """
+    try:
+        with socket.socket(_family(host)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise EngineStartError(
+            f"port {port} of {host} cannot be used ({error}): choose another port, or leave it out for a free one"
+        ) from error
+
+
+class ServerProcess:
+    """One run of the server. Its output goes to ``log_path``."""
+
+    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> None:
+        """Start the server.
+
+        Raises:
+            EngineStartError: the log file cannot be written.
+        """
+        self.log_path = log_path
+        try:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = log_path.open("ab")
+        except OSError as error:
+            raise EngineStartError(f"cannot write the server's log {log_path}: {error}; set log_path") from error
+        with log:
+            self._log_start = log.tell()
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", SERVER_MODULE, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or ``None`` while it runs."""
+        return self._popen.poll()
+
+    def log_text(self) -> str:
+        """Return what this run has logged so far."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+
+    def log_tail(self) -> str:
+        """Return the last lines of the log that say something, for an error message."""
+        lines = [line for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
+        return "\n".join(lines[-_LOG_TAIL_LINES:])
+
+    def wait(self) -> int:
+        """Wait until the server's main process has ended; return its exit status."""
+        return self._popen.wait()
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End the whole tree: SIGTERM, then after ``grace_s`` SIGKILL. Returns once all of it is gone. Idempotent."""
+        if self._popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._popen.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the whole tree now. Returns once all of it is gone. Idempotent."""
+        kill_session(self._popen.pid)
+        self._popen.wait()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+
+
+def kill_session(session_id: int, timeout_s: float = 10.0) -> None:
+    """Kill every process of a session and wait until they are gone; resource trackers end by themselves."""
+    deadline = time.monotonic() + timeout_s
+    while members := _session_members(session_id):
+        for process in members:
+            with contextlib.suppress(psutil.Error):
+                if not _is_resource_tracker(process):
+                    process.kill()
+        if time.monotonic() > deadline:
+            for process in members:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            break
+        psutil.wait_procs(members, timeout=0.2)
+
+
+def _session_members(session_id: int) -> list[psutil.Process]:
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    return any("resource_tracker" in part for part in process.cmdline())
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

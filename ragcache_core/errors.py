@@ -1,0 +1,159 @@
+"""Every error RAGCache raises on purpose, in one tree.
+
+::
+
+    RAGCacheError
+    ├── ConfigError (ValueError)             a setting that cannot work
+    ├── EngineError                          the inference server
+    │   ├── EngineStartError                 it did not come up: no model, port taken, died while loading
+    │   ├── EngineUnreachableError           nothing answers at that address
+    │   ├── EngineAuthError                  it answered: wrong API key
+    │   ├── EngineDiedError                  it died while it worked for us
+    │   ├── EngineTimeoutError               it did not answer in time
+    │   ├── EngineClosedError                the handle was used after close()
+    │   └── RequestRejectedError             it refused the request, and said why
+    ├── PromptError (ValueError)             a prompt that cannot be laid out
+    │   ├── PromptTooLongError               more tokens than the context window
+    │   └── TokenizerUnavailableError        the model's tokenizer is not at hand
+    ├── StoreError                           the document store on disk
+    │   ├── StoreNotFoundError               no store at that path
+    │   ├── StoreExistsError                 create() where a store already is
+    │   ├── StoreCorruptError                truncated, a flipped bit, a file that is not ours
+    │   ├── StoreVersionError                written by a newer RAGCache
+    │   ├── StoreLockedError                 another process writes to it
+    │   ├── StoreFullError                   no space left while saving
+    │   ├── EmptyStoreError                  a search before anything was added
+    │   └── EmbedderMismatchError (ValueError)  the embedder is not the one the store was built with
+    ├── DocumentError (ValueError)           a document that cannot be stored
+    │   ├── EmptyDocumentError
+    │   ├── UndecodableDocumentError         binary, or not UTF-8
+    │   ├── DuplicateDocumentError
+    │   └── UnknownDocumentError (KeyError)
+    └── SearchError (ValueError)             a query that cannot be answered
+        └── TooFewDocumentsError             k is larger than the store
+
+A message holds the value, the limit and the cure. Errors that are a caller's mistake are also ``ValueError``
+(or ``KeyError``), so that code which knows nothing of RAGCache handles them as usual. A lost or damaged *cache*
+entry is never an error: it is a miss.
+"""
+
+from __future__ import annotations
+
+
+class RAGCacheError(Exception):
+    """Base of every error that RAGCache raises on purpose."""
+
+
+class ConfigError(RAGCacheError, ValueError):
+    """A setting has a value that cannot work."""
+
+
+class EngineError(RAGCacheError):
+    """The inference server failed, or could not be used."""
+
+
+class EngineStartError(EngineError):
+    """The server did not become ready. The message ends with the tail of its log."""
+
+
+class EngineUnreachableError(EngineError):
+    """Nothing answers at the server's address."""
+
+
+class EngineAuthError(EngineError):
+    """The server answered that the API key is wrong or missing."""
+
+
+class EngineDiedError(EngineError):
+    """The server died while a request was running and the request could not be retried."""
+
+
+class EngineTimeoutError(EngineError):
+    """The server did not answer in the time given."""
+
+
+class EngineClosedError(EngineError):
+    """The engine handle was used after it had been closed."""
+
+
+class RequestRejectedError(EngineError):
+    """The server refused a request; the message is the server's own."""
+
+
+class PromptError(RAGCacheError, ValueError):
+    """A prompt cannot be laid out."""
+
+
+class PromptTooLongError(PromptError):
+    """The prompt has more tokens than the model's context window leaves room for."""
+
+
+class TokenizerUnavailableError(PromptError):
+    """The model's tokenizer could not be loaded in this process."""
+
+
+class StoreError(RAGCacheError):
+    """The document store on disk failed, or could not be used."""
+
+
+class StoreNotFoundError(StoreError):
+    """There is no document store at that path."""
+
+
+class StoreExistsError(StoreError):
+    """There is a document store at that path already."""
+
+
+class StoreCorruptError(StoreError):
+    """A file of the store is missing, truncated, or does not have the recorded SHA-256."""
+
+
+class StoreVersionError(StoreError):
+    """The store was written by a newer version of RAGCache."""
+
+
+class StoreLockedError(StoreError):
+    """Another process is writing to the store."""
+
+
+class StoreFullError(StoreError):
+    """The disk is full. What was stored before is intact."""
+
+
+class EmptyStoreError(StoreError):
+    """The store holds no documents yet."""
+
+
+class EmbedderMismatchError(StoreError, ValueError):
+    """The embedder is not the one that the store was built with."""
+
+
+class DocumentError(RAGCacheError, ValueError):
+    """A document cannot be stored."""
+
+
+class EmptyDocumentError(DocumentError):
+    """The document has no text."""
+
+
+class UndecodableDocumentError(DocumentError):
+    """The file is binary, or is not UTF-8."""
+
+
+class DuplicateDocumentError(DocumentError):
+    """The document id is in the store, or in the same batch, already."""
+
+
+class UnknownDocumentError(DocumentError, KeyError):
+    """No document with that id is in the store."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class SearchError(RAGCacheError, ValueError):
+    """A query cannot be answered: not a finite vector, an impossible k, impossible stages."""
+
+
+class TooFewDocumentsError(SearchError):
+    """More documents were asked for than the store holds."""

@@ -1,0 +1,197 @@
+"""Lay a prompt out as static prefix, documents and question, and know which tokens are whose.
+
+A prompt is tokenised as ONE string, after the model's chat template, exactly as the server would do it, so that a
+prompt with document spans has the same token ids as the same prompt without. Documents are found in that string by
+their characters and mapped to tokens through the tokenizer's offsets::
+
+    chars   <s>Answer from the documents.\\n\\nDocument: Zor is ...\\n\\nDocument: Mel is ...\\n\\nQuestion: Who ...?
+    tokens  |------- PREFIX ------------|-------- DOCUMENT ------|-------- DOCUMENT ------|---- QUESTION -----|
+
+A token that straddles a boundary belongs to the segment that holds its first character.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+from ragcache_core.errors import ConfigError, PromptError, PromptTooLongError
+from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
+from ragcache_core.wire import tile
+
+ChatMessage = Mapping[str, Any]
+"""A message of the OpenAI protocol: ``{"role": ..., "content": ...}``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """Token ids of a text and the characters ``[start, end)`` that each of them covers."""
+
+    token_ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+
+
+class PromptTokenizer(Protocol):
+    """The one way from messages to token ids; it agrees with the server's own."""
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """Return the text that the model's chat template makes of ``messages``, ready for the answer."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
+        """Return the token ids of ``text`` with character offsets."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSpan:
+    """Characters ``[start, end)`` of a prompt that show a document."""
+
+    doc_id: DocId
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt ready to be sent: its messages, its text after the chat template, its token ids and their segments."""
+
+    messages: tuple[ChatMessage, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    segments: tuple[PromptSegment, ...]
+
+
+def locate_documents(text: str, documents: Iterable[tuple[DocId, str]]) -> list[DocumentSpan]:
+    """Return where documents are shown in ``text``, in text order and without overlap.
+
+    Longer documents are placed first, so that one which contains another keeps its characters; a text that is shown
+    twice under two ids takes two places. Documents that ``text`` does not hold are left out.
+    """
+    spans: list[DocumentSpan] = []
+    for doc_id, shown in sorted(documents, key=lambda d: -len(d[1])):
+        if not (shown := shown.strip()):
+            continue
+        start = text.find(shown)
+        while start >= 0 and (taken := _overlapping(spans, start, start + len(shown))):
+            start = text.find(shown, taken.end)
+        if start >= 0:
+            spans.append(DocumentSpan(doc_id, start, start + len(shown)))
+    return sorted(spans, key=lambda s: s.start)
+
+
+def segment_tokens(tokenized: TokenizedText, spans: Sequence[DocumentSpan]) -> tuple[PromptSegment, ...]:
+    """Return the segments that tile the tokens, given the characters of each document.
+
+    ``spans`` are in text order and do not overlap. A document shorter than a token may vanish.
+    """
+    starts = list(accumulate((start for start, _ in tokenized.offsets), max))
+    documents = []
+    for span in spans:
+        first, last = bisect_left(starts, span.start), bisect_left(starts, span.end)
+        if first < last:
+            documents.append(PromptSegment(SegmentKind.DOCUMENT, first, last, span.doc_id))
+    return tile(documents, len(tokenized.token_ids))
+
+
+def render_chat(
+    tokenizer: PromptTokenizer, messages: Sequence[ChatMessage], documents: Iterable[tuple[DocId, str]]
+) -> RenderedPrompt:
+    """Return ``messages`` as tokens with the spans of those ``documents`` (id, text as shown) that they hold."""
+    text = tokenizer.render(messages)
+    tokenized = tokenizer.encode(text)
+    segments = segment_tokens(tokenized, locate_documents(text, documents))
+    return RenderedPrompt(tuple(messages), text, tokenized.token_ids, segments)
+
+
+def check_prompt_fits(num_prompt_tokens: int, max_model_len: int, num_output_tokens: int = 1) -> None:
+    """Refuse a prompt that leaves no room for ``num_output_tokens`` in a context window of ``max_model_len`` tokens.
+
+    Raises:
+        PromptTooLongError: with the value, the limit and the cure.
+    """
+    if num_prompt_tokens + num_output_tokens > max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and asks for {num_output_tokens} more, the model's context "
+            f"window holds {max_model_len}: retrieve fewer or shorter documents, shorten the question, or launch the "
+            "engine with a larger max_model_len"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLayout:
+    """How a prompt is laid out: ``static_prefix`` is the system message, documents and question are the user's.
+
+    The documents come before the question, so that requests about the same documents share a prefix of tokens.
+    ``document_format`` holds ``{text}`` (and may hold ``{doc_id}``), ``question_format`` holds ``{question}``.
+
+    Raises:
+        ConfigError: a format lacks its placeholder.
+    """
+
+    static_prefix: str = "Answer the question from the documents."
+    document_format: str = "Document: {text}"
+    document_separator: str = "\n\n"
+    question_format: str = "Question: {question}"
+
+    def __post_init__(self) -> None:
+        for name, placeholder in (("document_format", "{text}"), ("question_format", "{question}")):
+            if (value := getattr(self, name)).count(placeholder) != 1:
+                raise ConfigError(f"{name} is {value!r}; it must hold {placeholder} once")
+
+    def document_text(self, document: Document) -> str:
+        """Return a document as the prompt shows it."""
+        before, after = self.document_format.split("{text}")
+        text = document.text.strip()
+        return f"{before.replace('{doc_id}', document.doc_id)}{text}{after.replace('{doc_id}', document.doc_id)}"
+
+    def context(self, documents: Iterable[Document]) -> str:
+        """Return all documents as the prompt shows them."""
+        return self.document_separator.join(self.document_text(d) for d in documents)
+
+    def messages(self, documents: Sequence[Document], question: str) -> list[ChatMessage]:
+        """Return the messages of the OpenAI protocol: the static prefix, then documents and question.
+
+        Raises:
+            PromptError: the question is empty.
+        """
+        if not question.strip():
+            raise PromptError("the question is empty: ask something")
+        asked = self.question_format.replace("{question}", question.strip())
+        content = self.document_separator.join(part for part in (self.context(documents), asked) if part)
+        prefix: list[ChatMessage] = [{"role": "system", "content": self.static_prefix}] if self.static_prefix else []
+        return [*prefix, {"role": "user", "content": content}]
+
+    def render(
+        self,
+        tokenizer: PromptTokenizer,
+        documents: Sequence[Document],
+        question: str,
+        *,
+        max_prompt_tokens: int | None = None,
+    ) -> RenderedPrompt:
+        """Return the prompt as token ids, with the exact span of every document.
+
+        Raises:
+            PromptError: the question is empty, or the chat template does not show a document as it was given.
+            PromptTooLongError: more than ``max_prompt_tokens`` tokens.
+        """
+        shown = [(d.doc_id, self.document_text(d)) for d in documents]
+        prompt = render_chat(tokenizer, self.messages(documents, question), shown)
+        if max_prompt_tokens is not None:
+            check_prompt_fits(len(prompt.token_ids), max_prompt_tokens, num_output_tokens=0)
+        found = [s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
+        if sorted(filter(None, found)) != sorted(d.doc_id for d in documents):
+            missing = {d.doc_id for d in documents} - set(found)
+            raise PromptError(
+                f"the chat template does not show document {min(missing, default='?')!r} as it was given: use a "
+                "document_format of plain text, and documents that are not empty"
+            )
+        return prompt
+
+
+def _overlapping(spans: Iterable[DocumentSpan], start: int, end: int) -> DocumentSpan | None:
+    return next((s for s in spans if s.start < end and start < s.end), None)

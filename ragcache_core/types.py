@@ -1,0 +1,65 @@
+"""The words that every room shares: documents, retrieval updates and prompt segments."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+DocId = str
+"""Identifies a document across retrieval, prompt and cache. It never decides what is *correct* (token hashes do),
+only what is kept."""
+
+_NO_METADATA: Mapping[str, object] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A retrieved piece of text: a chunk of a file, or a whole short file.
+
+    ``doc_id`` is unique in its store. ``metadata`` is plain JSON data and is not interpreted.
+    """
+
+    doc_id: DocId
+    text: str
+    metadata: Mapping[str, object] = field(default_factory=lambda: _NO_METADATA)
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalUpdate:
+    """What a staged search knows after one stage (RAGCache §5.3, Algorithm 2, "D_temp").
+
+    ``documents`` are ordered best first and ``scores`` are parallel to them: squared L2 distances (ascending) or
+    inner products (descending). ``stage`` counts from 0. The update with ``is_final`` is the answer of the
+    unmodified index; an earlier one is a guess.
+    """
+
+    documents: tuple[Document, ...]
+    scores: tuple[float, ...]
+    stage: int
+    is_final: bool
+
+
+class SegmentKind(enum.StrEnum):
+    """What a run of prompt tokens is."""
+
+    PREFIX = "prefix"
+    """Static text before the first document: chat template, system prompt. The root of the knowledge tree."""
+    DOCUMENT = "document"
+    QUESTION = "question"
+    """Everything after the last document."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSegment:
+    """Tokens ``[start, end)`` of a prompt and what they are. The segments of a prompt tile it without gaps."""
+
+    kind: SegmentKind
+    start: int
+    end: int
+    doc_id: DocId | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start

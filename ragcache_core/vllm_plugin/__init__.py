@@ -1,0 +1,1 @@
+"""The only room that imports vLLM. Nothing imports it but the engine's own process."""

@@ -1,0 +1,60 @@
+"""The server's main program: vLLM's own OpenAI-compatible server, which ends with the process that owns it.
+
+Run as ``python -m ragcache_core.vllm_plugin.server <arguments of vLLM's server>`` by
+:class:`ragcache_core.client.process.ServerProcess`, which holds the other end of standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+_OWNER_POLL_S = 1.0
+_GRACE_S = 15.0
+
+
+def end_with_owner(stdin_fd: int = 0) -> threading.Thread:
+    """Start a thread that ends this process when its owner is gone, and return it.
+
+    The owner is gone when standard input is at its end, or when our parent is no longer the process that started us
+    (a fork of the owner may keep the pipe open). We get SIGTERM, and after a grace period the session is killed.
+    """
+    owner_pid = os.getppid()
+    gone = threading.Event()
+
+    def read_until_closed() -> None:
+        try:
+            while os.read(stdin_fd, 4096):
+                pass
+        except OSError:
+            pass
+        gone.set()
+
+    def watch() -> None:
+        while not gone.wait(_OWNER_POLL_S):
+            if os.getppid() != owner_pid:
+                break
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        from ragcache_core.client.process import kill_session
+
+        kill_session(os.getsid(0))
+
+    threading.Thread(target=read_until_closed, name="ragcache-owner-pipe", daemon=True).start()
+    watcher = threading.Thread(target=watch, name="ragcache-owner-watch", daemon=True)
+    watcher.start()
+    return watcher
+
+
+def main() -> None:
+    """Watch the owner, then run vLLM's server with the arguments of the command line."""
+    end_with_owner()
+    from ragcache_core.vllm_plugin.compat import run_api_server
+
+    run_api_server()
+
+
+if __name__ == "__main__":
+    main()

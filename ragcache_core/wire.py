@@ -1,0 +1,106 @@
+"""The format of RAGCache's metadata inside vLLM's ``kv_transfer_params``; both sides of the connection use it.
+
+::
+
+    kv_transfer_params = {
+        "prompt_token_ids": [1, 17, ...],          # vLLM's own key: the prompt, tokenised already
+        "ragcache": {
+            "version": 1,
+            "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],
+        },
+    }
+
+Documents are in prompt order and do not overlap; tokens before the first one are the static prefix, tokens after
+the last one the question. The engine trusts none of it for correctness: metadata that contradicts the prompt is
+ignored, and identity is always the hash of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.types import PromptSegment, SegmentKind
+
+WIRE_VERSION = 1
+KEY = "ragcache"
+MAX_DOCUMENTS = 4096
+MAX_DOC_ID_CHARS = 1024
+
+
+def encode_kv_transfer_params(
+    segments: Iterable[PromptSegment], prompt_token_ids: Sequence[int] | None = None
+) -> dict[str, object]:
+    """Return the ``kv_transfer_params`` of a request.
+
+    ``prompt_token_ids`` is for the chat endpoint only, where the messages would be tokenised again; the completions
+    endpoint takes the ids as its prompt.
+    """
+    params: dict[str, object] = {} if prompt_token_ids is None else {"prompt_token_ids": list(prompt_token_ids)}
+    documents = [{"id": s.doc_id, "start": s.start, "end": s.end} for s in segments if s.kind is SegmentKind.DOCUMENT]
+    params[KEY] = {"version": WIRE_VERSION, "documents": documents}
+    return params
+
+
+def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:
+    """Return the segments that tile a prompt of ``num_prompt_tokens`` tokens.
+
+    A request without our metadata is one QUESTION segment.
+
+    Raises:
+        ConfigError: the metadata contradicts itself or the prompt; the message says where.
+    """
+    raw = params.get(KEY)
+    if raw is None:
+        return tile([], num_prompt_tokens)
+    if not isinstance(raw, Mapping) or raw.get("version") != WIRE_VERSION:
+        version = raw.get("version") if isinstance(raw, Mapping) else raw
+        raise ConfigError(
+            f"ragcache metadata of version {version!r:.80}, this engine reads {WIRE_VERSION}: upgrade both"
+        )
+    documents = raw.get("documents", [])
+    if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
+        raise ConfigError(f"ragcache metadata must list at most {MAX_DOCUMENTS} documents, got {_size(documents)}")
+    return tile([_document(d, i) for i, d in enumerate(documents)], num_prompt_tokens)
+
+
+def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:
+    """Return prefix, documents and question, without gaps, as segments of a whole prompt.
+
+    Tokens between two documents (a separator) go to the earlier one, so a document keeps what follows it.
+
+    Raises:
+        ConfigError: documents overlap, are out of order, empty, or reach outside the prompt.
+    """
+    if not documents:
+        return (PromptSegment(SegmentKind.QUESTION, 0, num_prompt_tokens),) if num_prompt_tokens else ()
+    segments: list[PromptSegment] = []
+    if documents[0].start > 0:
+        segments.append(PromptSegment(SegmentKind.PREFIX, 0, documents[0].start))
+    position = 0
+    for i, document in enumerate(documents):
+        if not position <= document.start < document.end <= num_prompt_tokens:
+            raise ConfigError(
+                f"document {document.doc_id!r:.80} spans tokens [{document.start}, {document.end}) but must lie in "
+                f"[{position}, {num_prompt_tokens}) and not be empty: send spans in prompt order, without overlap"
+            )
+        position = document.end
+        end = documents[i + 1].start if i + 1 < len(documents) else document.end
+        segments.append(PromptSegment(SegmentKind.DOCUMENT, document.start, max(end, document.end), document.doc_id))
+    if position < num_prompt_tokens:
+        segments.append(PromptSegment(SegmentKind.QUESTION, position, num_prompt_tokens))
+    return tuple(segments)
+
+
+def _document(raw: object, index: int) -> PromptSegment:
+    match raw:
+        case {"id": str(doc_id), "start": int(start), "end": int(end)} if 0 < len(doc_id) <= MAX_DOC_ID_CHARS:
+            return PromptSegment(SegmentKind.DOCUMENT, start, end, doc_id)
+    raise ConfigError(
+        f"document {index} of the ragcache metadata is {raw!r:.120}; it must hold an id of 1 to {MAX_DOC_ID_CHARS} "
+        "characters and integer start and end"
+    )
+
+
+def _size(value: object) -> str:
+    return str(len(value)) if isinstance(value, list) else type(value).__name__

@@ -1,0 +1,55 @@
+"""Fixtures that every test may use: the demo model, and one real engine for the whole session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from ragcache_core.client import Engine  # noqa: E402
+from ragcache_core.config import CacheConfig  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO_MODEL = ROOT / "examples" / "demo_model"
+ENGINE_ARGS: dict[str, object] = {
+    "cache": CacheConfig(kv_cache_bytes="1GiB", block_size=32),
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+}
+"""How tests launch the demo model: exact arithmetic, no compilation."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what needs no engine first, so that a simple mistake shows at once."""
+    items.sort(key=lambda item: "integration_tests" in item.path.parts)
+    if not _has_gpu():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidia0").exists()
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> str:
+    """Path of the demo model."""
+    return str(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """The one engine of a test session, over the demo model. Tests must not close or kill it."""
+    log_path = tmp_path_factory.mktemp("engine") / "server.log"
+    with Engine.launch(str(DEMO_MODEL), log_path=log_path, **ENGINE_ARGS) as running:  # type: ignore[arg-type]
+        yield running
