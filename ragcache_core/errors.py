@@ -53,7 +53,7 @@ class EngineError(RAGCacheError):
 
 
 class EngineStartError(EngineError):
-    """The server did not become ready. The message ends with the tail of its log."""
+    """The server did not become ready. The message holds its last error and the path of its log."""
 
 
 class EngineUnreachableError(EngineError):

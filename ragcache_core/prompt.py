@@ -7,12 +7,13 @@ their characters and mapped to tokens through the tokenizer's offsets::
     chars   <s>Answer from the documents.\\n\\nDocument: Zor is ...\\n\\nDocument: Mel is ...\\n\\nQuestion: Who ...?
     tokens  |------- PREFIX ------------|-------- DOCUMENT ------|-------- DOCUMENT ------|---- QUESTION -----|
 
-A token that straddles a boundary belongs to the segment that holds its first character.
+A token that straddles a boundary belongs to the segment that holds its last character: many tokenizers put white
+space in front of a word into the word's token.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -88,10 +89,10 @@ def segment_tokens(tokenized: TokenizedText, spans: Sequence[DocumentSpan]) -> t
 
     ``spans`` are in text order and do not overlap. A document shorter than a token may vanish.
     """
-    starts = list(accumulate((start for start, _ in tokenized.offsets), max))
+    ends = list(accumulate((end for _, end in tokenized.offsets), max))
     documents = []
     for span in spans:
-        first, last = bisect_left(starts, span.start), bisect_left(starts, span.end)
+        first, last = bisect_right(ends, span.start), bisect_right(ends, span.end)
         if first < last:
             documents.append(PromptSegment(SegmentKind.DOCUMENT, first, last, span.doc_id))
     return tile(documents, len(tokenized.token_ids))

@@ -94,7 +94,9 @@ def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[Pr
 
 def _document(raw: object, index: int) -> PromptSegment:
     match raw:
-        case {"id": str(doc_id), "start": int(start), "end": int(end)} if 0 < len(doc_id) <= MAX_DOC_ID_CHARS:
+        case {"id": str(doc_id), "start": int(start), "end": int(end)} if (
+            0 < len(doc_id) <= MAX_DOC_ID_CHARS and not isinstance(start, bool) and not isinstance(end, bool)
+        ):
             return PromptSegment(SegmentKind.DOCUMENT, start, end, doc_id)
     raise ConfigError(
         f"document {index} of the ragcache metadata is {raw!r:.120}; it must hold an id of 1 to {MAX_DOC_ID_CHARS} "

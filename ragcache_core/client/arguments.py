@@ -14,7 +14,7 @@ import platformdirs
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineError, EngineStartError
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _RESERVED = {
     "model": "the first argument of launch()",
     "host": "host=",

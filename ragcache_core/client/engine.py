@@ -74,8 +74,10 @@ class Engine:
         self.api_key = api_key
         self.log_path = log_path
         self._supervisor = supervisor
-        self._http = httpx.Client(transport=RetryingTransport(supervisor), timeout=_TIMEOUT)
-        self._http_async = httpx.AsyncClient(transport=AsyncRetryingTransport(supervisor), timeout=_TIMEOUT)
+        self._transport = RetryingTransport(supervisor)
+        self._async_transport = AsyncRetryingTransport(supervisor)
+        self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
+        self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
         self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)
         self._openai_async = openai.AsyncOpenAI(
             base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
@@ -329,13 +331,13 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self._http.close()
+        self._transport.close()
+        self._async_transport.close()
         if self._supervisor is not None:
             self._supervisor.close(grace_s)
 
     async def aclose(self) -> None:
         """Do :meth:`close` without blocking the event loop."""
-        await self._http_async.aclose()
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:

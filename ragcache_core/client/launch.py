@@ -19,6 +19,7 @@ from ragcache_core.client.progress import LoadProgress
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer, preload
 from ragcache_core.config import CacheConfig
+from ragcache_core.errors import EngineStartError
 from ragcache_core.prompt import PromptTokenizer
 
 
@@ -76,13 +77,18 @@ def launch_server(
     template = vllm_args.get("chat_template")
     chat_template = None if template is None else str(template)
     loading = preload(lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template))
-    supervisor = Supervisor(
-        lambda: ServerProcess(arguments, env=environment, log_path=log),
-        f"{address}/health",
-        max_restarts=max_restarts,
-        startup_timeout_s=startup_timeout_s,
-        progress=LoadProgress.of(progress),
-    )
+    try:
+        supervisor = Supervisor(
+            lambda: ServerProcess(arguments, env=environment, log_path=log),
+            f"{address}/health",
+            max_restarts=max_restarts,
+            startup_timeout_s=startup_timeout_s,
+            progress=LoadProgress.of(progress),
+        )
+    except EngineStartError as error:
+        if Path(model).exists():
+            raise
+        raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error
     return LaunchedServer(f"{address}/v1", api_key, supervisor, loading, log)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,8 @@ from ragcache_core.errors import EngineStartError
 
 SERVER_MODULE = "ragcache_core.vllm_plugin.server"
 GRACE_S = 20.0
-_LOG_TAIL_LINES = 25
+_MAX_LAST_WORDS = 400
+_ERROR_LINE = re.compile(r"((?:[\w.]*\.)?\w*(?:Error|Exception|error): .+)")
 
 
 def free_port(host: str) -> int:
@@ -91,10 +93,12 @@ class ServerProcess:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
-    def log_tail(self) -> str:
-        """Return the last lines of the log that say something, for an error message."""
-        lines = [line for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
-        return "\n".join(lines[-_LOG_TAIL_LINES:])
+    def last_words(self) -> str:
+        """Return why it ended as far as its log tells, in one line, with the path of the log."""
+        lines = [line.strip() for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
+        errors = [found.group(1) for line in lines if (found := _ERROR_LINE.search(line))]
+        said = (errors or lines or ["it logged nothing"])[-1]
+        return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
 
     def wait(self) -> int:
         """Wait until the server's main process has ended; return its exit status."""

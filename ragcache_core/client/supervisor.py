@@ -125,17 +125,14 @@ class Supervisor:
         assert self._process is not None
         self._health = Health.RESTARTING
         self._process.kill()
-        status, tail = self._process.returncode, self._process.log_tail()
+        died = f"the engine died (exit status {self._process.returncode}): {self._process.last_words()}"
         if self.num_restarts >= self._max_restarts:
-            self._give_up(
-                f"the engine died (exit status {status}) and was restarted {self.num_restarts} times already, the "
-                f"limit: launch it again. Log {self._process.log_path} ends with\n{tail}"
-            )
+            self._give_up(f"{died}. It was restarted {self.num_restarts} times, the limit: launch it again")
             return
         try:
             self._run_once(LoadProgress.silent())
         except (EngineStartError, EngineClosedError) as error:
-            self._give_up(f"the engine died (exit status {status}) and its restart failed: {error}")
+            self._give_up(f"{died}. Its restart failed: {error}")
 
     def _give_up(self, why: str) -> None:
         self._why_gone = why
@@ -159,13 +156,13 @@ class Supervisor:
         while not self._answers():
             if process.returncode is not None:
                 raise EngineStartError(
-                    f"the engine ended with exit status {process.returncode} before it was ready. "
-                    f"Log {process.log_path} ends with\n{process.log_tail()}"
+                    f"the engine ended with exit status {process.returncode} before it was ready: "
+                    f"{process.last_words()}"
                 )
             if time.monotonic() > deadline_s:
                 raise EngineStartError(
                     f"the engine was not ready after {self._startup_timeout_s:g} s: raise startup_timeout_s. "
-                    f"Log {process.log_path} ends with\n{process.log_tail()}"
+                    f"It said last: {process.last_words()}"
                 )
             if self._closing.is_set():
                 raise EngineClosedError("the engine was closed while it was starting")

@@ -167,12 +167,12 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
             while not attempt.may_retry():  # noqa: ASYNC110 (the server's owner is a thread)
                 await asyncio.sleep(_POLL_S)
 
-    async def aclose(self) -> None:
-        """Close the connections of the running loop; those of other loops end with their loops."""
+    def close(self) -> None:
+        """Refuse further requests. There are no idle connections to close."""
         self._closed = True
-        inner = self._inner.pop(asyncio.get_running_loop(), None)
-        if inner is not None:
-            await inner.aclose()
+
+    async def aclose(self) -> None:
+        self.close()
 
 
 class _SyncBody(httpx.SyncByteStream):

@@ -1,0 +1,158 @@
+"""A launched server ends with its owner, whatever happens to either, and comes back once if it dies.
+
+These tests start servers of their own (the session's engine must not be killed); each test gets as much out of one
+start as it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ragcache_core.client import Engine
+from ragcache_core.client.process import GRACE_S
+from ragcache_core.errors import EngineDiedError, EngineStartError
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+
+SHM = Path("/dev/shm")  # noqa: S108
+LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = GRACE_S + 10) -> bool:
+    """Return whether ``condition`` came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def session_members(session_id: int) -> list[str]:
+    """Return the processes of a server's session that still live."""
+    alive = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(" ".join(process.cmdline()))
+        except (OSError, psutil.Error):
+            continue
+    return alive
+
+
+def engine_core(engine: Engine) -> psutil.Process:
+    """Return vLLM's engine process below the API server."""
+    assert engine.pid is not None
+    children = psutil.Process(engine.pid).children(recursive=True)
+    return next(p for p in children if "EngineCore" in " ".join([p.name(), *p.cmdline()]))
+
+
+def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_token_are_retried(tmp_path: Path) -> None:
+    shm_before = set(SHM.iterdir())
+
+    async def scenario() -> None:
+        async with await Engine.alaunch(str(DEMO_MODEL), log_path=tmp_path / "log", **ENGINE_ARGS) as engine:
+            expected = (await engine.agenerate("Document: Zorval", max_tokens=5)).text
+            key, url, session = engine.api_key, engine.base_url, engine.pid
+            assert session is not None
+
+            stream = engine.astream("Document: Zorval", **LONG)
+            assert (await anext(stream)).text
+            core = engine_core(engine)
+            core.suspend()  # nothing answers any more, so the next request cannot have its first token
+            waiting = asyncio.create_task(engine.agenerate("Document: Zorval", max_tokens=5))
+            await asyncio.sleep(0.5)
+            core.kill()
+            with pytest.raises(EngineDiedError, match="ask again"):
+                while True:
+                    await anext(stream)
+            assert (await waiting).text == expected
+            assert (await engine.astats()).num_restarts == 1
+            assert (engine.api_key, engine.base_url) == (key, url)
+            assert engine.pid != session
+            assert session_members(session) == []
+
+            assert engine.pid is not None
+            second_session = engine.pid
+            os.kill(engine.pid, signal.SIGKILL)  # the API server itself this time
+            with pytest.raises(EngineDiedError, match="restarted 1 times, the limit"):
+                while True:
+                    await engine.agenerate("Document: Zorval", max_tokens=5)
+            assert session_members(second_session) == []
+        assert session_members(second_session) == []
+
+    asyncio.run(scenario())
+    assert wait_until(lambda: set(SHM.iterdir()) <= shm_before)
+
+
+OWNER = """
+import sys, time
+from ragcache_core.client import Engine
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+engine = Engine.launch(str(DEMO_MODEL), log_path=sys.argv[1], **ENGINE_ARGS)
+print(engine.pid, flush=True)
+if sys.argv[2] == "raise":
+    raise RuntimeError("the owner fails")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL", "SIGINT", "raise"])
+def test_the_server_ends_with_its_owner(end: str, tmp_path: Path) -> None:
+    shm_before = set(SHM.iterdir())
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "log"), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
+        assert owner.stdout is not None
+        session = int(owner.stdout.readline())
+        if end != "raise":
+            owner.send_signal(signal.Signals[end])
+        owner.wait(timeout=60)
+    assert wait_until(lambda: not session_members(session)), session_members(session)
+    assert wait_until(lambda: set(SHM.iterdir()) <= shm_before), set(SHM.iterdir()) - shm_before
+
+
+def test_a_server_that_cannot_start_says_why_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(EngineStartError, match="max_model_len|max-model-len") as refused:
+        Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **{**ENGINE_ARGS, "max_model_len": 10**9})
+    assert "\n" not in str(refused.value)
+    assert str(tmp_path / "log") in str(refused.value)
+    assert (tmp_path / "log").stat().st_size > 0
+
+
+def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
+    started: list[str] = []
+    with pytest.raises(EngineStartError, match="not ready after 0.5 s: raise startup_timeout_s"):
+        Engine.launch(
+            str(DEMO_MODEL), log_path=tmp_path / "log", startup_timeout_s=0.5, progress=started.append, **ENGINE_ARGS
+        )
+    assert started
+    mine = [p for p in psutil.process_iter() if str(tmp_path) in " ".join(_cmdline(p))]
+    assert mine == []
+
+
+async def test_a_cancelled_launch_leaves_nothing(tmp_path: Path) -> None:
+    children_before = {p.pid for p in psutil.Process().children(recursive=True)}
+    launching = asyncio.create_task(Engine.alaunch(str(DEMO_MODEL), log_path=tmp_path / "log", **ENGINE_ARGS))
+    await asyncio.sleep(1.0)
+    launching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await launching
+
+    def gone() -> bool:
+        return {p.pid for p in psutil.Process().children(recursive=True)} <= children_before
+
+    assert await asyncio.to_thread(wait_until, gone, 120.0)
+
+
+def _cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

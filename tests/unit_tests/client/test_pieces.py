@@ -1,0 +1,253 @@
+"""The small rooms of the client: arguments, failures, metrics, plan, progress, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from ragcache_core.client import Engine, ModelTokenizer
+from ragcache_core.client.arguments import cache_arguments, check_model, context_window, vllm_arguments
+from ragcache_core.client.failures import translate_errors
+from ragcache_core.client.metrics import parse_metrics
+from ragcache_core.client.plan import RememberedDocuments, RequestPlan, is_text_only, plan_chat
+from ragcache_core.client.process import check_port_free, free_port
+from ragcache_core.client.progress import STAGES, LoadProgress
+from ragcache_core.client.tokenizer import checked_tokenizer
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import (
+    ConfigError,
+    EngineAuthError,
+    EngineDiedError,
+    EngineError,
+    EngineStartError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    PromptError,
+    PromptTooLongError,
+    RAGCacheError,
+    RequestRejectedError,
+    TokenizerUnavailableError,
+)
+from ragcache_core.types import Document, SegmentKind
+
+
+def test_python_arguments_become_the_servers_flags() -> None:
+    given = {"max_model_len": 2048, "enforce_eager": True, "enable_prefix_caching": False, "seed": None}
+    given |= {"hf_overrides": {"a": 1}, "served_model_name": ("x", "y")}
+    assert vllm_arguments(given) == [
+        *("--max-model-len", "2048", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--hf-overrides", '{"a": 1}', "--served-model-name", "x", "y"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["model", "host", "port", "api_key", "kv_transfer_config"])
+def test_an_argument_with_a_door_of_its_own_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.*use "):
+        vllm_arguments({name: "x"})
+
+
+def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
+    assert cache_arguments(None) == []
+    arguments = cache_arguments(CacheConfig(kv_cache_bytes="1GiB", block_size=16))
+    connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector_module_path"] == "ragcache_core.vllm_plugin.connector"
+    assert arguments[-4:] == ["--kv-cache-memory-bytes", str(1 << 30), "--block-size", "16"]
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for model, said in [
+        (tmp_path / "none", "there is no model at"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "folder", "no config.json"),
+    ]:
+        with pytest.raises(EngineStartError, match=said):
+            check_model(str(model))
+    check_model("organisation/name")
+
+
+def test_launching_a_missing_model_starts_nothing() -> None:
+    with pytest.raises(EngineStartError, match="there is no model at './nowhere'"):
+        Engine.launch("./nowhere")
+
+
+def test_a_taken_port_is_refused_with_a_cure(demo_model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineStartError, match=f"port {port} .*choose another port"):
+            Engine.launch(demo_model, port=port)
+    check_port_free("127.0.0.1", free_port("127.0.0.1"))
+
+
+@pytest.mark.parametrize("port", [-1, 70_000])
+def test_an_impossible_port_is_refused(port: int) -> None:
+    with pytest.raises(EngineStartError, match="choose another port"):
+        check_port_free("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "nonsense", "http://[bad"])
+def test_an_unreachable_server_is_reported_with_its_address(url: str) -> None:
+    with pytest.raises(EngineUnreachableError, match="is the server running"):
+        Engine.connect(url, timeout_s=2)
+
+
+@pytest.mark.parametrize("card", [{}, {"max_model_len": None}, {"max_model_len": 0}])
+def test_what_is_not_a_vllm_server_is_refused(card: Mapping[str, object]) -> None:
+    with pytest.raises(EngineError, match="no vLLM server"):
+        context_window(card, "http://x/v1")
+
+
+REQUEST = httpx.Request("POST", "http://host:1/v1/completions")
+
+
+def _status(kind: type[openai.APIStatusError], status: int, message: str) -> openai.APIStatusError:
+    return kind(message, response=httpx.Response(status, request=REQUEST), body=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (openai.APITimeoutError(REQUEST), EngineTimeoutError),
+        (openai.APIConnectionError(request=REQUEST), EngineUnreachableError),
+        (httpx.ConnectError("refused", request=REQUEST), EngineUnreachableError),
+        (httpx.ReadTimeout("slow", request=REQUEST), EngineTimeoutError),
+        (httpx.RemoteProtocolError("cut"), EngineDiedError),
+        (_status(openai.AuthenticationError, 401, "Unauthorized"), EngineAuthError),
+        (_status(openai.BadRequestError, 400, "maximum context length is 2048 tokens"), PromptTooLongError),
+        (_status(openai.BadRequestError, 400, "temperature must be positive"), RequestRejectedError),
+        (_status(openai.NotFoundError, 404, "The model `x` does not exist."), RequestRejectedError),
+        (_status(openai.InternalServerError, 500, "EngineCore encountered an issue."), EngineDiedError),
+        (_status(openai.InternalServerError, 500, "a bug"), EngineError),
+        (openai.APIError("EngineDeadError", REQUEST, body=None), EngineDiedError),
+    ],
+)
+def test_errors_of_the_connection_become_ours(error: Exception, ours: type[RAGCacheError]) -> None:
+    with pytest.raises(ours) as raised, translate_errors():
+        raise error
+    assert type(raised.value) is ours
+
+
+def test_our_own_error_below_the_sdk_comes_out_again() -> None:
+    def fail() -> None:
+        try:
+            raise EngineDiedError("gave up")
+        except EngineDiedError as cause:
+            raise openai.APIConnectionError(request=REQUEST) from cause
+
+    with pytest.raises(EngineDiedError, match="gave up"), translate_errors():
+        fail()
+
+
+def test_other_errors_pass_unchanged() -> None:
+    with pytest.raises(KeyError), translate_errors():
+        raise KeyError("x")
+
+
+def test_metrics_are_summed_over_engines() -> None:
+    page = "\n".join(
+        [
+            '# TYPE vllm:num_requests_running gauge',
+            'vllm:num_requests_running{engine="0"} 2.0',
+            'vllm:num_requests_running{engine="1"} 3.0',
+            '# TYPE vllm:prefix_cache_hits_total counter',
+            'vllm:prefix_cache_hits_total{engine="0"} 64.0',
+            '# TYPE vllm:kv_cache_usage_perc gauge',
+            'vllm:kv_cache_usage_perc{engine="0"} 0.25',
+            'vllm:kv_cache_usage_perc{engine="1"} 0.75',
+        ]
+    )
+    stats = parse_metrics(page + "\n", num_restarts=1)
+    assert (stats.num_running, stats.num_prefix_hit_tokens, stats.kv_cache_usage) == (5, 64, 0.5)
+    assert stats.num_restarts == 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: str) -> ModelTokenizer:
+    return ModelTokenizer(demo_model)
+
+
+def test_offsets_of_the_models_tokenizer_cover_the_text(tokenizer: ModelTokenizer) -> None:
+    text = tokenizer.render([{"role": "user", "content": "Document: Zorval is a company."}])
+    tokenized = tokenizer.encode(text)
+    assert "Document: Zorval is a company." in text
+    assert len(tokenized.token_ids) == len(tokenized.offsets)
+    shown = "".join(text[a:b] for a, b in tokenized.offsets)
+    assert shown.replace(" ", "") == text.replace(" ", "").replace("\n", "")
+
+
+def test_a_folder_without_tokenizer_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerUnavailableError, match="pass tokenizer="):
+        ModelTokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_disagrees_with_the_server_is_not_used(tokenizer: ModelTokenizer) -> None:
+    checked = checked_tokenizer(lambda: tokenizer, lambda _: [1, 2, 3])
+    assert isinstance(checked, TokenizerUnavailableError)
+    assert "other ones than the server's 3" in str(checked)
+    assert checked_tokenizer(lambda: tokenizer, lambda _: None) is tokenizer
+
+
+def test_a_template_that_refuses_messages_is_a_prompt_error(demo_model: str) -> None:
+    picky = ModelTokenizer(demo_model, chat_template="{{ raise_exception('no system here') }}")
+    with pytest.raises(PromptError, match="no system here"):
+        picky.render([{"role": "system", "content": "x"}])
+
+
+def test_documents_of_a_chat_are_found_by_their_text(tokenizer: ModelTokenizer) -> None:
+    messages = [{"role": "user", "content": "Document: Zorval is a company.\n\nQuestion: What is Zorval?"}]
+    plan = plan_chat(tokenizer, messages, [("z", "Zorval is a company."), ("y", "not there")], max_model_len=2048)
+    assert [s.doc_id for s in plan.segments if s.kind is SegmentKind.DOCUMENT] == ["z"]
+    sent = plan.extra_body["kv_transfer_params"]
+    assert sent["prompt_token_ids"] == list(tokenizer.encode(tokenizer.render(messages)).token_ids)
+    assert [d["id"] for d in sent["ragcache"]["documents"]] == ["z"]
+
+
+def test_a_chat_that_does_not_fit_is_refused_before_it_is_sent(tokenizer: ModelTokenizer) -> None:
+    with pytest.raises(PromptTooLongError, match="holds 8"):
+        plan_chat(tokenizer, [{"role": "user", "content": "word " * 20}], [], max_model_len=8)
+
+
+@pytest.mark.parametrize(
+    ("message", "text_only"),
+    [
+        ({"role": "user", "content": "x"}, True),
+        ({"role": "assistant", "content": "x", "tool_calls": None}, True),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, False),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, False),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, False),
+        ({"role": "assistant", "content": None}, False),
+    ],
+)
+def test_only_plain_text_is_tokenised_at_the_client(message: Mapping[str, object], text_only: bool) -> None:
+    assert is_text_only([message]) is text_only
+
+
+def test_usage_without_details_counts_as_nothing_cached() -> None:
+    stats = RequestPlan().stats({"prompt_tokens": 9, "completion_tokens": 2}, ttft_s=None, total_s=1.0)
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_computed_tokens) == (9, 0, 9)
+    assert RequestPlan().stats(None, ttft_s=None, total_s=1.0).num_prompt_tokens == 0
+
+
+def test_remembered_documents_are_bounded_and_the_latest_come_first() -> None:
+    remembered = RememberedDocuments(capacity=2)
+    remembered.add([Document("a", "A"), Document("b", "B")])
+    remembered.add([Document("a", "A")])
+    remembered.add([Document("c", "C")], shown=lambda d: f"<{d.text}>")
+    assert remembered.shown() == [("c", "<C>"), ("a", "A")]
+
+
+def test_progress_tells_each_stage_once() -> None:
+    stages: list[str] = []
+    with LoadProgress.of(stages.append) as progress:
+        for log in ["", "Resolved architecture: X", "Resolved architecture: X", "x Starting to load model y"]:
+            progress.update(log)
+    assert stages == [STAGES[0][0], STAGES[1][0], STAGES[3][0]]

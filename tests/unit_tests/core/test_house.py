@@ -1,0 +1,134 @@
+"""The house: imports run one way, only the plugin imports vLLM, and what is public is documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ragcache_core
+
+ROOT = Path(__file__).resolve().parents[3]
+
+WORDS = ["_version", "types", "errors", "config", "stats", "wire", "prompt"]
+FLOORS: dict[str, list[str]] = {
+    "words": [f"ragcache_core.{name}" for name in WORDS],
+    "matter": ["ragcache_core.retrieval", "ragcache_core.ingest"],
+    "client": ["ragcache_core.client"],
+    "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
+    "top": ["ragcache_core.cli", "ragcache_core.bench"],
+}
+"""Rooms from the ground up; a room imports its own floor and those below."""
+
+FOREIGN: dict[str, list[str]] = {
+    "words": ["numpy", "faiss", "httpx", "openai", "transformers"],
+    "matter": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
+    "client": ["faiss", "sklearn", "langchain_core", "llama_index"],
+    "integrations": [],
+    "top": [],
+}
+"""Packages that a floor works without."""
+
+_BLOCKED = """
+import importlib, importlib.abc, sys
+blocked, rooms = {blocked!r}, {rooms!r}
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(name == b or name.startswith(b + '.') for b in blocked):
+            raise ImportError(f'{{name}} is above this floor')
+sys.meta_path.insert(0, Blocker())
+for room in rooms:
+    importlib.import_module(room)
+"""
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_imports_with_everything_above_it_blocked(floor: str) -> None:
+    names = list(FLOORS)
+    above = [room for name in names[names.index(floor) + 1 :] for room in FLOORS[name]]
+    blocked = [*above, *FOREIGN[floor], "vllm", "torch", "ragcache_core.vllm_plugin"]
+    if floor == "top":
+        blocked = ["vllm", "torch"]
+    if floor == "integrations":  # the frameworks may import torch where it is installed; we do not
+        blocked.remove("torch")
+    rooms = FLOORS[floor]
+    code = _BLOCKED.format(blocked=blocked, rooms=rooms)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+    return found
+
+
+SOURCES = sorted(
+    p for folder in ("ragcache_core", "ragcache_integrations", "kernels", "examples") for p in (ROOT / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_plugin_imports_vllm_and_nothing_imports_the_plugin(path: Path) -> None:
+    if "vllm_plugin" in path.parts:
+        return
+    imported = _imports(path)
+    assert not {name for name in imported if name == "vllm" or name.startswith("vllm.")}
+    assert not {name for name in imported if name.startswith("ragcache_core.vllm_plugin")}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "ragcache_" in str(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_room_is_small_enough_to_be_one_idea(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 420
+
+
+def test_unpickling_happens_nowhere() -> None:
+    for path in SOURCES:
+        assert not {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"} & _imports(path), path
+        assert "allow_pickle=True" not in path.read_text(encoding="utf-8"), path
+
+
+def _public_modules() -> list[str]:
+    packages = ["ragcache_core", "ragcache_core.client", "ragcache_core.retrieval"]
+    packages += ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"]
+    return packages
+
+
+@pytest.mark.parametrize("name", _public_modules())
+def test_what_a_package_exports_exists_and_has_a_docstring(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__
+    assert module.__all__
+    for exported in module.__all__:
+        value = getattr(module, exported)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"{name}.{exported}"
+
+
+def test_every_module_imports_and_says_what_it_is() -> None:
+    for info in pkgutil.walk_packages(ragcache_core.__path__, "ragcache_core."):
+        source = ROOT / Path(*info.name.split("."))
+        path = source / "__init__.py" if info.ispkg else source.with_suffix(".py")
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), info.name
+
+
+def test_the_version_is_set_in_one_place() -> None:
+    from importlib.metadata import version
+
+    assert version("ragcache") == ragcache_core.__version__
+    assert f'"{ragcache_core.__version__}"' not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_the_kernel_shelf_does_not_shadow_the_package_called_kernels() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert importlib.util.find_spec("ragcache_kernels") is not None

@@ -1,0 +1,141 @@
+"""Prompt layout: documents are found in the prompt, and their tokens are exactly theirs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import ConfigError, PromptError, PromptTooLongError
+from ragcache_core.prompt import (
+    ChatMessage,
+    DocumentSpan,
+    PromptLayout,
+    TokenizedText,
+    check_prompt_fits,
+    locate_documents,
+    segment_tokens,
+)
+from ragcache_core.types import Document, SegmentKind
+
+
+class WordTokenizer:
+    """A tokenizer whose tokens are words with the white space before them, or single other characters."""
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<answer>"
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
+        matches = list(re.finditer(r"\s*\w+|\s|[^\w\s]", text))
+        assert "".join(m.group() for m in matches) == text
+        return TokenizedText(tuple(hash(m.group()) for m in matches), tuple(m.span() for m in matches))
+
+
+WORDS = st.lists(st.sampled_from(["zor", "mel", "tak", "Who", "is", "."]), min_size=1, max_size=6).map(" ".join)
+
+
+@given(st.lists(WORDS, max_size=5), WORDS)
+def test_every_document_has_its_own_tokens_and_nothing_else(texts: list[str], question: str) -> None:
+    documents = [Document(f"d{i}", text) for i, text in enumerate(texts)]
+    layout, tokenizer = PromptLayout(), WordTokenizer()
+    prompt = layout.render(tokenizer, documents, question)
+
+    offsets = tokenizer.encode(prompt.text).offsets
+    shown = {}
+    for segment in prompt.segments:
+        chars = (offsets[segment.start][0], offsets[segment.end - 1][1])
+        shown.setdefault(segment.kind, []).append(prompt.text[slice(*chars)].strip())
+    assert sorted(shown.get(SegmentKind.DOCUMENT, [])) == sorted(layout.document_text(d) for d in documents)
+    assert shown[SegmentKind.QUESTION][0].endswith("<answer>")
+    assert [t for s in prompt.segments for t in range(s.start, s.end)] == list(range(len(prompt.token_ids)))
+
+
+@given(st.lists(WORDS, min_size=1, max_size=4, unique=True), WORDS, WORDS)
+def test_prompts_with_the_same_first_documents_share_their_tokens(texts: list[str], last: str, question: str) -> None:
+    layout, tokenizer = PromptLayout(), WordTokenizer()
+    shared = [Document(f"d{i}", text) for i, text in enumerate(texts)]
+    one = layout.render(tokenizer, shared, question)
+    other = layout.render(tokenizer, [*shared, Document("last", last)], "Another " + question)
+    end = one.segments[-2].end if len(one.segments) > 1 else 0
+    assert one.token_ids[:end] == other.token_ids[:end]
+
+
+@given(st.text(alphabet="ab ", max_size=40), st.lists(st.text(alphabet="ab ", max_size=6), max_size=6))
+def test_located_documents_are_in_the_text_in_order_and_do_not_overlap(text: str, pieces: list[str]) -> None:
+    spans = locate_documents(text, [(f"d{i}", piece) for i, piece in enumerate(pieces)])
+    assert all(text[s.start : s.end] == pieces[int(s.doc_id[1:])].strip() for s in spans)
+    assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
+    missing = set(range(len(pieces))) - {int(s.doc_id[1:]) for s in spans}
+    found = {pieces[int(s.doc_id[1:])].strip() for s in spans}
+    assert all(not pieces[i].strip() or pieces[i].strip() not in text or _blocked(text, pieces[i], spans) for i in missing)
+    assert "" not in found
+
+
+def _blocked(text: str, piece: str, spans: Sequence[DocumentSpan]) -> bool:
+    """Whether every occurrence of a piece overlaps a document that was placed."""
+    starts = [m.start() for m in re.finditer(f"(?={re.escape(piece.strip())})", text)]
+    return all(any(s.start < i + len(piece.strip()) and i < s.end for s in spans) for i in starts)
+
+
+def test_a_document_that_holds_another_keeps_its_characters() -> None:
+    spans = locate_documents("zor is big. zor is", [("small", "zor is"), ("large", "zor is big.")])
+    assert spans == [DocumentSpan("large", 0, 11), DocumentSpan("small", 12, 18)]
+
+
+def test_the_same_text_under_two_ids_takes_two_places() -> None:
+    assert [s.start for s in locate_documents("zor zor zor", [("a", "zor"), ("b", "zor")])] == [0, 4]
+
+
+def test_a_token_across_a_boundary_belongs_to_the_segment_of_its_last_character() -> None:
+    tokenized = TokenizedText((1, 2, 3), ((0, 2), (2, 5), (5, 8)))
+    segments = segment_tokens(tokenized, [DocumentSpan("d", 3, 6)])
+    assert [(s.kind, s.start, s.end) for s in segments] == [
+        (SegmentKind.PREFIX, 0, 1),
+        (SegmentKind.DOCUMENT, 1, 2),
+        (SegmentKind.QUESTION, 2, 3),
+    ]
+
+
+def test_document_ids_may_be_shown_and_braces_in_documents_are_left_alone() -> None:
+    layout = PromptLayout(document_format="[{doc_id}] {text};")
+    assert layout.document_text(Document("faq-7", "{question} {text} {")) == "[faq-7] {question} {text} {;"
+    assert layout.messages([Document("d", "{question}")], "a {text}?")[1]["content"] == "[d] {question};\n\nQuestion: a {text}?"
+
+
+def test_a_layout_without_static_prefix_has_no_system_message() -> None:
+    assert [m["role"] for m in PromptLayout(static_prefix="").messages([], "Who?")] == ["user"]
+
+
+@pytest.mark.parametrize("settings", [{"document_format": "Document:"}, {"question_format": "{question}{question}"}])
+def test_a_format_without_its_placeholder_is_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="must hold"):
+        PromptLayout(**settings)
+
+
+def test_an_empty_question_is_refused() -> None:
+    with pytest.raises(PromptError, match="question is empty"):
+        PromptLayout().messages([], "  \n")
+
+
+def test_a_chat_template_that_changes_documents_is_reported() -> None:
+    class Shouting(WordTokenizer):
+        def render(self, messages: Sequence[ChatMessage]) -> str:
+            return super().render(messages).upper()
+
+    with pytest.raises(PromptError, match="does not show document 'd'"):
+        PromptLayout().render(Shouting(), [Document("d", "zor is")], "Who?")
+
+
+def test_documents_that_do_not_fit_are_refused_with_value_limit_and_cure() -> None:
+    documents = [Document(f"d{i}", "zor " * 50 + str(i)) for i in range(3)]
+    with pytest.raises(PromptTooLongError, match=r"has \d+ tokens .* holds 100: retrieve fewer"):
+        PromptLayout().render(WordTokenizer(), documents, "Who?", max_prompt_tokens=100)
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
+    check_prompt_fits(99, 100)
+    with pytest.raises(PromptTooLongError):
+        check_prompt_fits(100, 100)

@@ -1,0 +1,93 @@
+"""Configuration, statistics and the error tree."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+
+import pytest
+
+import ragcache_core
+from ragcache_core import errors
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError, RAGCacheError, UnknownDocumentError
+from ragcache_core.stats import DocumentStats, EngineStats, RequestStats, document_stats, request_stats_from_dict
+from ragcache_core.types import PromptSegment, SegmentKind
+
+
+@pytest.mark.parametrize(("value", "num_bytes"), [("4GiB", 4 << 30), (" 512 MiB ", 512 << 20), (1024, 1024)])
+def test_sizes_are_given_as_bytes_or_with_a_unit(value: object, num_bytes: int) -> None:
+    assert CacheConfig(kv_cache_bytes=value).kv_cache_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_bytes": 0},
+        {"kv_cache_bytes": -1},
+        {"kv_cache_bytes": "lots"},
+        {"block_size": 0},
+        {"block_size": 4096},
+        {"block_sise": 16},
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_with_its_name_and_value(settings: dict[str, object]) -> None:
+    [(name, value)] = settings.items()
+    with pytest.raises(ConfigError, match=rf"CacheConfig\.{name} is {re.escape(repr(value))}"):
+        CacheConfig(**settings)
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_checked() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        CacheConfig().block_size = 3  # type: ignore[misc]
+
+
+def test_the_docstring_draws_every_error_of_the_tree() -> None:
+    classes = {c for _, c in inspect.getmembers(errors, inspect.isclass) if c.__module__ == errors.__name__}
+    assert classes
+    assert all(issubclass(c, RAGCacheError) for c in classes)
+    drawn = set(re.findall(r"── (\w+Error)\b", errors.__doc__ or ""))
+    assert {c.__name__ for c in classes} == drawn | {"RAGCacheError"}
+
+
+def test_an_unknown_document_is_a_key_error_with_a_readable_message() -> None:
+    assert str(UnknownDocumentError("no document 'x'")) == "no document 'x'"
+    assert isinstance(UnknownDocumentError("x"), KeyError)
+
+
+SEGMENTS = (
+    PromptSegment(SegmentKind.PREFIX, 0, 7),
+    PromptSegment(SegmentKind.DOCUMENT, 7, 36, "a"),
+    PromptSegment(SegmentKind.DOCUMENT, 36, 70, "b"),
+    PromptSegment(SegmentKind.QUESTION, 70, 81),
+)
+
+
+@pytest.mark.parametrize(
+    ("num_cached_tokens", "of_a", "of_b"), [(0, 0, 0), (7, 0, 0), (8, 1, 0), (64, 29, 28), (70, 29, 34), (81, 29, 34)]
+)
+def test_a_document_is_cached_as_far_as_the_cached_prefix_reaches(num_cached_tokens: int, of_a: int, of_b: int) -> None:
+    assert document_stats(SEGMENTS, num_cached_tokens) == (DocumentStats("a", 29, of_a), DocumentStats("b", 34, of_b))
+
+
+def test_request_statistics_survive_json() -> None:
+    stats = RequestStats(81, 64, 7, 0.03, 0.1, document_stats(SEGMENTS, 64))
+    data = json.loads(json.dumps(stats.to_dict()))
+    assert data["num_computed_tokens"] == 17
+    assert request_stats_from_dict(data) == stats
+
+
+def test_what_is_not_a_request_statistic_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the statistics"):
+        request_stats_from_dict({"tokens": 3})
+
+
+def test_the_hit_rate_is_zero_before_the_first_request() -> None:
+    assert EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0).prefix_hit_rate == 0.0
+    assert EngineStats(0, 0, 0.0, 0, 0, 200, 50, 0).to_dict()["prefix_hit_rate"] == 0.25
+
+
+def test_the_exported_names_exist_and_are_sorted() -> None:
+    assert ragcache_core.__all__ == sorted(ragcache_core.__all__)
+    assert all(hasattr(ragcache_core, name) for name in ragcache_core.__all__)
