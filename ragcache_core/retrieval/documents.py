@@ -1,0 +1,284 @@
+"""Documents and their vectors in SQLite: a few immutable segments, newest last.
+
+A segment is one SQLite file that is written once, hashed, and only read from then on. New documents go to a new
+segment; smaller ones before it are merged into it, so that there are about log2(n) of them and each document is
+rewritten about as often. Deleted documents are named in the manifest and left out at the next merge.
+
+Internal ids ascend over all segments and are never reused::
+
+    segment 0 [0, 4000)   segment 1 [4000, 6000)   segment 2 [6000, 6032)   next_id = 6032
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ragcache_core.errors import (
+    DocumentError,
+    DuplicateDocumentError,
+    EmptyDocumentError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    UndecodableDocumentError,
+)
+from ragcache_core.retrieval.base import Ids, Vectors
+from ragcache_core.retrieval.manifest import FileEntry, SegmentEntry, saving, seal_file, verify_file
+from ragcache_core.types import DocId, Document
+
+_SCHEMA = """
+CREATE TABLE documents (
+    internal_id INTEGER PRIMARY KEY,
+    doc_id TEXT NOT NULL UNIQUE,
+    text TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    vector BLOB NOT NULL
+)
+"""
+_ROWS_PER_QUERY = 500
+_CURE = "restore the store from a backup, or add the documents anew"
+
+
+Row = tuple[int, DocId, str, str, bytes]
+"""Internal id, document id, text, metadata as JSON, vector as float32 bytes."""
+
+
+def check_documents(documents: Sequence[Document]) -> list[str]:
+    """Return the metadata of each document as JSON.
+
+    Raises:
+        DuplicateDocumentError, EmptyDocumentError, UndecodableDocumentError, DocumentError
+    """
+    seen: set[DocId] = set()
+    metadata = []
+    for document in documents:
+        if not isinstance(document, Document):
+            raise DocumentError(f"{type(document).__name__} is not a Document: make one with Document(doc_id, text)")
+        _check_text("id", document.doc_id, document.doc_id)
+        _check_text("text", document.text, document.doc_id)
+        if document.doc_id in seen:
+            raise DuplicateDocumentError(f"document {document.doc_id!r} is in the batch twice: give each its own id")
+        seen.add(document.doc_id)
+        metadata.append(_metadata_json(document))
+    return metadata
+
+
+def _check_text(what: str, value: object, doc_id: object) -> None:
+    name = f"document {doc_id!r:.80}"
+    if not isinstance(value, str):
+        raise UndecodableDocumentError(f"{name} has {type(value).__name__} as {what}: decode it to str first")
+    if not value.strip():
+        raise EmptyDocumentError(f"{name} has an empty {what}: leave it out, or give it one")
+    if (nul := value.find("\0")) >= 0:
+        raise UndecodableDocumentError(f"the {what} of {name} has a NUL at character {nul}: is it a binary file?")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UndecodableDocumentError(
+            f"the {what} of {name} has a lone surrogate at character {error.start}: decode the file as UTF-8"
+        ) from error
+
+
+def _can_be_stored(doc_id: object) -> bool:
+    try:
+        return isinstance(doc_id, str) and bool(doc_id.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
+
+
+def _metadata_json(document: Document) -> str:
+    try:
+        if not isinstance(document.metadata, Mapping):
+            raise TypeError(f"{type(document.metadata).__name__} is not a mapping")
+        return json.dumps(dict(document.metadata), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DocumentError(
+            f"the metadata of document {document.doc_id!r} is not plain JSON ({error}): convert it first"
+        ) from error
+
+
+class SegmentFile:
+    """An open segment. Safe to use from many threads; it stays readable when its file is unlinked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with _reading(path):
+            self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
+        weakref.finalize(self, self._connection.close)
+
+    @classmethod
+    def open(cls, folder: Path, entry: SegmentEntry) -> SegmentFile:
+        """Open a segment that the manifest names.
+
+        Raises:
+            StoreCorruptError: its file is not what the manifest records.
+        """
+        segment = cls(verify_file(folder, entry.file, _CURE))
+        ((count,),) = segment.query("SELECT count(*) FROM documents")
+        if count != entry.num_rows:
+            raise StoreCorruptError(f"{segment.path} has {count} documents, the manifest {entry.num_rows}: {_CURE}")
+        return segment
+
+    def query(self, sql: str, arguments: Sequence[object] = ()) -> list[Any]:
+        with self._lock, _reading(self.path):
+            return self._connection.execute(sql, arguments).fetchall()
+
+    def select(self, columns: str, key: str, values: Sequence[object]) -> Iterator[Any]:
+        """Yield ``columns`` of the rows whose ``key`` is one of ``values``."""
+        for start in range(0, len(values), _ROWS_PER_QUERY):
+            some = values[start : start + _ROWS_PER_QUERY]
+            marks = ",".join("?" * len(some))
+            yield from self.query(f"SELECT {columns} FROM documents WHERE {key} IN ({marks})", some)  # noqa: S608
+
+    def scan(self, columns: str) -> Iterator[Any]:
+        """Yield ``internal_id`` and ``columns`` of all rows, by ascending internal id."""
+        last = -1
+        sql = f"SELECT internal_id, {columns} FROM documents WHERE internal_id > ? ORDER BY internal_id LIMIT ?"  # noqa: S608
+        while rows := self.query(sql, (last, _ROWS_PER_QUERY)):
+            yield from rows
+            last = rows[-1][0]
+
+
+class DocumentTable:
+    """All documents of one generation. Immutable."""
+
+    def __init__(self, segments: Sequence[tuple[SegmentEntry, SegmentFile]] = ()) -> None:
+        self.segments = tuple(segments)
+        self._deleted = [frozenset(entry.deleted) for entry, _ in self.segments]
+        self._first_ids = [entry.first_id for entry, _ in self.segments]
+
+    def __len__(self) -> int:
+        return sum(entry.num_live for entry, _ in self.segments)
+
+    def find(self, doc_ids: Sequence[DocId]) -> dict[DocId, int]:
+        """Return the internal ids of those documents that are stored."""
+        found: dict[DocId, int] = {}
+        doc_ids = [doc_id for doc_id in doc_ids if _can_be_stored(doc_id)]
+        for (_, file), deleted in zip(self.segments, self._deleted, strict=True):
+            rows = file.select("doc_id, internal_id", "doc_id", doc_ids)
+            found.update({doc_id: internal_id for doc_id, internal_id in rows if internal_id not in deleted})
+        return found
+
+    def read(self, internal_ids: Sequence[int]) -> dict[int, Document]:
+        """Return documents by internal id. Ids that were never stored are left out."""
+        by_segment: dict[int, list[int]] = {}
+        for internal_id in internal_ids:
+            by_segment.setdefault(bisect_right(self._first_ids, internal_id) - 1, []).append(internal_id)
+        found = {}
+        for position, wanted in by_segment.items():
+            rows = self.segments[position][1].select("internal_id, doc_id, text, metadata", "internal_id", wanted)
+            for internal_id, doc_id, text, metadata in rows:
+                found[internal_id] = Document(doc_id, text, json.loads(metadata))
+        return found
+
+    def doc_ids(self) -> Iterator[DocId]:
+        """Yield the ids of all documents, in the order they were added."""
+        for _, (doc_id,) in self._live("doc_id"):
+            yield doc_id
+
+    def live_ids(self) -> Ids:
+        """Return all internal ids, ascending."""
+        parts = []
+        for (_, file), deleted in zip(self.segments, self._deleted, strict=True):
+            ids = np.array([row[0] for row in file.scan("0")], np.int64)
+            parts.append(ids[~np.isin(ids, list(deleted))] if deleted else ids)
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def vectors(self, ids: Ids, dimension: int) -> Vectors:
+        """Return the vectors of ``ids`` (ascending): ``[n, dimension]``."""
+        vectors = np.empty((len(ids), dimension), np.float32)
+        position = 0
+        for internal_id, (vector,) in self._live("vector"):
+            if position < len(ids) and internal_id == ids[position]:
+                vectors[position] = np.frombuffer(vector, np.float32)
+                position += 1
+        assert position == len(ids), "an internal id is in the index, but in no segment"
+        return vectors
+
+    def rows_after(self, position: int) -> Iterator[Row]:
+        """Yield the live rows of the segments from ``position`` on, for a merge."""
+        for internal_id, values in self._live("doc_id, text, metadata, vector", position):
+            yield (internal_id, *values)
+
+    def _live(self, columns: str, position: int = 0) -> Iterator[tuple[int, Any]]:
+        for (_, file), deleted in zip(self.segments[position:], self._deleted[position:], strict=True):
+            for internal_id, *values in file.scan(columns):
+                if internal_id not in deleted:
+                    yield internal_id, values
+
+
+def segments_to_keep(entries: Sequence[SegmentEntry], num_new: int) -> int:
+    """Return how many leading segments stay as they are when ``num_new`` rows are written.
+
+    The others are merged into the new one: each that is not more than twice as long as what follows it.
+    """
+    keep, num_rows = len(entries), num_new
+    while keep and entries[keep - 1].num_live <= 2 * num_rows:
+        keep -= 1
+        num_rows += entries[keep].num_live
+    return keep
+
+
+def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEntry, int]:
+    """Write a new segment and flush it to the disk; return its entry and the number of rows.
+
+    Raises:
+        StoreFullError, StoreError
+    """
+    path = folder / name
+    num_rows = 0
+
+    def counted() -> Iterator[Row]:
+        nonlocal num_rows
+        for row in rows:
+            num_rows += 1
+            yield row
+
+    with saving(folder), _writing(path):
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            # No journal and no flushes of its own: nobody knows the file until the manifest names it.
+            connection.execute("PRAGMA journal_mode = OFF")
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.execute("BEGIN")
+            connection.execute(_SCHEMA)
+            connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", counted())
+            connection.execute("COMMIT")
+        finally:
+            connection.close()
+    return seal_file(folder, name), num_rows
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.ProgrammingError as error:
+        raise StoreError(f"{path} is not open ({error}): open the store again") from error
+    except sqlite3.DatabaseError as error:
+        raise StoreCorruptError(f"{path} cannot be read ({error}): {_CURE}") from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise StoreFullError(
+                f"no space left to save {path} ({error}): free some and try again, nothing was lost"
+            ) from error
+        raise StoreError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,118 @@
+"""One published state of a store, and the search in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragcache_core.errors import EmptyStoreError, SearchError, TooFewDocumentsError
+from ragcache_core.retrieval.base import Neighbors, Stage, StagedIndex, Vectors
+from ragcache_core.retrieval.documents import DocumentTable
+from ragcache_core.retrieval.embed import Embedder, check_query
+from ragcache_core.retrieval.manifest import Manifest
+from ragcache_core.types import Document, RetrievalUpdate
+
+_FIRST_FETCH = 4
+"""A filtered search first looks at so many times the documents asked for."""
+
+Filter = Callable[[Document], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Documents, index and embedder of one generation. Immutable: a search keeps the one it began with."""
+
+    manifest: Manifest
+    documents: DocumentTable
+    index: StagedIndex | None
+    embedder: Embedder
+    num_unsaved: int = 0
+    """Changes that the saved index lacks; they are made up for when it is read."""
+
+    def index_for(self, k: object) -> StagedIndex:
+        """Return the index, if ``k`` documents can be asked of it.
+
+        Raises:
+            SearchError, EmptyStoreError, TooFewDocumentsError
+        """
+        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+            raise SearchError(f"k is {k!r}: ask for at least 1 document")
+        if self.index is None or not len(self.documents):
+            raise EmptyStoreError("the store holds no documents yet: add some before searching")
+        if k > len(self.documents):
+            raise TooFewDocumentsError(
+                f"{k} documents were asked for, the store holds {len(self.documents)}: use a smaller k"
+            )
+        return self.index
+
+    def embed(self, query: object) -> Vectors:
+        """Return the vector of a question.
+
+        Raises:
+            SearchError: there is no text in it. EmbedderMismatchError: the embedder's dimension has changed.
+        """
+        if not isinstance(query, str) or not query.strip():
+            raise SearchError(f"the query is {query!r}: ask something")
+        try:
+            query.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise SearchError(
+                f"the query has a lone surrogate at character {error.start}: decode it as UTF-8"
+            ) from error
+        return check_query(self.embedder.embed_query(query), self.manifest.dimension, from_embedder=True)
+
+    def search(self, vector: Vectors, k: int, where: Filter | None = None) -> RetrievalUpdate:
+        """Return the index's answer."""
+        index = self.index_for(k)
+        if where is not None:
+            return self._filtered(index, vector, int(k), where)
+        return self.update(Stage(index.search(vector, int(k)), is_final=True), 0, {})
+
+    def _filtered(self, index: StagedIndex, vector: Vectors, k: int, where: Filter) -> RetrievalUpdate:
+        seen: dict[int, Document] = {}
+        passed: dict[int, bool] = {}
+        total = len(self.documents)
+
+        def matching(neighbors: Neighbors) -> Neighbors:
+            self._read_new(neighbors, seen)
+            for internal_id in neighbors.ids.tolist():
+                if internal_id not in passed:
+                    passed[internal_id] = bool(where(seen[internal_id]))
+            kept = np.array([passed[i] for i in neighbors.ids.tolist()], np.bool_)
+            return Neighbors(neighbors.ids[kept][:k], neighbors.scores[kept][:k])
+
+        for wanted in _growing(_FIRST_FETCH * k, total):
+            neighbors = index.search(vector, wanted)
+            found = matching(neighbors)
+            if len(found.ids) == k:
+                break
+            if len(neighbors.ids) < wanted:  # what an approximate search reaches is exhausted
+                found = matching(index.search(vector, total, exhaustive=True))
+                break
+        return self.update(Stage(found, is_final=True), 0, seen)
+
+    def update(self, stage: Stage, number: int, seen: dict[int, Document]) -> RetrievalUpdate:
+        """Return a stage with its documents; ``seen`` keeps those of earlier stages."""
+        neighbors = stage.neighbors
+        self._read_new(neighbors, seen)
+        return RetrievalUpdate(
+            documents=tuple(seen[i] for i in neighbors.ids.tolist()),
+            scores=tuple(neighbors.scores.tolist()),
+            stage=number,
+            is_final=stage.is_final,
+        )
+
+    def _read_new(self, neighbors: Neighbors, seen: dict[int, Document]) -> None:
+        new = [i for i in neighbors.ids.tolist() if i not in seen]
+        if new:
+            seen.update(self.documents.read(new))
+
+
+def _growing(first: int, last: int) -> Iterator[int]:
+    wanted = first
+    while wanted < last:
+        yield wanted
+        wanted *= 4
+    yield last

@@ -1,0 +1,181 @@
+"""The built-in embedder: hashed words, TF-IDF and a truncated SVD. It needs no download and no network.
+
+It finds documents by their words, and by the words that go with them in the corpus it was fitted on. Its dimensions
+are split, so that words which that corpus did not have can still be found, and do not disturb those it had::
+
+    |<------ SVD of the fitted words ------>|<- hashed directions of later words ->|
+    0                          rank <= 3/4 dimension                       dimension
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache_core.errors import ConfigError, StoreCorruptError
+from ragcache_core.retrieval.base import Ids, Vectors
+
+_NUM_BUCKETS = 1 << 22
+_SVD_SHARE = 0.75
+_DENSE_SVD_ROWS = 512
+"""Up to so many documents the exact SVD through their Gram matrix is quicker than a randomised one."""
+
+_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_CJK}]+|[^\W{_CJK}]+")
+_NAME = re.compile(r"tfidf-svd-(\d+)(?:-seed(\d+))?")
+_IS_CJK = re.compile(f"[{_CJK}]")
+
+
+class TfidfSvdEmbedder:
+    """An embedder that is fitted on the first documents it sees. Its vectors have length 1.
+
+    A store fits its own copy on the first ``add`` and keeps it with the documents; alone it works as
+    ``TfidfSvdEmbedder().fit(texts).embed_query("...")``. The same texts, dimension and seed give the same vectors.
+
+    Raises:
+        ConfigError: fewer than 8 dimensions, or used before it was fitted.
+    """
+
+    def __init__(self, dimension: int = 128, *, seed: int = 0) -> None:
+        if not isinstance(dimension, int) or isinstance(dimension, bool) or dimension < 8:
+            raise ConfigError(f"dimension is {dimension!r}: give a whole number of at least 8")
+        self.name = f"tfidf-svd-{dimension}" + (f"-seed{seed}" if seed else "")
+        self.dimension = dimension
+        self.seed = seed
+        self._buckets: Ids | None = None
+        self._idf: Vectors
+        self._projection: Vectors  # [num buckets, rank]
+        self._later_idf = 1.0
+
+    @classmethod
+    def from_name(cls, name: str) -> TfidfSvdEmbedder | None:
+        """Return the unfitted embedder of that name; ``None`` if it is not one of these."""
+        match = _NAME.fullmatch(name)
+        return cls(int(match[1]), seed=int(match[2] or 0)) if match else None
+
+    @property
+    def is_fitted(self) -> bool:
+        return self._buckets is not None
+
+    def fit(self, texts: Sequence[str]) -> TfidfSvdEmbedder:
+        """Learn words, their weights and their SVD from ``texts``; return this embedder."""
+        if not texts:
+            raise ConfigError("there are no texts to fit the embedder on: give it at least one")
+        counts = [_count_buckets(text) for text in texts]
+        frequency: Counter[int] = Counter()
+        for count in counts:
+            frequency.update(count.keys())
+        buckets = np.array(sorted(frequency), np.int64)
+        in_documents = np.array([frequency[b] for b in buckets.tolist()], np.float64)
+        self._idf = (np.log((1 + len(texts)) / (1 + in_documents)) + 1).astype(np.float32)
+        self._later_idf = math.log(1 + len(texts)) + 1
+        self._projection = self._decompose(counts, buckets)
+        self._buckets = buckets
+        return self
+
+    def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        """Return one row for each text: ``[n, dimension]``."""
+        vectors = np.zeros((len(texts), self.dimension), np.float32)
+        for row, text in enumerate(texts):
+            vectors[row] = self.embed_query(text)
+        return vectors
+
+    def embed_query(self, text: str) -> Vectors:
+        """Return the vector of a text: ``[dimension]``."""
+        if self._buckets is None:
+            raise ConfigError(f"{self.name} is not fitted: call fit(texts), or add documents to its store, first")
+        count = _count_buckets(text)
+        wanted = np.fromiter(count, np.int64, len(count))
+        weights = 1 + np.log(np.fromiter(count.values(), np.float32, len(count)))
+        at = np.minimum(np.searchsorted(self._buckets, wanted), len(self._buckets) - 1)
+        known = self._buckets[at] == wanted
+        rank = self._projection.shape[1]
+        vector = np.zeros(self.dimension, np.float32)
+        at = at[known]
+        vector[:rank] = (weights[known] * self._idf[at]) @ self._projection[at]
+        if not known.all():
+            directions = _directions(wanted[~known], self.dimension - rank, self.seed)
+            vector[rank:] = (weights[~known] * np.float32(self._later_idf)) @ directions
+        length = float(np.linalg.norm(vector))
+        return vector / np.float32(length) if length > 0 else vector
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return what was fitted as plain arrays, for ``numpy.savez``."""
+        assert self._buckets is not None
+        return {
+            "buckets": self._buckets,
+            "idf": self._idf,
+            "projection": self._projection,
+            "settings": np.array([self.dimension, self.seed], np.int64),
+            "later_idf": np.array([self._later_idf], np.float64),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, NDArray[Any]]) -> TfidfSvdEmbedder:
+        """Return the embedder that :meth:`state` was taken from."""
+        try:
+            dimension, seed = (int(value) for value in state["settings"])
+            embedder = cls(dimension, seed=seed)
+            embedder._idf = np.asarray(state["idf"], np.float32)
+            embedder._projection = np.asarray(state["projection"], np.float32)
+            embedder._later_idf = float(state["later_idf"][0])
+            embedder._buckets = np.asarray(state["buckets"], np.int64)
+        except (KeyError, ValueError, IndexError) as error:
+            raise StoreCorruptError(f"the saved embedder lacks {error}: restore the store from a backup") from error
+        return embedder
+
+    def _decompose(self, counts: Sequence[Counter[int]], buckets: Ids) -> Vectors:
+        """Return the right singular vectors of the weighted term matrix: ``[num buckets, rank]``."""
+        from scipy import sparse
+
+        starts = np.cumsum([0, *(len(count) for count in counts)])
+        wanted = np.fromiter((b for count in counts for b in count), np.int64, starts[-1])
+        columns = np.searchsorted(buckets, wanted)
+        values = np.fromiter((v for count in counts for v in count.values()), np.float64, starts[-1])
+        values = (1 + np.log(values)) * self._idf[columns]
+        lengths = np.sqrt(np.add.reduceat(values**2, starts[:-1]))
+        values /= np.repeat(lengths, np.diff(starts))
+        terms = sparse.csr_matrix((values, columns, starts), shape=(len(counts), len(buckets)))
+
+        rank = min(int(self.dimension * _SVD_SHARE), *terms.shape)
+        if len(counts) <= _DENSE_SVD_ROWS:
+            eigenvalues, left = np.linalg.eigh((terms @ terms.T).toarray())
+            order = [i for i in np.argsort(-eigenvalues, kind="stable")[:rank] if eigenvalues[i] > 1e-8]
+            right = terms.T @ left[:, order] / np.sqrt(eigenvalues[order])
+        else:
+            from sklearn.utils.extmath import randomized_svd
+
+            _, _, transposed = randomized_svd(terms, rank, n_iter=4, random_state=self.seed)
+            right = transposed.T
+        return np.ascontiguousarray(right, np.float32)
+
+
+def _count_buckets(text: str) -> Counter[int]:
+    words: list[str] = []
+    for word in _WORD.findall(text.casefold()):
+        words.append(word)
+        if _IS_CJK.match(word):  # written without spaces: characters and pairs of them
+            words.extend(word)
+            words.extend(a + b for a, b in pairwise(word))
+    return Counter(zlib.crc32(word.encode("utf-8", "replace")) % _NUM_BUCKETS for word in words or [text])
+
+
+def _directions(buckets: Ids, dimension: int, seed: int) -> Vectors:
+    """Return a pseudo-random unit vector of signs for each bucket: ``[n, dimension]`` (splitmix64)."""
+    num_words = -(-dimension // 64)
+    with np.errstate(over="ignore"):
+        x = buckets.astype(np.uint64)[:, None] * np.uint64(num_words) + np.arange(num_words, dtype=np.uint64)
+        x = (x + np.uint64(seed & 0xFFFFFFFF)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    bits = np.unpackbits(x.astype("<u8").view(np.uint8).reshape(len(buckets), -1), axis=1)[:, :dimension]
+    return (bits.astype(np.float32) * 2 - 1) / np.float32(math.sqrt(dimension))
