@@ -1,0 +1,46 @@
+"""RAGCache at LangChain's door: a chat model, a vector store, a retriever and a callback handler.
+
+::
+
+    engine = Engine.launch("my-model")
+    store = StagedFAISS.from_documents(documents)
+    chain = (
+        {"context": RAGCacheRetriever(store=store, engine=engine) | format_documents, "question": RunnablePassthrough()}
+        | prompt_from_layout()
+        | ChatRAGCache(engine=engine)
+        | StrOutputParser()
+    )
+    chain.invoke("Who founded Nalna?", {"callbacks": [CacheStatsCallbackHandler()]})
+"""
+
+from ragcache_core.errors import ConfigError
+
+try:
+    import langchain_core as _langchain_core  # noqa: F401
+    import langchain_openai as _langchain_openai  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        f'{error.name} is not installed, ragcache_integrations.langchain needs it: pip install "ragcache[langchain]"'
+    ) from error
+
+from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, CacheSummary, DocumentHits
+from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
+from ragcache_integrations.langchain.chat_model import ChatRAGCache
+from ragcache_integrations.langchain.documents import to_core, to_langchain
+from ragcache_integrations.langchain.embeddings import TfidfSvdEmbeddings
+from ragcache_integrations.langchain.retriever import RAGCacheRetriever
+from ragcache_integrations.langchain.vectorstore import StagedFAISS
+
+__all__ = [
+    "CacheStatsCallbackHandler",
+    "CacheSummary",
+    "ChatRAGCache",
+    "DocumentHits",
+    "RAGCacheRetriever",
+    "StagedFAISS",
+    "TfidfSvdEmbeddings",
+    "format_documents",
+    "prompt_from_layout",
+    "to_core",
+    "to_langchain",
+]

@@ -1,0 +1,303 @@
+"""The chat model: langchain-openai's client, plus what RAGCache knows of a prompt and measures of an answer."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput, ModelProfile
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
+from langchain_core.runnables.config import run_in_executor
+from langchain_openai.chat_models.base import BaseChatOpenAI
+from pydantic import Field, PrivateAttr, SecretStr
+
+from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.errors import ConfigError
+from ragcache_core.types import Document
+from ragcache_integrations.langchain.documents import to_core
+
+BASE_URL_ENV = "RAGCACHE_BASE_URL"
+API_KEY_ENV = "RAGCACHE_API_KEY"
+DOCUMENTS_KEY = "ragcache_documents"
+"""Key of a human message's ``additional_kwargs`` for the documents that its text holds."""
+STATS_KEY = "ragcache"
+"""Key of ``response_metadata`` for the request's statistics, :meth:`RequestStats.to_dict()
+<ragcache_core.stats.RequestStats.to_dict>`."""
+
+_NO_KEY = "EMPTY"  # what vLLM's clients send to a server without a key; OPENAI_API_KEY must not reach it
+_TEMPLATE_SETTINGS = {"chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+
+
+class ChatRAGCache(BaseChatOpenAI):
+    """A chat model served by a RAGCache engine. Streaming, tool calls, structured output and async are LangChain's own.
+
+    ::
+
+        llm = ChatRAGCache(engine=Engine.launch("my-model"))
+        llm = ChatRAGCache(base_url="http://host:8000/v1", api_key=...)      # connects at the first request
+
+    Documents whose text is in the prompt are announced to the engine. They are found among the ``documents`` of the
+    call (``llm.bind(documents=docs)``), those of a message (``additional_kwargs["ragcache_documents"]``), and those
+    that a :class:`~ragcache_integrations.langchain.retriever.RAGCacheRetriever` with the same engine returned lately.
+
+    ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
+    the rest (in a stream: of the last chunk).
+
+    Raises:
+        ConfigError: neither an engine nor an address (``base_url``, or ``RAGCACHE_BASE_URL`` in the environment).
+        EngineError, PromptTooLongError: from requests; see :mod:`ragcache_core.errors`.
+    """
+
+    engine: Engine | None = Field(default=None, exclude=True, repr=False)
+    """The engine that answers; its owner closes it."""
+    stream_usage: bool | None = True
+    max_retries: int | None = 0
+    """The engine's own client repeats a request that was lost before its first token."""
+    use_responses_api: bool | None = False
+    _connecting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    _connected: Engine | None = PrivateAttr(default=None)
+
+    def __init__(self, *, engine: Engine | None = None, **settings: Any) -> None:
+        given = {alias: settings.pop(name) for name, alias in _ALIASES.items() if name in settings}
+        settings |= {name: value for name, value in given.items() if value is not None}
+        if engine is not None:
+            if settings.get("base_url"):
+                raise ConfigError("engine= and base_url= were both given: pass the engine, or the address of one")
+            settings |= _address_of(engine)
+            settings = {"model": engine.model, **settings}
+        else:
+            settings["base_url"] = base_url = settings.get("base_url") or os.environ.get(BASE_URL_ENV)
+            if not base_url:
+                raise ConfigError(f"no engine: pass engine=Engine.launch(...), or base_url=, or set {BASE_URL_ENV}")
+            settings = {"model": "", "api_key": os.environ.get(API_KEY_ENV) or _NO_KEY, **settings}
+            if not isinstance(settings["api_key"], str | SecretStr):
+                raise ConfigError("api_key is a function: pass the key itself, as a string or a SecretStr")
+        super().__init__(engine=engine, **settings)
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragcache-chat"
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        return {"openai_api_key": API_KEY_ENV}
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return False
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return LangSmithParams(**{**super()._get_ls_params(stop, **kwargs), "ls_provider": "ragcache"})
+
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        return {"max_input_tokens": self.engine.max_model_len} if self.engine is not None else None
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Literal["function_calling", "json_mode", "json_schema"] = "json_schema",
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return a runnable that answers with an instance of ``schema``; by default vLLM's grammar enforces it."""
+        return super().with_structured_output(schema, method=method, **kwargs)
+
+    def close(self) -> None:
+        """Close the connection that this model opened itself. An engine that was passed in stays open."""
+        if self._connected is not None:
+            self._connected.close()
+
+    # Counting tokens: with the engine's tokenizer, where the parent would download one of OpenAI's.
+
+    def get_token_ids(self, text: str) -> list[int]:
+        with translate_errors():
+            return list(self._ready_engine().tokenize(text))
+
+    def get_num_tokens_from_messages(
+        self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None, **kwargs: Any
+    ) -> int:
+        """Return the length of the prompt that the chat template makes of ``messages``; tools are not counted."""
+        with translate_errors():
+            return len(self._ready_engine().tokenize(self._get_request_payload(list(messages))["messages"]))
+
+    # The four ways to ask. Each plans, delegates, and reports.
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with translate_errors():
+            call = self._plan(messages, stop, kwargs)
+            return call.finish(super()._generate(messages, stop, run_manager, **call.kwargs))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with translate_errors():
+            call = await run_in_executor(None, self._plan, messages, stop, kwargs)
+            return call.finish(await super()._agenerate(messages, stop, run_manager, **call.kwargs))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with translate_errors():
+            call = self._plan(messages, stop, kwargs)
+            chunks = super()._stream(messages, stop, run_manager, **call.kwargs)
+            try:
+                for chunk in chunks:
+                    yield call.observe(chunk)
+            finally:
+                chunks.close()  # type: ignore[attr-defined]  # a generator: closes the response, which ends the request
+        last = call.last_chunk()
+        if run_manager is not None:
+            run_manager.on_llm_new_token("", chunk=last)
+        yield last
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        with translate_errors():
+            call = await run_in_executor(None, self._plan, messages, stop, kwargs)
+            chunks = super()._astream(messages, stop, run_manager, **call.kwargs)
+            try:
+                async for chunk in chunks:
+                    yield call.observe(chunk)
+            finally:
+                await chunks.aclose()  # type: ignore[attr-defined]
+        last = call.last_chunk()
+        if run_manager is not None:
+            await run_manager.on_llm_new_token("", chunk=last)
+        yield last
+
+    def _plan(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Call:
+        engine = self._ready_engine()
+        kwargs = dict(kwargs)
+        documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
+        payload = self._get_request_payload(messages, stop=stop, **kwargs)
+        body = payload.get("extra_body") or {}
+        # Tools and settings of the chat template: only the server renders these as it would without us.
+        has_tools = bool(payload.get("tools")) or not _TEMPLATE_SETTINGS.isdisjoint(body)
+        plan = engine.plan_chat(payload["messages"], documents=documents or None, has_tools=has_tools)
+        return _Call(plan, {**kwargs, "extra_body": _merged(body, plan.extra_body)} if plan.extra_body else kwargs)
+
+    def _ready_engine(self) -> Engine:
+        """Return the engine, connecting at the first call."""
+        engine = self.engine or self._connected
+        if engine is not None:
+            return engine
+        with self._connecting:
+            if self._connected is None:
+                assert isinstance(self.openai_api_key, SecretStr)
+                assert self.openai_api_base is not None
+                engine = Engine.connect(self.openai_api_base, api_key=self.openai_api_key.get_secret_value())
+                self._use_clients_of(engine)
+                self._connected = engine
+            return self._connected
+
+    def _use_clients_of(self, engine: Engine) -> None:
+        self.root_client = self.root_client.with_options(base_url=engine.base_url, http_client=engine.http_client())
+        self.root_async_client = self.root_async_client.with_options(
+            base_url=engine.base_url, http_client=engine.http_async_client()
+        )
+        self.client = self.root_client.chat.completions
+        self.async_client = self.root_async_client.chat.completions
+        self.model_name = self.model_name or engine.model
+
+
+_ALIASES = {"openai_api_base": "base_url", "openai_api_key": "api_key", "model_name": "model"}
+
+
+class _Call:
+    """One request: its plan, its clock, and the usage that the server reported."""
+
+    def __init__(self, plan: RequestPlan, kwargs: dict[str, Any]) -> None:
+        self.kwargs = kwargs
+        self._plan = plan
+        self._started_s = time.perf_counter()
+        self._ttft_s: float | None = None
+        self._usage: UsageMetadata | None = None
+
+    def finish(self, result: ChatResult) -> ChatResult:
+        """Add the statistics to a whole answer."""
+        self._usage = _note_cached_tokens(result.generations[0].message)
+        for generation in result.generations:
+            _note_cached_tokens(generation.message)
+            generation.message.response_metadata[STATS_KEY] = self._stats()
+        return result
+
+    def observe(self, chunk: ChatGenerationChunk) -> ChatGenerationChunk:
+        """Note the time of the first token, and the usage."""
+        message = chunk.message
+        if self._ttft_s is None and (message.content or getattr(message, "tool_call_chunks", None)):
+            self._ttft_s = time.perf_counter() - self._started_s
+        self._usage = _note_cached_tokens(message) or self._usage
+        return chunk
+
+    def last_chunk(self) -> ChatGenerationChunk:
+        """Return the chunk that ends a stream. Only it holds the statistics: merging chunks would add them up."""
+        metadata = {STATS_KEY: self._stats()}
+        return ChatGenerationChunk(
+            message=AIMessageChunk(content="", response_metadata=metadata, chunk_position="last")
+        )
+
+    def _stats(self) -> dict[str, object]:
+        usage: Mapping[str, Any] | None = None
+        if self._usage is not None:
+            cached = self._usage.get("input_token_details", {}).get("cache_read", 0)
+            usage = {
+                "prompt_tokens": self._usage["input_tokens"],
+                "completion_tokens": self._usage["output_tokens"],
+                "prompt_tokens_details": {"cached_tokens": cached},
+            }
+        total_s = time.perf_counter() - self._started_s
+        return self._plan.stats(usage, ttft_s=self._ttft_s, total_s=total_s).to_dict()
+
+
+def _note_cached_tokens(message: BaseMessage) -> UsageMetadata | None:
+    """Return the usage of a message; vLLM leaves the cached tokens out where there are none."""
+    if not isinstance(message, AIMessage) or message.usage_metadata is None:
+        return None
+    message.usage_metadata.setdefault("input_token_details", {}).setdefault("cache_read", 0)
+    return message.usage_metadata
+
+
+def _documents_of(messages: Sequence[BaseMessage]) -> list[Document]:
+    return [d for m in messages for d in to_core(m.additional_kwargs.get(DOCUMENTS_KEY) or ())]
+
+
+def _address_of(engine: Engine) -> dict[str, Any]:
+    http_client = engine.http_client()
+    return {
+        "base_url": engine.base_url,
+        "api_key": engine.api_key or _NO_KEY,
+        "http_client": http_client,
+        "http_async_client": engine.http_async_client(),
+    }
+
+
+def _merged(body: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
+    params = {**(body.get("kv_transfer_params") or {}), **planned.get("kv_transfer_params", {})}
+    return {**body, **planned, **({"kv_transfer_params": params} if params else {})}

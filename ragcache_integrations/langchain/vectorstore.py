@@ -1,0 +1,308 @@
+"""A LangChain vector store over :class:`~ragcache_core.retrieval.DocumentStore`: Faiss, searched in stages, on disk."""
+# ruff: noqa: A002 (LangChain's vector stores call it "filter")
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+import numpy as np
+from langchain_core.documents import Document as LangChainDocument
+from langchain_core.embeddings import Embeddings
+from langchain_core.runnables.config import run_in_executor
+from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores.utils import maximal_marginal_relevance
+
+from ragcache_core.retrieval import DocumentStore, LangChainEmbedder
+from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_integrations.langchain.documents import to_langchain
+from ragcache_integrations.langchain.embeddings import CoreEmbeddings
+
+MetadataFilter = Mapping[str, object] | Callable[[Mapping[str, object]], bool]
+"""Values that the metadata must have, or a function that accepts them."""
+
+
+class StagedFAISS(VectorStore):
+    """A vector store in a folder. Nothing in it is ever unpickled.
+
+    ``StagedFAISS.from_documents(documents)`` needs no embedding: the built-in one is fitted on the documents and kept
+    with them. Scores are the store's own: squared L2 distances (less is nearer) or, with ``metric="ip"``, inner
+    products (more is nearer). Metadata is plain JSON. ``k`` may be larger than the store.
+
+    Adding a document whose id is stored replaces it. Each change is durable when it returns.
+    """
+
+    def __init__(self, store: DocumentStore) -> None:
+        """Wrap a store of the core; who opened it closes it, or :meth:`close` does."""
+        self.store = store
+        self._changing = threading.Lock()
+        self._discard_folder: Callable[[], object] | None = None
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike[str] | None = None, embedding: Embeddings | object | None = None, **index: Any
+    ) -> Self:
+        """Make an empty store in a new folder; without ``path``, in one that ends with this object.
+
+        ``index`` are settings of :meth:`DocumentStore.create <ragcache_core.retrieval.DocumentStore.create>`:
+        ``index="hnsw"``, ``metric="ip"``, ``nlist=1024``, ...
+        """
+        if path is not None:
+            return cls(DocumentStore.create(path, embedder=embedding, **index))
+        folder = Path(tempfile.mkdtemp(prefix="ragcache-store-"))
+        try:
+            made = cls(DocumentStore.create(folder, embedder=embedding, **index))
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        made._discard_folder = weakref.finalize(made, _discard, made.store, folder)
+        return made
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], embedding: Embeddings | object | None = None, **how: Any) -> Self:
+        """Open a store that :meth:`create` made; an embedding of yours has to be passed again."""
+        return cls(DocumentStore.open(path, embedder=embedding, **how))
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: list[str],
+        embedding: Embeddings | None = None,
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        path: str | os.PathLike[str] | None = None,
+        **index: Any,
+    ) -> Self:
+        """Make a store of texts; see :meth:`create`."""
+        made = cls.create(path, embedding, **index)
+        try:
+            made.add_texts(texts, metadatas, ids=ids)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    @classmethod
+    def from_documents(
+        cls, documents: list[LangChainDocument], embedding: Embeddings | None = None, **settings: Any
+    ) -> Self:
+        """Make a store of documents, with their ids where they have some; see :meth:`create`."""
+        settings.setdefault("ids", [d.id for d in documents])
+        texts, metadatas = [d.page_content for d in documents], [d.metadata for d in documents]
+        return cls.from_texts(texts, embedding, metadatas, **settings)
+
+    def close(self) -> None:
+        """Save the index and let others write; a store without a ``path`` is deleted. May be called twice."""
+        self.store.close()
+        if self._discard_folder is not None:
+            self._discard_folder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """The embedding in use; of the built-in one, the copy fitted on this store's documents."""
+        embedder = self.store.embedder
+        if isinstance(embedder, LangChainEmbedder) and isinstance(embedder.embeddings, Embeddings):
+            return embedder.embeddings
+        return CoreEmbeddings(embedder)
+
+    # Changing
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        ids: Sequence[str | None] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Store texts and return their ids, new ones where none are given. A stored id is replaced.
+
+        Raises:
+            ValueError: not one id or metadata for each text.
+            DocumentError: an empty text, metadata that is not JSON; the store is as it was.
+        """
+        texts = list(texts)
+        for name, given in (("metadatas", metadatas), ("ids", ids)):
+            if given is not None and len(given) != len(texts):
+                raise ValueError(f"{len(given)} {name} for {len(texts)} texts: give one for each, or none at all")
+        doc_ids = [doc_id or str(uuid4()) for doc_id in (ids or [None] * len(texts))]
+        metadata = metadatas or [{}] * len(texts)
+        documents = {i: Document(i, text, m) for i, text, m in zip(doc_ids, texts, metadata, strict=True)}
+        with self._changing:
+            replaced = self.store.get([doc_id for doc_id in documents if doc_id in self.store])
+            self.store.delete([d.doc_id for d in replaced])
+            try:
+                self.store.add(documents.values(), **kwargs)
+            except BaseException:
+                self.store.add(replaced)
+                raise
+        return doc_ids
+
+    async def aadd_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        ids: Sequence[str | None] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        return await run_in_executor(None, self.add_texts, texts, metadatas, ids=ids, **kwargs)
+
+    def delete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
+        """Remove documents, all of them without ``ids``. Ids that are not stored are passed over."""
+        with self._changing:
+            self.store.delete(self.store.ids() if ids is None else [i for i in ids if i in self.store])
+        return True
+
+    async def adelete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
+        return await run_in_executor(None, self.delete, ids)
+
+    # Looking up
+
+    def get_by_ids(self, ids: Sequence[str], /) -> list[LangChainDocument]:
+        """Return the documents that are stored, in the order of ``ids``."""
+        return [to_langchain(d) for d in self.store.get([i for i in ids if i in self.store])]
+
+    async def aget_by_ids(self, ids: Sequence[str], /) -> list[LangChainDocument]:
+        return await run_in_executor(None, self.get_by_ids, ids)
+
+    # Searching
+
+    def similarity_search(
+        self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
+    ) -> list[LangChainDocument]:
+        return _documents(self._search(query, k, filter))
+
+    async def asimilarity_search(
+        self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
+    ) -> list[LangChainDocument]:
+        return _documents(await self._asearch(query, k, filter))
+
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
+    ) -> list[tuple[LangChainDocument, float]]:
+        return _scored(self._search(query, k, filter))
+
+    async def asimilarity_search_with_score(
+        self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
+    ) -> list[tuple[LangChainDocument, float]]:
+        return _scored(await self._asearch(query, k, filter))
+
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
+    ) -> list[LangChainDocument]:
+        return _documents(self._search(embedding, k, filter))
+
+    async def asimilarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
+    ) -> list[LangChainDocument]:
+        return _documents(await self._asearch(embedding, k, filter))
+
+    async def asimilarity_search_staged(
+        self, query: str, k: int = 4, *, stages: int | Sequence[float] | None = None
+    ) -> AsyncGenerator[RetrievalUpdate]:
+        """Yield what the search knows after each stage; the last update is the answer of the other methods.
+
+        See :meth:`DocumentStore.search_staged <ragcache_core.retrieval.DocumentStore.search_staged>`.
+        """
+        if (k := self._clamped(k)) > 0:
+            async with aclosing(self.store.search_staged(query, k, stages=stages)) as updates:
+                async for update in updates:
+                    yield update
+
+    def max_marginal_relevance_search(
+        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[LangChainDocument]:
+        """Return ``k`` of the ``fetch_k`` nearest documents, near to the question and far from each other."""
+        if not self._clamped(k):
+            return []
+        return self.max_marginal_relevance_search_by_vector(
+            self.embeddings.embed_query(query), k, fetch_k, lambda_mult, **kwargs
+        )
+
+    async def amax_marginal_relevance_search(
+        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[LangChainDocument]:
+        return await run_in_executor(None, self.max_marginal_relevance_search, query, k, fetch_k, lambda_mult, **kwargs)
+
+    def max_marginal_relevance_search_by_vector(
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        *,
+        filter: MetadataFilter | None = None,
+        **kwargs: Any,
+    ) -> list[LangChainDocument]:
+        nearest = _documents(self._search(embedding, max(k, fetch_k), filter)) if k > 0 else []
+        if not nearest:
+            return []
+        vectors = self.embeddings.embed_documents([d.page_content for d in nearest])
+        chosen = maximal_marginal_relevance(np.asarray(embedding), vectors, lambda_mult, k)
+        return [nearest[i] for i in chosen]
+
+    async def amax_marginal_relevance_search_by_vector(
+        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+    ) -> list[LangChainDocument]:
+        return await run_in_executor(
+            None, self.max_marginal_relevance_search_by_vector, embedding, k, fetch_k, lambda_mult, **kwargs
+        )
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        """Return a map of scores to [0, 1], 1 for the document itself; ``ip`` takes vectors of length 1."""
+        if self.store.metric == "ip":
+            return lambda product: min(1.0, max(0.0, (1.0 + product) / 2))
+        return lambda squared_distance: 1.0 / (1.0 + squared_distance)
+
+    def _clamped(self, k: int) -> int:
+        return max(0, min(k, len(self.store)))
+
+    def _search(self, query: str | list[float], k: int, filter: MetadataFilter | None) -> RetrievalUpdate:
+        if not (k := self._clamped(k)):
+            return _NOTHING
+        where = None if filter is None else _where(filter)
+        if isinstance(query, str):
+            return self.store.search(query, k, where=where)
+        return self.store.search_vector(query, k, where=where)
+
+    async def _asearch(self, query: str | list[float], k: int, filter: MetadataFilter | None) -> RetrievalUpdate:
+        return await run_in_executor(None, self._search, query, k, filter)
+
+
+_NOTHING = RetrievalUpdate((), (), 0, is_final=True)
+
+
+def _where(accepted: MetadataFilter) -> Callable[[Document], bool]:
+    if callable(accepted):
+        return lambda document: accepted(document.metadata)
+    return lambda document: all(name in document.metadata and document.metadata[name] == value
+                                for name, value in accepted.items())  # fmt: skip
+
+
+def _documents(update: RetrievalUpdate) -> list[LangChainDocument]:
+    return [to_langchain(d) for d in update.documents]
+
+
+def _scored(update: RetrievalUpdate) -> list[tuple[LangChainDocument, float]]:
+    return list(zip(_documents(update), update.scores, strict=True))
+
+
+def _discard(store: DocumentStore, folder: Path) -> None:
+    store.close()
+    shutil.rmtree(folder, ignore_errors=True)

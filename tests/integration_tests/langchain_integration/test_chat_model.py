@@ -1,0 +1,176 @@
+"""``ChatRAGCache`` on the real engine: what only a real engine can show."""
+
+import asyncio
+from collections.abc import Callable, Generator
+from time import monotonic, sleep
+from typing import cast
+
+import pytest
+from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from ragcache_core import Document, PromptLayout
+from ragcache_core.client import Engine
+from ragcache_core.errors import EngineAuthError, EngineUnreachableError, PromptTooLongError, RequestRejectedError
+from ragcache_core.stats import request_stats_from_dict
+from ragcache_integrations.langchain import CacheStatsCallbackHandler, ChatRAGCache
+
+LAYOUT = PromptLayout()
+
+
+def documents(topic: str, count: int = 3) -> list[Document]:
+    facts = "It lies in Memgexdak. It was founded by Jonas Foksan. Its river is the Havmirn. "
+    return [Document(f"{topic}-{i}", f"{topic} {i} is a city. {facts * 3}".strip()) for i in range(count)]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline_s = monotonic() + 20.0
+    while not condition() and monotonic() < deadline_s:
+        sleep(0.02)
+    return condition()
+
+
+@pytest.fixture
+def llm(engine: Engine) -> ChatRAGCache:
+    return ChatRAGCache(engine=engine, max_tokens=8, temperature=0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_second_question_about_the_same_documents_finds_them_cached(llm: ChatRAGCache, streamed: bool) -> None:
+    shown = documents(f"Nalna{streamed:d}")
+    stats = []
+    for question in ("Who founded Nalna 0?", "What is the river of Nalna 1?"):
+        handler = CacheStatsCallbackHandler()
+        messages = LAYOUT.messages(shown, question)
+        if streamed:
+            list(llm.stream(messages, {"callbacks": [handler]}, documents=shown))
+        else:
+            answer = llm.invoke(messages, {"callbacks": [handler]}, documents=shown)
+            assert answer.usage_metadata is not None
+            details = answer.usage_metadata["input_token_details"]
+            assert (
+                details["cache_read"] == request_stats_from_dict(answer.response_metadata["ragcache"]).num_cached_tokens
+            )
+        ((_, seen),) = handler.runs
+        stats.append(seen)
+
+    cold, warm = stats
+    assert [d.doc_id for d in warm.documents] == [d.doc_id for d in shown]
+    assert all(d.num_cached_tokens == 0 for d in cold.documents)
+    assert [d.num_cached_tokens for d in warm.documents[:2]] == [d.num_tokens for d in warm.documents[:2]]
+    assert warm.num_cached_tokens > cold.num_cached_tokens
+    assert (warm.ttft_s is not None) == streamed
+
+
+def test_token_ids_of_the_plan_are_those_of_the_server(llm: ChatRAGCache, engine: Engine) -> None:
+    """Announcing documents changes nothing of the prompt: the same request without them is found cached."""
+    shown = documents("Plan")
+    messages = LAYOUT.messages(shown, "Who founded Plan 0?")
+    planned = llm.invoke(messages, documents=shown)
+    plain = llm.invoke(messages, extra_body={"add_generation_prompt": True})  # left to the server's own template
+    assert planned.usage_metadata is not None
+    assert plain.usage_metadata is not None
+    assert plain.usage_metadata["input_tokens"] == planned.usage_metadata["input_tokens"]
+    assert plain.usage_metadata["input_token_details"]["cache_read"] > plain.usage_metadata["input_tokens"] // 2
+    assert plain.content == planned.content
+
+
+def test_an_asynchronous_answer_is_the_blocking_one(llm: ChatRAGCache) -> None:
+    messages = LAYOUT.messages(documents("Async"), "Who founded Async 0?")
+    blocking = llm.invoke(messages).content
+
+    async def ask() -> list[object]:
+        streamed = "".join([str(c.content) async for c in llm.astream(messages)])
+        return [(await llm.ainvoke(messages)).content, streamed, *[a.content for a in await llm.abatch([messages] * 2)]]
+
+    assert asyncio.run(ask()) == [blocking] * 4
+
+
+# Closing early
+
+
+def test_closing_a_stream_leaves_no_running_request(engine: Engine) -> None:
+    llm = ChatRAGCache(engine=engine, max_tokens=1500, extra_body={"ignore_eos": True})
+    chunks = cast("Generator[AIMessageChunk]", llm.stream("Tell me about Nalna."))
+    while not next(chunks).content:
+        pass
+    assert engine.stats().num_running >= 1
+    chunks.close()
+    assert eventually(lambda: engine.stats().num_running == 0)
+
+
+async def test_leaving_an_asynchronous_stream_leaves_no_running_request(engine: Engine) -> None:
+    llm = ChatRAGCache(engine=engine, max_tokens=1500, extra_body={"ignore_eos": True})
+    async for chunk in llm.astream("Tell me about Nalna."):
+        if chunk.content:
+            break
+    assert await asyncio.to_thread(eventually, lambda: engine.stats().num_running == 0)
+
+
+async def test_a_cancelled_task_leaves_no_running_request(engine: Engine) -> None:
+    llm = ChatRAGCache(engine=engine, max_tokens=1500, extra_body={"ignore_eos": True})
+    task = asyncio.create_task(llm.ainvoke("Tell me about Nalna."))
+    assert await asyncio.to_thread(eventually, lambda: engine.stats().num_running == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(eventually, lambda: engine.stats().num_running == 0)
+
+
+# Structure that the grammar enforces, whatever the model knows
+
+
+class City(BaseModel):
+    """A city."""
+
+    kind: str = Field(pattern="^(city|river)$")
+    is_old: bool
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_holds_on_a_model_that_knows_no_json(engine: Engine, method: str) -> None:
+    llm = ChatRAGCache(engine=engine, max_tokens=64, temperature=0)
+    answer = llm.with_structured_output(City, method=method).invoke("What is Nalna?")  # type: ignore[arg-type]
+    assert isinstance(answer, City)
+
+
+@tool
+def search(query: str) -> str:
+    """Search the documents."""
+    return query
+
+
+def test_tools_and_documents_of_an_agent_reach_the_engine(engine: Engine) -> None:
+    llm = ChatRAGCache(engine=engine, max_tokens=24).bind_tools([search])
+    answer = llm.invoke([SystemMessage("Answer."), HumanMessage("Who founded Nalna?")])
+    assert answer.response_metadata["ragcache"]["num_prompt_tokens"] > 0
+
+
+# Errors
+
+
+def test_errors_of_a_real_server_are_ours(engine: Engine) -> None:
+    with pytest.raises(EngineAuthError):
+        ChatRAGCache(base_url=engine.base_url, api_key="wrong").invoke("hello")
+    with pytest.raises(EngineUnreachableError):
+        ChatRAGCache(base_url="http://127.0.0.1:9", api_key="x").invoke("hello")
+    with pytest.raises(RequestRejectedError):
+        ChatRAGCache(engine=engine, model="another-model").invoke("hello")
+    with pytest.raises(RequestRejectedError):
+        ChatRAGCache(engine=engine, temperature=-1).invoke("hello")
+
+
+def test_a_prompt_or_an_answer_that_does_not_fit_is_too_long(engine: Engine) -> None:
+    with pytest.raises(PromptTooLongError):
+        ChatRAGCache(engine=engine).invoke("word " * 5000)
+    with pytest.raises(PromptTooLongError):
+        ChatRAGCache(engine=engine, max_tokens=5000).invoke("hello")
+    with pytest.raises(PromptTooLongError):
+        list(ChatRAGCache(engine=engine, max_tokens=5000).stream("hello"))
+
+
+def test_a_model_joins_the_engine_by_its_address(engine: Engine) -> None:
+    llm = ChatRAGCache(base_url=engine.base_url, api_key=engine.api_key, max_tokens=4)
+    assert llm.invoke("hello").response_metadata["model_name"] == engine.model
+    llm.close()

@@ -1,0 +1,52 @@
+"""An engine handle of a scripted server, with the demo model's tokenizer."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from ragcache_core.client import Engine
+from ragcache_integrations.langchain import ChatRAGCache
+from tests.scripted_server import ScriptedServer
+
+DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+API_KEY = "test-key"
+
+
+@pytest.fixture(scope="module")
+def _server() -> Iterator[ScriptedServer]:
+    with ScriptedServer(api_key=API_KEY, root=str(DEMO_MODEL)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(_server: ScriptedServer) -> ScriptedServer:
+    """A scripted server that has seen nothing yet."""
+    _server.clear()
+    _server.rules = ()
+    return _server
+
+
+@pytest.fixture
+def engine(server: ScriptedServer) -> Iterator[Engine]:
+    with Engine.connect(server.url, api_key=API_KEY) as engine:
+        yield engine
+
+
+@pytest.fixture
+def llm(engine: Engine) -> ChatRAGCache:
+    return ChatRAGCache(engine=engine)
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], bool]:
+    """Poll a condition, for ten seconds at most."""
+
+    def wait(condition: Callable[[], bool]) -> bool:
+        deadline_s = monotonic() + 10.0
+        while not condition() and monotonic() < deadline_s:
+            sleep(0.002)
+        return condition()
+
+    return wait

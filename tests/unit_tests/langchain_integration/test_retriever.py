@@ -1,0 +1,121 @@
+import threading
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.tools import create_retriever_tool
+from langchain_tests.integration_tests import RetrieversIntegrationTests
+
+from ragcache_core.client import Engine
+from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, StagedFAISS
+from tests.scripted_server import ScriptedServer
+
+TEXTS = [f"Planet number {i} is called {name}." for i, name in enumerate(["Zor", "Mel", "Tak", "Ruv", "Bim", "Lof"])]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> StagedFAISS:
+    path = tmp_path_factory.mktemp("retriever") / "store"
+    metadatas = [{"number": i} for i in range(len(TEXTS))]
+    return StagedFAISS.from_texts(TEXTS, metadatas=metadatas, ids=[f"p{i}" for i in range(len(TEXTS))], path=path)
+
+
+class TestStandard(RetrieversIntegrationTests):
+    @pytest.fixture(autouse=True)
+    def _store(self, store: StagedFAISS) -> None:
+        self.store = store
+
+    @property
+    def retriever_constructor(self) -> type[BaseRetriever]:
+        return RAGCacheRetriever
+
+    @property
+    def retriever_constructor_params(self) -> dict[str, Any]:
+        return {"store": self.store}
+
+    @property
+    def retriever_query_example(self) -> str:
+        return "Which planet is called Mel?"
+
+
+class Candidates(BaseCallbackHandler):
+    """Keeps the custom events it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_custom_event(self, name: str, data: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        assert name == "ragcache.candidates"
+        self.seen.append(data)
+
+
+def test_ids_and_metadata_come_through(store: StagedFAISS) -> None:
+    (first,) = RAGCacheRetriever(store=store, k=1).invoke("Who is Mel?")
+    assert (first.id, first.page_content, first.metadata) == ("p1", TEXTS[1], {"number": 1})
+
+
+def test_a_document_store_of_the_core_serves_as_well(store: StagedFAISS) -> None:
+    assert RAGCacheRetriever(store=store.store, k=2).invoke("Mel") == RAGCacheRetriever(store=store, k=2).invoke("Mel")
+
+
+def test_more_documents_than_the_store_holds_are_all_of_them(store: StagedFAISS) -> None:
+    assert len(RAGCacheRetriever(store=store, k=100).invoke("Mel")) == len(TEXTS)
+    assert len(RAGCacheRetriever(store=store).invoke("Mel", k=0)) == 0
+
+
+def test_an_empty_store_has_no_documents(tmp_path: Path) -> None:
+    assert RAGCacheRetriever(store=StagedFAISS.create(tmp_path / "empty")).invoke("Mel") == []
+
+
+async def test_each_stage_is_an_event_and_the_last_one_is_the_answer(store: StagedFAISS) -> None:
+    blocking, awaited = Candidates(), Candidates()
+    retriever = RAGCacheRetriever(store=store, k=3, stages=3)
+    answer = retriever.invoke("Who is Mel?", {"callbacks": [blocking]})
+    assert answer == await retriever.ainvoke("Who is Mel?", {"callbacks": [awaited]})
+
+    assert blocking.seen == awaited.seen
+    assert [c["is_final"] for c in blocking.seen] == [False] * (len(blocking.seen) - 1) + [True]
+    assert [c["stage"] for c in blocking.seen] == list(range(len(blocking.seen)))
+    last = blocking.seen[-1]
+    assert last["doc_ids"] == [d.id for d in answer]
+    assert len(last["scores"]) == 3
+    assert last["query"] == "Who is Mel?"
+
+
+async def test_a_stream_yields_the_final_documents_once(store: StagedFAISS) -> None:
+    retriever = RAGCacheRetriever(store=store, k=2, stages=4)
+    expected = [retriever.invoke("Who is Mel?")]
+    assert list(retriever.stream("Who is Mel?")) == expected
+    assert [d async for d in retriever.astream("Who is Mel?")] == expected
+
+
+def test_the_engine_is_told_what_was_retrieved(
+    store: StagedFAISS, engine: Engine, llm: ChatRAGCache, server: ScriptedServer
+) -> None:
+    (first, *_) = RAGCacheRetriever(store=store, engine=engine).invoke("Who is Mel?")
+    llm.invoke(f"{first.page_content} Who?")
+    assert [d["id"] for d in server.requests[-1].documents] == [first.id]
+
+
+def test_a_vector_store_makes_a_retriever_of_its_own(store: StagedFAISS) -> None:
+    first, _ = store.as_retriever(search_kwargs={"k": 2}).invoke("Who is Mel?")
+    assert first.id == "p1"
+
+
+def test_it_serves_as_a_tool_of_an_agent(store: StagedFAISS) -> None:
+    search = create_retriever_tool(RAGCacheRetriever(store=store, k=1), "search", "Search the planets.")
+    assert set(search.args) == {"query"}
+    assert search.invoke({"query": "Mel"}) == TEXTS[1]
+
+
+def test_threads_share_a_retriever(store: StagedFAISS) -> None:
+    retriever, found = RAGCacheRetriever(store=store, k=1), []
+    threads = [threading.Thread(target=lambda: found.append(retriever.invoke("Who is Mel?"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [retriever.invoke("Who is Mel?")] * 8

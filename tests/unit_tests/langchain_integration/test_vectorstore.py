@@ -1,0 +1,134 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.vectorstores import VectorStore
+from langchain_tests.integration_tests import VectorStoreIntegrationTests
+
+from ragcache_core.errors import ConfigError, RAGCacheError
+from ragcache_integrations.langchain import StagedFAISS, TfidfSvdEmbeddings
+
+TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
+
+
+class TestStandard(VectorStoreIntegrationTests):
+    @pytest.fixture
+    def vectorstore(self, tmp_path: Path) -> VectorStore:
+        return StagedFAISS.create(tmp_path / "store", self.get_embeddings())
+
+
+@pytest.fixture(params=["l2", "ip"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> StagedFAISS:
+    return StagedFAISS.from_texts(
+        TEXTS, metadatas=[{"n": i} for i in range(4)], ids=list("abcd"), path=tmp_path / "store", metric=request.param
+    )
+
+
+async def test_every_way_to_search_finds_the_same(store: StagedFAISS) -> None:
+    question, k = "Which star shines?", 3
+    vector = store.embeddings.embed_query(question)
+    expected = store.similarity_search(question, k)
+
+    assert expected[0].id == "d"
+    assert await store.asimilarity_search(question, k) == expected
+    assert store.similarity_search_by_vector(vector, k) == expected
+    assert await store.asimilarity_search_by_vector(vector, k) == expected
+    assert [d for d, _ in store.similarity_search_with_score(question, k)] == expected
+    assert await store.asimilarity_search_with_score(question, k) == store.similarity_search_with_score(question, k)
+    assert [d for d, _ in store.similarity_search_with_relevance_scores(question, k)] == expected
+    assert store.search(question, "similarity", k=k) == expected
+
+
+def test_relevance_falls_from_one_towards_zero(store: StagedFAISS) -> None:
+    scores = [s for _, s in store.similarity_search_with_relevance_scores(TEXTS[0], 4)]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] == pytest.approx(1.0, abs=1e-5)
+    assert all(0.0 <= s <= 1.0 for s in scores)
+
+
+def test_distances_ascend_and_similarities_descend(store: StagedFAISS) -> None:
+    scores = [s for _, s in store.similarity_search_with_score(TEXTS[0], 4)]
+    assert scores == sorted(scores, reverse=store.store.metric == "ip")
+
+
+async def test_the_last_stage_is_the_answer(store: StagedFAISS) -> None:
+    updates = [u async for u in store.asimilarity_search_staged("Which star shines?", 2, stages=3)]
+    assert [u.is_final for u in updates] == [False] * (len(updates) - 1) + [True]
+    assert [d.doc_id for d in updates[-1].documents] == [d.id for d in store.similarity_search("Which star shines?", 2)]
+
+
+async def test_k_is_clamped(store: StagedFAISS) -> None:
+    assert len(store.similarity_search("star", k=100)) == 4
+    assert store.similarity_search("star", k=0) == []
+    assert len([u async for u in store.asimilarity_search_staged("star", 100)][-1].documents) == 4
+
+
+async def test_diverse_results_differ_from_the_nearest(tmp_path: Path) -> None:
+    texts = ["star star sun", "star star sun one", "star star sun two", "star moon"]
+    store = StagedFAISS.from_texts(texts, ids=list("abcd"), path=tmp_path / "store")
+    diverse = store.max_marginal_relevance_search("star", k=2, fetch_k=4, lambda_mult=0.1)
+    assert len(diverse) == 2
+    assert {d.id for d in diverse} != {d.id for d in store.similarity_search("star", k=2)}
+    assert await store.amax_marginal_relevance_search("star", k=2, fetch_k=4, lambda_mult=0.1) == diverse
+    assert store.max_marginal_relevance_search("star", k=0) == []
+
+
+async def test_an_empty_store_answers_with_nothing(tmp_path: Path) -> None:
+    store = StagedFAISS.create(tmp_path / "store")
+    assert store.similarity_search("star") == await store.asimilarity_search("star") == []
+    assert store.max_marginal_relevance_search("star") == []
+    assert [u async for u in store.asimilarity_search_staged("star")] == []
+    assert store.add_texts([]) == []
+
+
+def test_documents_survive_in_their_folder(tmp_path: Path) -> None:
+    path, embedding = tmp_path / "store", DeterministicFakeEmbedding(size=8)
+    documents = [Document(text, id=f"{i}", metadata={"n": i}) for i, text in enumerate(TEXTS)]
+    StagedFAISS.from_documents(documents, embedding, path=path)
+    again = StagedFAISS.open(path, embedding)
+    assert again.get_by_ids(["2", "x", "0"]) == [documents[2], documents[0]]
+    assert again.similarity_search(TEXTS[3], k=1) == [documents[3]]
+
+
+def test_a_store_without_a_folder_lives_as_long_as_its_object() -> None:
+    store = StagedFAISS.from_texts(TEXTS, TfidfSvdEmbeddings(TEXTS))
+    folder = store.store.path
+    assert folder.exists()
+    assert len(store.similarity_search("star", k=2)) == 2
+    store.close()
+    assert not folder.exists()
+
+
+def test_the_same_text_twice_is_two_documents_unless_it_has_the_same_id(tmp_path: Path) -> None:
+    store = StagedFAISS.create(tmp_path / "store", DeterministicFakeEmbedding(size=8))
+    ids = store.add_texts(["same", "same"])
+    assert len(set(ids)) == 2
+    assert store.add_texts(["same", "other"], ids=["x", "x"]) == ["x", "x"]
+    assert [d.page_content for d in store.get_by_ids(["x"])] == ["other"]
+    assert len(store.store) == 3
+
+
+def test_deleting_tells_whether_there_was_something(store: StagedFAISS) -> None:
+    assert store.delete(["a", "nothing"])
+    assert store.get_by_ids(["a"]) == []
+    assert store.delete() is True
+    assert store.similarity_search("star") == []
+
+
+def test_mismatched_metadata_and_ids_are_refused(store: StagedFAISS) -> None:
+    with pytest.raises(ValueError, match="2 texts"):
+        store.add_texts(["one", "two"], metadatas=[{}])
+    with pytest.raises(ValueError, match="2 texts"):
+        store.add_texts(["one", "two"], ids=["one"])
+
+
+def test_what_the_core_refuses_is_refused(store: StagedFAISS) -> None:
+    with pytest.raises(RAGCacheError):
+        store.add_texts([" "])
+    with pytest.raises(RAGCacheError):
+        store.similarity_search_by_vector([float("nan")] * 128)
+    with pytest.raises(ConfigError):
+        StagedFAISS.create(store.store.path / "x", metric="cosine")
+    assert np.isfinite([s for _, s in store.similarity_search_with_score("star")]).all()
