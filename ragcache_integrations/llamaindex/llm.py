@@ -1,0 +1,304 @@
+"""The LLM: LlamaIndex's ``OpenAILike`` on a RAGCache engine, with the documents of a prompt and its cache statistics.
+
+Streaming, tool calls and structured output are ``OpenAILike``'s own. Added to a request is what the engine has to know
+about its documents; added to a response is what the cache did for it::
+
+    response.additional_kwargs["ragcache"]     # RequestStats.to_dict(); in a stream: on the last response
+    CacheStatsEvent                            # the same, on the instrumentation dispatcher
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.llms.openai.utils import to_openai_message_dicts
+from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
+from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.span import active_span_id
+
+from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.errors import ConfigError
+from ragcache_integrations.llamaindex._streams import OpenStreams
+from ragcache_integrations.llamaindex.events import CacheStatsEvent
+
+STATS_KEY = "ragcache"
+"""Where a response carries its statistics: ``additional_kwargs[STATS_KEY]``, ``metadata[STATS_KEY]``."""
+
+DEFAULT_TIMEOUT_S = 600.0
+
+_CHANGES_PROMPT = frozenset(
+    ("tools", "functions", "reasoning_effort", "documents", "chat_template", "chat_template_kwargs",
+     "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens")
+)  # fmt: skip
+"""Settings of a request that change its prompt, so that it has to be rendered and tokenised by the server."""
+
+_dispatcher = get_dispatcher(__name__)
+_T = TypeVar("_T")
+
+
+class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
+    """An LLM on a RAGCache engine: chat, completion, streaming and tool calls, sync and async.
+
+    ::
+
+        engine = Engine.launch("Qwen/Qwen3-0.6B")
+        llm = RAGCacheLLM(engine=engine, temperature=0)
+
+    Without an engine it connects to the server at ``api_base`` (or ``base_url``); :meth:`close` then closes that
+    connection. An engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``.
+
+    Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` goes to the completions
+    endpoint as ``OpenAILike`` sends it, without statistics.
+
+    Raises:
+        ConfigError: neither an engine nor an address, or both.
+        EngineError: the server at that address cannot be used.
+    """
+
+    api_key: str | None = Field(default=None, exclude=True, repr=False)
+
+    _engine: Engine = PrivateAttr()
+    _owns_engine: bool = PrivateAttr(default=False)
+    _open_streams: OpenStreams | None = PrivateAttr(default=None)
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        *,
+        api_base: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> None:
+        address = api_base or base_url
+        if (engine is None) == (address is None):
+            raise ConfigError("RAGCacheLLM needs an engine or the api_base of a server, and not both")
+        owns_engine = engine is None
+        if engine is None:
+            engine = Engine.connect(str(address), api_key=api_key)
+        super().__init__(
+            **{
+                "context_window": engine.max_model_len,
+                "is_chat_model": True,
+                "is_function_calling_model": True,
+                **kwargs,
+                "model": model or engine.model,
+                "api_base": engine.base_url,
+                "api_key": engine.api_key,
+                "timeout": timeout,
+                "max_retries": 0,  # the engine's http clients retry where it is safe
+                "http_client": engine.http_client(),
+                "async_http_client": engine.http_async_client(),
+            }
+        )
+        self._engine = engine
+        self._owns_engine = owns_engine
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "RAGCacheLLM"
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that answers."""
+        return self._engine
+
+    def __getstate__(self) -> dict[Any, Any]:
+        raise TypeError("a RAGCacheLLM holds an engine and its key, and cannot be pickled: make one where it is used")
+
+    def close(self) -> None:
+        """Close the connection that ``api_base`` opened; an engine that was given stays open."""
+        if self._owns_engine:
+            self._engine.close()
+
+    # What a reader gets: generators that cancel the request in the engine when they are closed.
+
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Stream the answer. Closing the generator cancels the request in the engine."""
+        request, streams = self._one_request()
+        return _closing(super(RAGCacheLLM, request).stream_chat(messages, **kwargs), streams)
+
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Stream the answer. Closing the generator cancels the request in the engine."""
+        request, streams = self._one_request()
+        return _closing(super(RAGCacheLLM, request).stream_complete(prompt, formatted, **kwargs), streams)
+
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """Stream the answer. Closing the generator cancels the request in the engine."""
+        request, streams = self._one_request()
+        return _aclosing(await super(RAGCacheLLM, request).astream_chat(messages, **kwargs), streams)
+
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """Stream the answer. Closing the generator cancels the request in the engine."""
+        request, streams = self._one_request()
+        return _aclosing(await super(RAGCacheLLM, request).astream_complete(prompt, formatted, **kwargs), streams)
+
+    def _one_request(self) -> tuple[RAGCacheLLM, OpenStreams]:
+        request = self.model_copy()
+        request._open_streams = OpenStreams()
+        return request, request._open_streams
+
+    # What OpenAILike calls: one method per way to ask the chat endpoint.
+
+    def _chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        request = self._plan(messages, kwargs)
+        with translate_errors():
+            response: ChatResponse = super()._chat(messages, **request.body)
+        return request.finish(response)
+
+    async def _achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        request = await asyncio.to_thread(self._plan, messages, kwargs)
+        with translate_errors():
+            response: ChatResponse = await super()._achat(messages, **request.body)
+        return request.finish(response)
+
+    def _stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        request = self._plan(messages, kwargs)
+        responses = super()._stream_chat(messages, **request.body)
+
+        def measured() -> ChatResponseGen:
+            request.start()
+            with translate_errors():
+                for response in responses:
+                    yield request.see(response)
+            if (response := request.missing_end()) is not None:
+                yield response
+
+        return measured()
+
+    async def _astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        request = await asyncio.to_thread(self._plan, messages, kwargs)
+        responses = await super()._astream_chat(messages, **request.body)
+
+        async def measured() -> ChatResponseAsyncGen:
+            request.start()
+            with translate_errors():
+                async for response in responses:
+                    yield request.see(response)
+            if (response := request.missing_end()) is not None:
+                yield response
+
+        return measured()
+
+    def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> _Request:
+        own_body = _merged(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        plan = self._engine.plan_chat(
+            to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
+            has_tools=not _CHANGES_PROMPT.isdisjoint(_set_keys({**kwargs, **self.additional_kwargs, **own_body})),
+        )
+        return _Request(plan, {**kwargs, "extra_body": _merged(own_body, plan.extra_body)}, self.model)
+
+    def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:
+        body: dict[str, Any] = super()._get_model_kwargs(**kwargs)
+        if "extra_body" in kwargs:
+            body["extra_body"] = kwargs["extra_body"]
+        if body.get("stream"):
+            body["stream_options"] = {"include_usage": True, **body.get("stream_options", {})}
+        return body
+
+    def _get_client(self) -> Any:
+        client = super()._get_client()
+        return client if self._open_streams is None else self._open_streams.watch(client)
+
+    def _get_aclient(self) -> Any:
+        client = super()._get_aclient()
+        return client if self._open_streams is None else self._open_streams.awatch(client)
+
+
+class _Request:
+    """One request on its way: what is sent, and what has been measured of it."""
+
+    def __init__(self, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
+        self.body = body
+        self._plan = plan
+        self._model = model
+        self._span_id = active_span_id.get()
+        self._ttft_s: float | None = None
+        self._last: ChatResponse | None = None
+        self._finished = False
+        self.start()
+
+    def start(self) -> None:
+        self._started_s = time.perf_counter()
+
+    def see(self, response: ChatResponse) -> ChatResponse:
+        """Return a response of a stream; the one with the token counts gets the statistics."""
+        if self._ttft_s is None and _has_token(response):
+            self._ttft_s = time.perf_counter() - self._started_s
+        self._last = response
+        is_end = getattr(response.raw, "usage", None) is not None and not getattr(response.raw, "choices", None)
+        return self.finish(response) if is_end else response
+
+    def missing_end(self) -> ChatResponse | None:
+        """Return one more response, with the statistics, where the server ended a stream without token counts."""
+        if self._finished or self._last is None:
+            return None
+        end = self._last.model_copy(deep=True)
+        end.delta = ""
+        return self.finish(end)
+
+    def finish(self, response: ChatResponse) -> ChatResponse:
+        """Return the response with its statistics, which are published too."""
+        usage = getattr(response.raw, "usage", None)
+        stats = self._plan.stats(
+            None if usage is None else usage.model_dump(),
+            ttft_s=self._ttft_s,
+            total_s=time.perf_counter() - self._started_s,
+        )
+        self._finished = True
+        response.additional_kwargs[STATS_KEY] = stats.to_dict()
+        if response.raw is not None:  # agents hand on the raw response only
+            setattr(response.raw, STATS_KEY, response.additional_kwargs[STATS_KEY])
+        _dispatcher.event(CacheStatsEvent.from_stats(stats, model=self._model, span_id=self._span_id))
+        return response
+
+
+def _has_token(response: ChatResponse) -> bool:
+    choices = getattr(response.raw, "choices", None) or []
+    return bool(
+        response.delta
+        or response.additional_kwargs.get("thinking_delta")
+        or any(choice.delta.tool_calls or choice.finish_reason for choice in choices)
+    )
+
+
+def _set_keys(body: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in body.items() if value is not None}
+
+
+def _merged(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the bodies as one; later ones win, and their ``kv_transfer_params`` are merged too."""
+    merged: dict[str, Any] = {}
+    for body in filter(None, bodies):
+        params = {**merged.get("kv_transfer_params", {}), **body.get("kv_transfer_params", {})}
+        merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
+    return merged
+
+
+def _closing(responses: Iterator[_T], streams: OpenStreams) -> Generator[_T, None, None]:
+    try:
+        yield from responses
+    finally:
+        streams.close()
+
+
+async def _aclosing(responses: AsyncIterator[_T], streams: OpenStreams) -> AsyncGenerator[_T, None]:
+    try:
+        async for response in responses:
+            yield response
+    finally:
+        await streams.aclose()

@@ -1,0 +1,259 @@
+"""The vector store: LlamaIndex's nodes in RAGCache's document store, on disk, searched by a staged Faiss index."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.schema import BaseNode
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    FilterCondition,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+    VectorStoreQueryResult,
+)
+from llama_index.core.vector_stores.utils import build_metadata_filter_fn
+
+from ragcache_core.errors import ConfigError, SearchError, StoreNotFoundError
+from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval.documents import check_documents
+from ragcache_core.retrieval.embed import check_embeddings
+from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, similarities, source_of
+
+_SCAN_BATCH = 512
+
+
+class StagedFAISSVectorStore(BasePydanticVectorStore):
+    """Nodes with their embeddings in a folder; an ``add`` or ``delete`` that returned survives a crash.
+
+    ::
+
+        vector_store = StagedFAISSVectorStore("docs.ragcache")
+        index = VectorStoreIndex(nodes, storage_context=StorageContext.from_defaults(vector_store=vector_store))
+        ...
+        index = VectorStoreIndex.from_vector_store(StagedFAISSVectorStore("docs.ragcache"))     # another day
+
+    Nodes come back whole, without their embeddings. Adding a node whose id is stored already replaces it. There is
+    nothing to persist: the store is its folder. A query returns fewer nodes than asked for only where fewer match.
+
+    Args:
+        store: a store that is open, which stays the caller's to close, or the folder of one, which is made where there
+            is none.
+        embedder: the embedding model, for queries in text (see ``RAGCacheRetriever``) and nodes without embeddings.
+            Not needed where LlamaIndex embeds.
+        **options: of a new store: ``index``, ``metric``, ``nlist``, ... of ``DocumentStore.create``. Similarities are
+            inner products by default; with ``metric="l2"`` they are ``1 / (1 + squared distance)``.
+
+    Raises:
+        StoreError: the folder cannot be used. ConfigError: options for a store that exists.
+    """
+
+    stores_text: bool = True
+
+    _store: DocumentStore = PrivateAttr()
+    _owns_store: bool = PrivateAttr()
+    _changing: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+
+    def __init__(
+        self, store: DocumentStore | str | os.PathLike[str], *, embedder: object | None = None, **options: Any
+    ) -> None:
+        super().__init__(stores_text=True)
+        self._owns_store = not isinstance(store, DocumentStore)
+        self._store = store if isinstance(store, DocumentStore) else _open(Path(store), embedder, options)
+        if not self._owns_store and (embedder is not None or options):
+            raise ConfigError("embedder and options are for a new store: give the folder instead of an open store")
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "StagedFAISSVectorStore"
+
+    @property
+    def client(self) -> DocumentStore:
+        """The document store."""
+        return self._store
+
+    def close(self) -> None:
+        """Save the index and let others write; a store that was given stays open."""
+        if self._owns_store:
+            self._store.close()
+
+    def __getstate__(self) -> dict[Any, Any]:
+        raise TypeError("a StagedFAISSVectorStore holds an open store and cannot be pickled: open it where it is used")
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Store nodes and return their ids; a node whose id is there already is replaced.
+
+        Nodes without embeddings are embedded by the store, if it was made with an embedder.
+
+        Raises:
+            ValueError: some nodes have embeddings and some have none. DocumentError: a node has no text.
+            EmbedderMismatchError: embeddings of another dimension. StoreError: they could not be saved.
+        """
+        newest = {node.node_id: node for node in nodes}
+        if not newest:
+            return []
+        documents = [document_from_node(node) for node in newest.values()]
+        are_embedded = any(node.embedding is not None for node in newest.values())
+        embeddings: Any = [node.get_embedding() for node in newest.values()] if are_embedded else None
+        with self._changing:
+            known = [doc_id for doc_id in newest if doc_id in self._store]
+            if known:  # what can be wrong with the new ones is found before the old ones go
+                check_documents(documents)
+                if embeddings is None:
+                    embeddings = self._store.embedder.embed_documents([document.text for document in documents])
+                check_embeddings(embeddings, list(newest), self._store.dimension)
+                self._store.delete(known)
+            self._store.add(documents, embeddings=embeddings)
+        return [node.node_id for node in nodes]
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        return await asyncio.to_thread(self.add, nodes, **kwargs)
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Remove the nodes that were made from the document ``ref_doc_id``, if there are any."""
+        self._delete_where(lambda document: source_of(document) == ref_doc_id)
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
+
+    def delete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        """Remove the nodes that have one of the ids, if any are given, and pass the filters."""
+        self._delete_where(_accepts(filters), node_ids)
+
+    async def adelete_nodes(
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
+    ) -> None:
+        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+
+    def clear(self) -> None:
+        """Remove every node."""
+        with self._changing:
+            self._store.delete(self._store.ids())
+
+    async def aclear(self) -> None:
+        await asyncio.to_thread(self.clear)
+
+    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+        """Return the nodes that have one of the ids, if any are given, and pass the filters."""
+        accepts = _accepts(filters)
+        return [node_from_document(document) for document in self._documents(node_ids) if accepts(document)]
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """Return the nearest nodes, best first, of those that pass the query's filters.
+
+        Raises:
+            SearchError: another mode than the default, or no vector where the store cannot embed text.
+        """
+        k = self._num_results(query)
+        if k == 0:
+            return _result([], [])
+        where = _where(query)
+        if query.query_embedding is not None:
+            return self._as_result(self._store.search_vector(query.query_embedding, k, where=where))
+        return self._as_result(self._store.search(_text(query), k, where=where))
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """Return what :meth:`query` returns. Cancelling it stops the search."""
+        k = self._num_results(query)
+        if k == 0 or _where(query) is not None:
+            return await asyncio.to_thread(self.query, query)
+        if query.query_embedding is not None:
+            updates = self._store.search_vector_staged(query.query_embedding, k, stages=1)
+        else:
+            updates = self._store.search_staged(_text(query), k, stages=1)
+        return self._as_result([update async for update in updates][-1])
+
+    def _num_results(self, query: VectorStoreQuery) -> int:
+        if query.mode != VectorStoreQueryMode.DEFAULT:
+            raise SearchError(f"the query mode is {query.mode.value!r}: this store knows 'default' only")
+        return min(query.similarity_top_k, len(self._store))
+
+    def _as_result(self, update: RetrievalUpdate) -> VectorStoreQueryResult:
+        nodes = [node_from_document(document) for document in update.documents]
+        return _result(nodes, similarities(update, self._store.metric))
+
+    def _delete_where(self, accepts: Callable[[Document], bool], node_ids: Sequence[str] | None = None) -> None:
+        with self._changing:
+            gone = [document.doc_id for document in self._documents(node_ids) if accepts(document)]
+            if gone:
+                self._store.delete(gone)
+
+    def _documents(self, node_ids: Sequence[str] | None) -> Iterator[Document]:
+        wanted = self._store.ids() if node_ids is None else [doc_id for doc_id in node_ids if doc_id in self._store]
+        for start in range(0, len(wanted), _SCAN_BATCH):
+            yield from self._store.get(wanted[start : start + _SCAN_BATCH])
+
+
+def _open(path: Path, embedder: object | None, options: dict[str, Any]) -> DocumentStore:
+    try:
+        store = DocumentStore.open(path, embedder=embedder)
+    except StoreNotFoundError:
+        settings = {"embedder": embedder or PrecomputedEmbedder(), "metric": "ip", **options}
+        return DocumentStore.create(path, **settings)
+    if options:
+        store.close()
+        raise ConfigError(f"{path} holds a store already, {', '.join(options)} cannot change it: make a new one")
+    return store
+
+
+def _text(query: VectorStoreQuery) -> str:
+    if query.query_str is None:
+        raise SearchError("the query has neither an embedding nor a text: give one")
+    return query.query_str
+
+
+def _result(nodes: list[BaseNode], found: list[float]) -> VectorStoreQueryResult:
+    return VectorStoreQueryResult(nodes=nodes, similarities=found, ids=[node.node_id for node in nodes])
+
+
+def _where(query: VectorStoreQuery) -> Callable[[Document], bool] | None:
+    """Return which documents the query allows; ``None`` for all. Empty lists of ids are LlamaIndex's "any"."""
+    node_ids, sources = set(query.node_ids or ()), set(query.doc_ids or ())
+    if not (node_ids or sources or (query.filters and query.filters.filters)):
+        return None
+    accepts = _accepts(query.filters)
+    return lambda document: (
+        (not node_ids or document.doc_id in node_ids)
+        and (not sources or source_of(document) in sources)
+        and accepts(document)
+    )
+
+
+def _accepts(filters: MetadataFilters | None) -> Callable[[Document], bool]:
+    if filters is None or not filters.filters:
+        return lambda _: True
+    parts = [_accepts(f) if isinstance(f, MetadataFilters) else _passes(f) for f in filters.filters]
+    match filters.condition or FilterCondition.AND:
+        case FilterCondition.AND:
+            return lambda document: all(part(document) for part in parts)
+        case FilterCondition.OR:
+            return lambda document: any(part(document) for part in parts)
+        case FilterCondition.NOT:
+            return lambda document: not any(part(document) for part in parts)
+
+
+def _passes(condition: MetadataFilter) -> Callable[[Document], bool]:
+    filters = MetadataFilters(filters=[condition])
+    return lambda document: build_metadata_filter_fn(lambda _: document.metadata, filters)(document.doc_id)

@@ -1,0 +1,55 @@
+"""An engine that is a scripted server, and a record of everything published on the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers.base import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from pydantic import Field
+
+from ragcache_core.client import Engine
+from ragcache_integrations.llamaindex import RAGCacheLLM
+from tests.scripted_server import ScriptedServer
+
+MODEL = "examples/demo_model"
+
+
+class EventLog(BaseEventHandler):
+    """Keeps every event, and with it whatever the event refers to."""
+
+    events: list[Any] = Field(default_factory=list)
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        self.events.append(event)
+
+    def of(self, *kinds: type[BaseEvent]) -> list[Any]:
+        return [e for e in self.events if isinstance(e, kinds)]
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer(root=MODEL) as server:
+        yield server
+
+
+@pytest.fixture
+def scripted(server: ScriptedServer) -> Iterator[Engine]:
+    with Engine.connect(server.url, tokenizer=MODEL) as engine:
+        yield engine
+
+
+@pytest.fixture
+def llm(scripted: Engine) -> RAGCacheLLM:
+    return RAGCacheLLM(scripted, temperature=0, max_tokens=200)
+
+
+@pytest.fixture
+def event_log() -> Iterator[EventLog]:
+    root, log = get_dispatcher(), EventLog()
+    root.add_event_handler(log)
+    yield log
+    root.event_handlers.remove(log)

@@ -1,0 +1,406 @@
+"""RAGCacheLLM against a scripted server: what is sent, what comes back, what is published, what goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.instrumentation.events.exception import ExceptionEvent
+from llama_index.core.instrumentation.events.llm import (
+    LLMChatEndEvent,
+    LLMChatInProgressEvent,
+    LLMChatStartEvent,
+    LLMCompletionEndEvent,
+    LLMCompletionStartEvent,
+)
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel
+
+from ragcache_core.client import Engine
+from ragcache_core.errors import (
+    ConfigError,
+    EngineAuthError,
+    EngineDiedError,
+    EngineError,
+    EngineUnreachableError,
+    PromptTooLongError,
+    RequestRejectedError,
+)
+from ragcache_core.stats import request_stats_from_dict
+from ragcache_core.types import Document
+from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler, RAGCacheLLM
+from tests.scripted_server import Refusal, Reply, ScriptedServer
+from tests.unit_tests.llamaindex_integration.conftest import MODEL, EventLog
+
+QUESTION = "Who keeps the lighthouse of Zor when the winter storms come over the northern sea again?"
+MESSAGES = [ChatMessage(role="user", content=QUESTION)]
+
+Asked = tuple[str, dict[str, Any]]
+"""The text of an answer, and the additional_kwargs of its last response."""
+
+
+async def _chat(llm: RAGCacheLLM) -> Asked:
+    response = llm.chat(MESSAGES)
+    return response.message.content or "", response.additional_kwargs
+
+
+async def _achat(llm: RAGCacheLLM) -> Asked:
+    response = await llm.achat(MESSAGES)
+    return response.message.content or "", response.additional_kwargs
+
+
+async def _complete(llm: RAGCacheLLM) -> Asked:
+    response = llm.complete(QUESTION)
+    return response.text, response.additional_kwargs
+
+
+async def _acomplete(llm: RAGCacheLLM) -> Asked:
+    response = await llm.acomplete(QUESTION)
+    return response.text, response.additional_kwargs
+
+
+async def _stream_chat(llm: RAGCacheLLM) -> Asked:
+    responses = list(llm.stream_chat(MESSAGES))
+    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
+
+
+async def _astream_chat(llm: RAGCacheLLM) -> Asked:
+    responses = [r async for r in await llm.astream_chat(MESSAGES)]
+    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
+
+
+async def _stream_complete(llm: RAGCacheLLM) -> Asked:
+    responses = list(llm.stream_complete(QUESTION))
+    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
+
+
+async def _astream_complete(llm: RAGCacheLLM) -> Asked:
+    responses = [r async for r in await llm.astream_complete(QUESTION)]
+    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
+
+
+Ask = Callable[[RAGCacheLLM], Awaitable[Asked]]
+WHOLE: list[Ask] = [_chat, _achat, _complete, _acomplete]
+STREAMED: list[Ask] = [_stream_chat, _astream_chat, _stream_complete, _astream_complete]
+every_way = pytest.mark.parametrize("ask", WHOLE + STREAMED, ids=lambda f: f.__name__.strip("_"))
+
+
+async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, scripted: Engine) -> None:
+    assert llm.metadata.context_window == scripted.max_model_len
+    assert llm.metadata.model_name == scripted.model
+    assert llm.metadata.is_chat_model
+    assert llm.metadata.is_function_calling_model
+    assert llm.engine is scripted
+
+
+async def test_needs_an_engine_or_an_address_and_not_both(scripted: Engine) -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        RAGCacheLLM()
+    with pytest.raises(ConfigError, match="not both"):
+        RAGCacheLLM(scripted, api_base=scripted.base_url)
+
+
+async def test_connects_by_itself_to_an_address_and_closes_only_that(server: ScriptedServer, scripted: Engine) -> None:
+    for llm in (RAGCacheLLM(api_base=server.base_url, api_key="anything"), RAGCacheLLM(base_url=server.url)):
+        assert llm.metadata.model_name == server.model
+        assert llm.complete("Hello?").text
+        llm.close()
+        with pytest.raises(EngineError):
+            llm.complete("Hello?")
+
+    shared = RAGCacheLLM(scripted)
+    shared.close()
+    assert shared.complete("Hello?").text
+
+
+@every_way
+async def test_answer_carries_what_the_request_cost(ask: Ask, llm: RAGCacheLLM) -> None:
+    text, extra = await ask(llm)
+    assert text == f"You said: {QUESTION}"
+    stats = request_stats_from_dict(extra["ragcache"])
+    assert stats.num_prompt_tokens == extra["prompt_tokens"] > 0
+    assert stats.num_output_tokens == extra["completion_tokens"] > 0
+    assert stats.num_cached_tokens == 0
+    assert stats.total_s > 0
+
+
+@every_way
+async def test_second_time_finds_the_prompt_cached(ask: Ask, llm: RAGCacheLLM) -> None:
+    await ask(llm)
+    _, extra = await ask(llm)
+    assert 0 < extra["ragcache"]["num_cached_tokens"] < extra["ragcache"]["num_prompt_tokens"]
+
+
+@pytest.mark.parametrize("ask", STREAMED)
+async def test_stream_measures_the_time_to_its_first_token(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.script(Reply("one two three", wait_s=0.05, token_wait_s=0.02))
+    _, extra = await ask(llm)
+    stats = request_stats_from_dict(extra["ragcache"])
+    assert stats.ttft_s is not None
+    assert 0.05 <= stats.ttft_s < stats.total_s
+
+
+@pytest.mark.parametrize("ask", WHOLE)
+async def test_answer_that_is_not_streamed_has_no_time_to_first_token(ask: Ask, llm: RAGCacheLLM) -> None:
+    _, extra = await ask(llm)
+    assert extra["ragcache"]["ttft_s"] is None
+
+
+@every_way
+async def test_one_request_publishes_each_event_once(ask: Ask, llm: RAGCacheLLM, event_log: EventLog) -> None:
+    _, extra = await ask(llm)
+    chat, completion = (LLMChatStartEvent, LLMChatEndEvent), (LLMCompletionStartEvent, LLMCompletionEndEvent)
+    kinds = chat if "chat" in ask.__name__ else completion
+    assert len(event_log.of(*chat, *completion)) == len(event_log.of(*kinds)) == 2
+    (event,) = event_log.of(CacheStatsEvent)
+    assert event.stats.to_dict() == extra["ragcache"]
+    assert event.model == llm.model
+    assert event.span_id == event_log.of(*kinds)[0].span_id is not None
+
+
+async def test_event_of_a_stream_comes_after_its_last_token(llm: RAGCacheLLM, event_log: EventLog) -> None:
+    await _astream_chat(llm)
+    kinds = [type(e) for e in event_log.events]
+    told = kinds.index(CacheStatsEvent)
+    tokens = [e for e in event_log.of(LLMChatInProgressEvent) if e.response.delta]
+    assert event_log.events.index(tokens[-1]) < told < kinds.index(LLMChatEndEvent)
+
+
+async def test_stream_of_a_server_without_token_counts_still_ends_with_statistics(
+    scripted: Engine, event_log: EventLog
+) -> None:
+    llm = RAGCacheLLM(scripted, additional_kwargs={"stream_options": {"include_usage": False}})
+    text, extra = await _stream_chat(llm)
+    assert text == f"You said: {QUESTION}"
+    assert extra["ragcache"]["ttft_s"] is not None
+    assert len(event_log.of(CacheStatsEvent)) == 1
+    assert (await _astream_chat(llm))[0] == text
+
+
+async def test_handler_sums_up_the_requests(llm: RAGCacheLLM, event_log: EventLog) -> None:
+    await _chat(llm)
+    await _stream_chat(llm)
+    handler = CacheStatsEventHandler()
+    for event in event_log.events:
+        handler.handle(event)
+    first, second = event_log.of(CacheStatsEvent)
+    assert handler.num_requests == 2
+    assert handler.num_prompt_tokens == first.num_prompt_tokens + second.num_prompt_tokens
+    assert handler.num_computed_tokens == first.num_computed_tokens + second.num_computed_tokens
+    assert 0 < handler.hit_rate < 1
+    assert handler.mean_ttft_s == second.ttft_s
+    assert handler.last is second
+    assert CacheStatsEventHandler().mean_ttft_s is None
+    assert CacheStatsEventHandler().hit_rate == 0
+
+
+@every_way
+async def test_documents_that_were_retrieved_reach_the_wire(
+    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer, scripted: Engine
+) -> None:
+    scripted.remember_documents([Document("storms", "the winter storms come over the northern sea")])
+    _, extra = await ask(llm)
+    (document,) = server.requests[-1].documents
+    assert document["id"] == "storms"
+    assert document["end"] > document["start"] > 0
+    (stats,) = extra["ragcache"]["documents"]
+    assert stats["doc_id"] == "storms"
+    assert stats["num_tokens"] >= document["end"] - document["start"]
+
+
+async def test_prompt_is_sent_as_token_ids_beside_its_messages(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    llm.chat(MESSAGES)
+    request = server.requests[-1]
+    assert list(request.kv_transfer_params["prompt_token_ids"]) == llm.engine.tokenize(
+        [{"role": "user", "content": QUESTION}]
+    )
+    assert [m["content"] for m in request.messages] == [QUESTION]
+
+
+async def test_own_request_fields_are_kept(scripted: Engine, server: ScriptedServer) -> None:
+    llm = RAGCacheLLM(scripted, additional_kwargs={"extra_body": {"top_k": 5, "kv_transfer_params": {"a": 1, "b": 1}}})
+    llm.chat(MESSAGES, extra_body={"min_p": 0.1, "kv_transfer_params": {"b": 2}})
+    body = server.requests[-1].body
+    assert body["top_k"] == 5
+    assert body["min_p"] == 0.1
+    assert {"a": 1, "b": 2}.items() <= body["kv_transfer_params"].items()
+    assert "prompt_token_ids" in body["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"tools": []}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}]
+)
+async def test_request_whose_prompt_the_server_renders_is_sent_without_token_ids(
+    setting: dict[str, Any], llm: RAGCacheLLM, server: ScriptedServer
+) -> None:
+    response = llm.chat(MESSAGES, **setting)
+    assert "prompt_token_ids" not in server.requests[-1].kv_transfer_params
+    assert response.additional_kwargs["ragcache"]["num_prompt_tokens"] > 0
+
+
+def add(first: int, second: int) -> int:
+    """Add two numbers."""
+    return first + second
+
+
+ADD = FunctionTool.from_defaults(add)
+
+
+async def test_tools_are_called_in_every_way(llm: RAGCacheLLM) -> None:
+    asked = "What is 3 and 4 together?"
+    responses = [
+        llm.chat_with_tools([ADD], user_msg=asked),
+        await llm.achat_with_tools([ADD], user_msg=asked),
+        list(llm.stream_chat_with_tools([ADD], user_msg=asked))[-1],
+        [r async for r in await llm.astream_chat_with_tools([ADD], user_msg=asked)][-1],
+    ]
+    for response in responses:
+        (call,) = llm.get_tool_calls_from_response(response)
+        assert (call.tool_name, call.tool_kwargs) == ("add", {"first": 3, "second": 4})
+        assert response.additional_kwargs["ragcache"]["num_prompt_tokens"] > 0
+    assert responses[2].additional_kwargs["ragcache"]["ttft_s"] is not None
+
+
+async def test_structured_output_follows_the_schema(llm: RAGCacheLLM) -> None:
+    class Keeper(BaseModel):
+        name: str
+        age: int
+
+    prompt = PromptTemplate("The keeper of Zor is 'Mel', {age} years old.")
+    assert llm.structured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
+    assert await llm.astructured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
+
+
+LONG_ANSWER = Reply("word " * 1000, token_wait_s=0.01)
+
+
+def _wait_until_idle(server: ScriptedServer) -> None:
+    deadline = time.monotonic() + 5
+    while server.num_running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.num_running == 0
+
+
+async def test_closing_a_stream_early_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    for stream in (llm.stream_chat(MESSAGES), llm.stream_complete(QUESTION)):
+        server.script(LONG_ANSWER)
+        gc.disable()  # closing must not depend on the collector
+        try:
+            next(stream)
+            assert server.num_running == 1
+            stream.close()
+            _wait_until_idle(server)
+        finally:
+            gc.enable()
+
+
+async def test_closing_an_async_stream_early_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    for stream in (await llm.astream_chat(MESSAGES), await llm.astream_complete(QUESTION)):
+        server.script(LONG_ANSWER)
+        gc.disable()
+        try:
+            await anext(stream)
+            assert server.num_running == 1
+            await stream.aclose()
+            _wait_until_idle(server)
+        finally:
+            gc.enable()
+
+
+async def test_reader_that_walks_away_cancels_the_request(
+    llm: RAGCacheLLM, server: ScriptedServer, event_log: EventLog
+) -> None:
+    server.script(LONG_ANSWER)
+    for _ in llm.stream_chat(MESSAGES):
+        break
+    _wait_until_idle(server)
+    assert event_log.of(ExceptionEvent)  # the log holds the stream's frames, and the request was cancelled all the same
+    assert not event_log.of(CacheStatsEvent)
+
+
+async def test_next_request_works_after_a_cancelled_one(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.script(LONG_ANSWER)
+    stream = await llm.astream_chat(MESSAGES)
+    await anext(stream)
+    await stream.aclose()
+    assert (await _astream_chat(llm))[0] == f"You said: {QUESTION}"
+
+
+async def test_stream_that_nobody_reads_asks_nothing(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    llm.stream_chat(MESSAGES).close()
+    await (await llm.astream_chat(MESSAGES)).aclose()
+    assert not server.requests
+
+
+@every_way
+async def test_server_that_is_gone_is_reported_as_unreachable(ask: Ask, llm: RAGCacheLLM) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    llm.api_base = address
+    with pytest.raises(EngineUnreachableError, match=address.removesuffix("/v1")):
+        await ask(llm)
+
+
+@every_way
+async def test_wrong_key_is_reported(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.api_key = "another"
+    with pytest.raises(EngineAuthError):
+        await ask(llm)
+
+
+@every_way
+async def test_refusal_is_reported_in_the_servers_words(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.script(Refusal(400, "temperature must be lower than the sun's"))
+    with pytest.raises(RequestRejectedError, match="lower than the sun's"):
+        await ask(llm)
+
+
+async def test_prompt_that_is_too_long_is_refused_before_it_is_sent(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    with pytest.raises(PromptTooLongError, match="2048"):
+        llm.complete("word " * 3000)
+    assert not server.requests
+
+
+async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
+    with pytest.raises(PromptTooLongError, match="2048"):
+        llm.chat_with_tools([ADD], user_msg="word " * 3000)
+
+
+@pytest.mark.parametrize("ask", STREAMED)
+async def test_connection_that_breaks_in_an_answer_is_reported(
+    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer
+) -> None:
+    server.script(Reply("one two three four", cut_after_tokens=2))
+    with pytest.raises(EngineDiedError):
+        await ask(llm)
+
+
+async def test_key_is_neither_shown_nor_published(
+    server: ScriptedServer, scripted: Engine, event_log: EventLog
+) -> None:
+    with Engine.connect(server.url, api_key="the-secret-key", tokenizer=MODEL) as engine:
+        llm = RAGCacheLLM(engine)
+        llm.complete("Hello?")
+        shown = [repr(llm), str(llm.to_dict()), llm.to_json(), str(llm.to_payload()), str(event_log.events)]
+    assert not any("the-secret-key" in text for text in shown)
+    with pytest.raises(TypeError, match="engine"):
+        pickle.dumps(llm)
+    assert all(a.timestamp <= b.timestamp for a, b in pairwise(event_log.of(CacheStatsEvent)))
+
+
+def test_room_without_llamaindex_names_what_to_install() -> None:
+    blocked = "import sys; sys.modules['llama_index.core'] = None; import ragcache_integrations.llamaindex"
+    run = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=60)
+    assert run.returncode != 0
+    assert "ConfigError: llama_index.core is not installed" in run.stderr
+    assert 'pip install "ragcache[llamaindex]"' in run.stderr

@@ -1,0 +1,389 @@
+"""What LlamaIndex expects of a vector store (it has no conformance suite), and that ours keeps nodes whole on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from llama_index.core import Document as LlamaDocument
+from llama_index.core import StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.embeddings import MockEmbedding
+from llama_index.core.schema import BaseNode, IndexNode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.vector_stores.types import (
+    FilterCondition,
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+    VectorStoreQueryResult,
+)
+
+from ragcache_core.errors import (
+    ConfigError,
+    EmbedderMismatchError,
+    EmptyDocumentError,
+    SearchError,
+    StoreCorruptError,
+    StoreLockedError,
+)
+from ragcache_core.retrieval import DocumentStore
+from ragcache_core.types import Document
+from ragcache_integrations.llamaindex import StagedFAISSVectorStore, TfidfSvdEmbedding
+
+NAMES = ("east", "north", "up", "north-east")
+VECTORS = ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.6, 0.8, 0.0])
+
+
+def make_nodes() -> list[TextNode]:
+    """Return four nodes of two documents: ``east`` and ``north`` of ``flat``, the others of ``deep``."""
+    nodes = []
+    for i, (name, vector) in enumerate(zip(NAMES, VECTORS, strict=True)):
+        source = RelatedNodeInfo(node_id="flat" if i < 2 else "deep", metadata={"page": 1})
+        nodes.append(
+            TextNode(
+                id_=name,
+                text=f"  The wind blows {name}.\n",
+                embedding=vector,
+                metadata={"rank": i, "tags": ["wind", name], "even": i % 2 == 0, "author": "Mel" if i else "Åse"},
+                excluded_llm_metadata_keys=["rank"],
+                relationships={NodeRelationship.SOURCE: source},
+            )
+        )
+    return nodes
+
+
+@pytest.fixture
+def vector_store(tmp_path: Path) -> Iterator[StagedFAISSVectorStore]:
+    store = StagedFAISSVectorStore(tmp_path / "store")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def filled(vector_store: StagedFAISSVectorStore) -> StagedFAISSVectorStore:
+    assert vector_store.add(make_nodes()) == list(NAMES)
+    return vector_store
+
+
+def query_of(k: int = 4, **settings: object) -> VectorStoreQuery:
+    return VectorStoreQuery(query_embedding=[0.9, 0.4, 0.1], similarity_top_k=k, **settings)  # type: ignore[arg-type]
+
+
+def where(*filters: MetadataFilter | MetadataFilters, condition: FilterCondition | None = None) -> MetadataFilters:
+    return MetadataFilters(filters=list(filters), condition=condition)
+
+
+def without_embedding(nodes: Sequence[BaseNode] | None) -> list[dict[str, object]]:
+    return [{**node.to_dict(), "embedding": None} for node in nodes or ()]
+
+
+async def both_ways(store: StagedFAISSVectorStore, query: VectorStoreQuery) -> VectorStoreQueryResult:
+    """Return what the query finds, sync and async alike."""
+    result = store.query(query)
+    assert await store.aquery(query) == result
+    return result
+
+
+async def test_query_returns_the_nearest_nodes_best_first(filled: StagedFAISSVectorStore) -> None:
+    result = await both_ways(filled, query_of(3))
+    assert result.ids == ["east", "north-east", "north"]
+    assert result.similarities == pytest.approx([0.9, 0.86, 0.4])
+    assert [node.node_id for node in result.nodes or ()] == result.ids
+
+
+async def test_nodes_come_back_whole(filled: StagedFAISSVectorStore) -> None:
+    nodes = make_nodes()
+    result = await both_ways(filled, query_of(1))
+    assert without_embedding(result.nodes) == without_embedding(nodes[:1])
+    assert without_embedding(filled.get_nodes()) == without_embedding(nodes)
+    assert result.nodes is not None
+    assert result.nodes[0].ref_doc_id == "flat"
+
+
+def test_nodes_of_other_kinds_come_back_as_they_were(vector_store: StagedFAISSVectorStore) -> None:
+    nodes = [
+        IndexNode(id_="index", index_id="other", text="see there", embedding=[1.0, 0.0]),
+        LlamaDocument(id_="document", text="whole", embedding=[0.0, 1.0], metadata={"nested": {"a": [1, None]}}),
+    ]
+    vector_store.add(nodes)
+    index, document = vector_store.get_nodes()
+    assert isinstance(index, IndexNode)
+    assert index.index_id == "other"
+    assert (document.get_content(), document.metadata) == ("whole", {"nested": {"a": [1, None]}})
+
+
+async def test_more_nodes_than_there_are_returns_all(filled: StagedFAISSVectorStore) -> None:
+    assert len((await both_ways(filled, query_of(100))).ids or ()) == 4
+    assert (await both_ways(filled, query_of(0))).ids == []
+
+
+async def test_empty_store_returns_nothing(vector_store: StagedFAISSVectorStore) -> None:
+    assert await both_ways(vector_store, query_of()) == VectorStoreQueryResult(nodes=[], similarities=[], ids=[])
+    assert vector_store.get_nodes() == []
+    assert vector_store.add([]) == []
+    vector_store.delete("nothing")
+    vector_store.delete_nodes(["nothing"])
+    vector_store.clear()
+
+
+def test_adding_a_node_again_replaces_it(filled: StagedFAISSVectorStore) -> None:
+    node = TextNode(id_="east", text="The wind has turned.", embedding=[0.0, 0.0, 1.0])
+    filled.add([node, make_nodes()[1]])
+    assert len(filled.get_nodes()) == 4
+    assert filled.get_nodes(["east"])[0].get_content() == "The wind has turned."
+    assert filled.query(query_of(1)).ids == ["north-east"]
+
+
+def test_node_that_is_twice_in_a_batch_is_stored_once(vector_store: StagedFAISSVectorStore) -> None:
+    first, second = make_nodes()[:2]
+    second.id_ = first.id_
+    assert vector_store.add([first, second]) == ["east", "east"]
+    assert [n.get_content() for n in vector_store.get_nodes()] == [second.get_content()]
+
+
+def test_batch_that_cannot_be_stored_changes_nothing(filled: StagedFAISSVectorStore) -> None:
+    before = without_embedding(filled.get_nodes())
+    for nodes, error in (
+        ([TextNode(id_="east", text="short", embedding=[1.0, 2.0])], EmbedderMismatchError),
+        ([TextNode(id_="east", text=" ", embedding=[1.0, 2.0, 3.0])], EmptyDocumentError),
+        ([TextNode(id_="east", text="none")], ConfigError),
+        ([TextNode(id_="east", text="some", embedding=[1.0, 2.0, 3.0]), TextNode(id_="up", text="none")], ValueError),
+    ):
+        with pytest.raises(error):
+            filled.add(nodes)
+    assert without_embedding(filled.get_nodes()) == before
+
+
+async def test_delete_removes_the_nodes_of_a_document(filled: StagedFAISSVectorStore) -> None:
+    filled.delete("flat")
+    assert (await both_ways(filled, query_of())).ids == ["north-east", "up"]
+    await filled.adelete("deep")
+    assert filled.get_nodes() == []
+
+
+def test_delete_nodes_takes_ids_filters_or_both(filled: StagedFAISSVectorStore) -> None:
+    even = where(MetadataFilter(key="rank", value=2, operator=FilterOperator.GTE))
+    filled.delete_nodes(["east", "up", "unknown"], even)
+    assert [n.node_id for n in filled.get_nodes()] == ["east", "north", "north-east"]
+    filled.delete_nodes(filters=even)
+    assert [n.node_id for n in filled.get_nodes()] == ["east", "north"]
+    filled.delete_nodes(["north"])
+    assert [n.node_id for n in filled.get_nodes()] == ["east"]
+
+
+def test_cleared_store_can_be_filled_again(filled: StagedFAISSVectorStore) -> None:
+    filled.clear()
+    assert filled.get_nodes() == []
+    filled.add(make_nodes())
+    assert filled.query(query_of(1)).ids == ["east"]
+
+
+def test_get_nodes_takes_ids_and_filters(filled: StagedFAISSVectorStore) -> None:
+    assert [n.node_id for n in filled.get_nodes(["up", "unknown", "east"])] == ["up", "east"]
+    mel = where(MetadataFilter(key="author", value="Mel"))
+    assert [n.node_id for n in filled.get_nodes(filters=mel)] == ["north", "up", "north-east"]
+
+
+_EQ, _OP = MetadataFilter, FilterOperator
+
+
+@pytest.mark.parametrize(
+    ("filters", "found"),
+    [
+        (where(_EQ(key="author", value="Åse")), {"east"}),
+        (where(_EQ(key="author", value="Åse", operator=_OP.NE)), {"north", "up", "north-east"}),
+        (where(_EQ(key="rank", value=1, operator=_OP.GT)), {"up", "north-east"}),
+        (where(_EQ(key="rank", value=[0, 3], operator=_OP.IN)), {"east", "north-east"}),
+        (where(_EQ(key="rank", value=[0, 3], operator=_OP.NIN)), {"north", "up"}),
+        (where(_EQ(key="tags", value="up", operator=_OP.CONTAINS)), {"up"}),
+        (where(_EQ(key="tags", value=["up", "east"], operator=_OP.ANY)), {"up", "east"}),
+        (where(_EQ(key="tags", value=["wind", "east"], operator=_OP.ALL)), {"east"}),
+        (where(_EQ(key="author", value="me", operator=_OP.TEXT_MATCH_INSENSITIVE)), {"north", "up", "north-east"}),
+        (where(_EQ(key="missing", value=None, operator=_OP.IS_EMPTY)), set(NAMES)),
+        (where(_EQ(key="missing", value=1)), set()),
+        (where(_EQ(key="rank", value=0), _EQ(key="author", value="Mel")), set()),
+        (where(_EQ(key="rank", value=0), _EQ(key="rank", value=2), condition=FilterCondition.OR), {"east", "up"}),
+        (
+            where(_EQ(key="rank", value=0), _EQ(key="rank", value=2), condition=FilterCondition.NOT),
+            {"north", "north-east"},
+        ),
+        (
+            where(
+                where(_EQ(key="rank", value=0), _EQ(key="rank", value=2), condition=FilterCondition.OR),
+                where(_EQ(key="author", value="Mel")),
+            ),
+            {"up"},
+        ),
+        (where(), set(NAMES)),
+    ],
+)
+async def test_query_finds_the_nearest_that_pass_the_filters(
+    filters: MetadataFilters, found: set[str], filled: StagedFAISSVectorStore
+) -> None:
+    result = await both_ways(filled, query_of(filters=filters))
+    assert set(result.ids or ()) == found
+    assert result.similarities == sorted(result.similarities or (), reverse=True)
+    nearest = await both_ways(filled, query_of(1, filters=filters))
+    assert (nearest.ids or []) == (result.ids or [])[:1]
+
+
+async def test_query_keeps_to_given_nodes_and_documents(filled: StagedFAISSVectorStore) -> None:
+    assert (await both_ways(filled, query_of(node_ids=["up", "north"]))).ids == ["north", "up"]
+    assert (await both_ways(filled, query_of(doc_ids=["deep"]))).ids == ["north-east", "up"]
+    assert (await both_ways(filled, query_of(doc_ids=["deep"], node_ids=["east", "up"]))).ids == ["up"]
+    assert len((await both_ways(filled, query_of(node_ids=[], doc_ids=[]))).ids or ()) == 4
+
+
+async def test_impossible_queries_say_why(filled: StagedFAISSVectorStore) -> None:
+    for query, message in (
+        (query_of(mode=VectorStoreQueryMode.HYBRID), "hybrid"),
+        (VectorStoreQuery(similarity_top_k=1), "neither an embedding nor a text"),
+        (VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1), "3"),
+    ):
+        with pytest.raises(SearchError, match=message):
+            filled.query(query)
+        with pytest.raises(SearchError, match=message):
+            await filled.aquery(query)
+    with pytest.raises(ConfigError, match="no embedder"):
+        filled.query(VectorStoreQuery(query_str="Where?", similarity_top_k=1))
+
+
+async def test_async_methods_do_what_the_others_do(vector_store: StagedFAISSVectorStore) -> None:
+    assert await vector_store.async_add(make_nodes()) == list(NAMES)
+    assert [n.node_id for n in await vector_store.aget_nodes(["up"])] == ["up"]
+    results = await asyncio.gather(*(vector_store.aquery(query_of(2)) for _ in range(8)))
+    assert all(result.ids == ["east", "north-east"] for result in results)
+    await vector_store.adelete_nodes(["up"])
+    assert len(await vector_store.aget_nodes()) == 3
+    await vector_store.aclear()
+    assert await vector_store.aget_nodes() == []
+
+
+def test_nodes_are_there_after_opening_the_folder_again(tmp_path: Path) -> None:
+    first = StagedFAISSVectorStore(tmp_path / "store", index="flat", metric="l2")
+    first.add(make_nodes())
+    first.persist(str(tmp_path / "ignored"))
+    with pytest.raises(StoreLockedError):
+        StagedFAISSVectorStore(tmp_path / "store")
+    first.close()
+
+    again = StagedFAISSVectorStore(tmp_path / "store")
+    assert without_embedding(again.get_nodes()) == without_embedding(make_nodes())
+    assert again.query(query_of(2)).similarities == pytest.approx([1 / 1.18, 1 / 1.26])
+    again.close()
+    with pytest.raises(ConfigError, match="nlist"):
+        StagedFAISSVectorStore(tmp_path / "store", nlist=4)
+    (tmp_path / "store" / "manifest.json").write_text("{}")
+    with pytest.raises(StoreCorruptError):
+        StagedFAISSVectorStore(tmp_path / "store")
+
+
+def test_open_store_is_shared_and_stays_open(tmp_path: Path) -> None:
+    with DocumentStore.create(tmp_path / "store") as documents:
+        documents.add([Document("zor", "The lighthouse of Zor.", {"page": 3}), Document("mel", "Mel is a pilot.")])
+        vector_store = StagedFAISSVectorStore(documents)
+        assert vector_store.client is documents
+        result = vector_store.query(VectorStoreQuery(query_str="Who is a pilot?", similarity_top_k=1))
+        assert result.ids == ["mel"]
+        (zor,) = vector_store.get_nodes(["zor"])
+        assert (zor.get_content(), zor.metadata, zor.ref_doc_id) == ("The lighthouse of Zor.", {"page": 3}, "zor")
+        vector_store.delete("zor")
+        vector_store.close()
+        assert documents.ids() == ["mel"]
+        with pytest.raises(ConfigError, match="folder"):
+            StagedFAISSVectorStore(documents, metric="ip")
+
+
+def test_store_made_with_an_embedder_embeds_by_itself(tmp_path: Path) -> None:
+    embed_model = MockEmbedding(embed_dim=3)
+    store = StagedFAISSVectorStore(tmp_path / "store", embedder=embed_model)
+    store.add([TextNode(id_="one", text="one")])
+    assert store.query(VectorStoreQuery(query_str="one?", similarity_top_k=5)).ids == ["one"]
+    store.close()
+    with pytest.raises(EmbedderMismatchError):
+        StagedFAISSVectorStore(tmp_path / "store")
+
+
+def test_store_cannot_be_pickled(filled: StagedFAISSVectorStore) -> None:
+    with pytest.raises(TypeError, match="open"):
+        pickle.dumps(filled)
+    assert filled.to_dict()["class_name"] == "StagedFAISSVectorStore"
+
+
+DOCUMENTS = [
+    LlamaDocument(id_="zor", text="The lighthouse of Zor is kept by Mel Anvik.", metadata={"kind": "place"}),
+    LlamaDocument(id_="mel", text="Mel Anvik is a pilot who was born in Nalna.", metadata={"kind": "person"}),
+    LlamaDocument(id_="sea", text="The sea around the cape is rough in winter.", metadata={"kind": "place"}),
+]
+
+
+@pytest.fixture
+def embed_model() -> TfidfSvdEmbedding:
+    return TfidfSvdEmbedding([d.text for d in DOCUMENTS], dimension=16)
+
+
+async def test_index_is_built_on_the_store_and_opened_from_it(tmp_path: Path, embed_model: TfidfSvdEmbedding) -> None:
+    store = StagedFAISSVectorStore(tmp_path / "store")
+    VectorStoreIndex.from_documents(
+        DOCUMENTS, storage_context=StorageContext.from_defaults(vector_store=store), embed_model=embed_model
+    )
+    store.close()
+
+    store = StagedFAISSVectorStore(tmp_path / "store")
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embed_model)
+    retriever = index.as_retriever(similarity_top_k=2)
+    for nodes in (retriever.retrieve("Who is a pilot?"), await retriever.aretrieve("Who is a pilot?")):
+        assert nodes[0].node.ref_doc_id == "mel"
+        assert nodes[0].node.metadata == {"kind": "person"}
+    places = index.as_retriever(
+        similarity_top_k=3, filters=MetadataFilters(filters=[MetadataFilter(key="kind", value="place")])
+    )
+    assert {n.node.ref_doc_id for n in places.retrieve("Who is a pilot?")} == {"zor", "sea"}
+
+    index.insert(LlamaDocument(id_="new", text="Irene Luvsith is a potter.", metadata={"kind": "person"}))
+    assert retriever.retrieve("Irene Luvsith")[0].node.ref_doc_id == "new"
+    index.delete_ref_doc("mel")
+    assert "mel" not in {n.node.ref_doc_id for n in retriever.retrieve("Who is a pilot?")}
+    store.close()
+
+
+async def test_index_adds_asynchronously(vector_store: StagedFAISSVectorStore, embed_model: TfidfSvdEmbedding) -> None:
+    index = VectorStoreIndex.from_vector_store(vector_store, embed_model=embed_model)
+    nodes = [TextNode(text=d.text, metadata=d.metadata) for d in DOCUMENTS]
+    await index.ainsert_nodes(nodes)
+    found = await index.as_retriever(similarity_top_k=1).aretrieve("rough sea in winter")
+    assert found[0].node.get_content() == DOCUMENTS[2].text
+
+
+def test_storage_context_is_persisted_beside_the_store(
+    tmp_path: Path, vector_store: StagedFAISSVectorStore, embed_model: TfidfSvdEmbedding
+) -> None:
+    context = StorageContext.from_defaults(vector_store=vector_store)
+    VectorStoreIndex.from_documents(DOCUMENTS, storage_context=context, embed_model=embed_model)
+    context.persist(str(tmp_path / "storage"))
+    loaded = load_index_from_storage(
+        StorageContext.from_defaults(persist_dir=str(tmp_path / "storage"), vector_store=vector_store),
+        embed_model=embed_model,
+    )
+    assert loaded.as_retriever(similarity_top_k=1).retrieve("pilot")[0].node.ref_doc_id == "mel"
+
+
+async def test_embedding_is_the_same_from_every_method(embed_model: TfidfSvdEmbedding) -> None:
+    text = DOCUMENTS[0].text
+    rows = [
+        embed_model.get_text_embedding(text),
+        embed_model.get_query_embedding(text),
+        await embed_model.aget_text_embedding(text),
+        await embed_model.aget_query_embedding(text),
+        *embed_model.get_text_embedding_batch([text, text]),
+        *await embed_model.aget_text_embedding_batch([text]),
+    ]
+    assert all(row == rows[0] for row in rows)
+    assert len(rows[0]) == 16
+    assert embed_model.model_name == "tfidf-svd-16"
+    with pytest.raises(ConfigError):
+        TfidfSvdEmbedding([])
