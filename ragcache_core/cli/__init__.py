@@ -1,0 +1,8 @@
+"""The command line: ``ragcache index | ask | serve | stats``, a file each.
+
+Exit status: 0 done, 1 an error of ours, 2 a command that cannot be understood, 130 interrupted, 143 terminated.
+"""
+
+from ragcache_core.cli.app import cli, main
+
+__all__ = ["cli", "main"]

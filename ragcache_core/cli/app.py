@@ -1,0 +1,37 @@
+"""The ``ragcache`` command: its version, its help, its commands."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import click
+
+from ragcache_core._version import __version__
+from ragcache_core.cli.ask import ask
+from ragcache_core.cli.command import Group
+from ragcache_core.cli.index import index
+from ragcache_core.cli.serve import serve
+from ragcache_core.cli.stats import stats
+
+
+@click.group(
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit status: 0 done, 1 error, 2 wrong usage, 130 interrupted, 143 terminated.",
+)
+@click.version_option(__version__, prog_name="ragcache")
+def cli() -> None:
+    """Answer questions from your documents, and keep what the model has read of them.
+
+    Index a directory once, then ask. A document that was in an earlier question's prompt is in the engine's cache:
+    the next answer that needs it starts sooner.
+    """
+
+
+for command in (index, ask, serve, stats):
+    cli.add_command(command)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit: the ``ragcache`` entry point."""
+    cli.main(prog_name="ragcache")

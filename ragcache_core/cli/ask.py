@@ -1,0 +1,188 @@
+"""``ragcache ask``: retrieve, then answer from the documents."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.options import (
+    EmbedderName,
+    api_key_option,
+    check_vllm_args,
+    embedder_option,
+    open_store,
+    store_option,
+    tokenizer_option,
+    vllm_args_argument,
+)
+from ragcache_core.prompt import PromptLayout, check_prompt_fits
+
+if TYPE_CHECKING:
+    from ragcache_core.client import Engine, Generation
+    from ragcache_core.retrieval import DocumentStore
+    from ragcache_core.types import RetrievalUpdate
+
+_LAYOUT = PromptLayout()
+_DEFAULT_MAX_TOKENS = 256
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        'ragcache ask "Where does the river Mel end?" --store notes.store --model examples/demo_model',
+        'ragcache ask "Where does the river Mel end?" --store notes.store --url http://127.0.0.1:8000 --json',
+        "ragcache ask - --store notes.store --model examples/demo_model < questions.txt",
+        'ragcache ask "Where?" --store notes.store --model org/model -- --max-model-len 8192',
+    ],
+)
+@click.argument("question")
+@store_option
+@click.option("--model", help="Launch a server for this model, and end it afterwards.")
+@click.option("--url", metavar="URL", help="Ask the server at this address instead.")
+@api_key_option
+@tokenizer_option
+@embedder_option
+@click.option("-k", "--k", type=click.IntRange(1), default=2, show_default=True, help="Documents to answer from.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message.")
+@click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}.")
+@click.option("--question-format", default=_LAYOUT.question_format, help="How the question is; holds {question}.")
+@click.option("--show-documents", is_flag=True, help="Print the retrieved documents before the answer.")
+@click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
+@vllm_args_argument
+def ask(
+    question: str,
+    store: Path,
+    model: str | None,
+    url: str | None,
+    api_key: str | None,
+    tokenizer: str | None,
+    embedder: EmbedderName | None,
+    k: int,
+    max_tokens: int | None,
+    temperature: float,
+    static_prefix: str,
+    document_format: str,
+    question_format: str,
+    show_documents: bool,
+    stream: bool,
+    vllm_args: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Answer QUESTION from the documents in the store.
+
+    QUESTION "-" reads questions from standard input, one per line: the later ones find the documents of the earlier
+    ones in the cache. The answer goes to standard output; the documents, the time to the first token and the tokens
+    that came out of the cache to standard error. With --json: one object per question, with all of it.
+    """
+    check_vllm_args(vllm_args)
+    if (model is None) == (url is None):
+        raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
+    if stream and as_json:
+        raise click.UsageError("--stream prints text and --json an object: give one of them.")
+    if url is not None and vllm_args:
+        raise click.UsageError("A server that runs already takes no options of vLLM: leave out what follows '--'.")
+    layout = PromptLayout(static_prefix, document_format, question_format=question_format)
+
+    def join() -> Engine:
+        from ragcache_core.client import Engine
+
+        if url is not None:
+            return Engine.connect(url, api_key=api_key, tokenizer=tokenizer)
+        return Engine.launch(str(model), api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
+
+    with ExitStack() as stack:
+        documents = stack.enter_context(open_store(store, embedder, read_only=True))
+        engine: Engine | None = None
+        for text in _questions(question):
+            found = _search(documents, text, k)
+            if engine is None:  # only now: a store that cannot answer is known before a model is loaded
+                engine = stack.enter_context(join())
+            if show_documents and not as_json:
+                _show_documents(found)
+            answer = _answer(engine, layout, found, text, max_tokens, temperature, _printer(stream))
+            if as_json:
+                print_json(_as_json(text, found, answer))
+            else:
+                click.echo("" if stream else answer.text)
+                click.echo(_summary(found, answer), err=True)
+
+
+def _questions(question: str) -> Iterator[str]:
+    if question != "-":
+        yield question
+        return
+    for line in sys.stdin:
+        if line.strip():
+            yield line.strip()
+
+
+def _search(store: DocumentStore, question: str, k: int) -> RetrievalUpdate:
+    """Return the last of the stages: the answer of the whole index."""
+
+    async def last() -> RetrievalUpdate:
+        return [update async for update in store.search_staged(question, k)][-1]
+
+    return asyncio.run(last())
+
+
+def _answer(
+    engine: Engine,
+    layout: PromptLayout,
+    found: RetrievalUpdate,
+    question: str,
+    max_tokens: int | None,
+    temperature: float,
+    show: Callable[[str], None],
+) -> Generation:
+    from ragcache_core.client.generation import whole
+
+    prompt = layout.render(engine.tokenizer, found.documents, question)
+    check_prompt_fits(len(prompt.token_ids), engine.max_model_len, max_tokens or 1)
+    chunks = []
+    for chunk in engine.stream(prompt, max_tokens=max_tokens or _DEFAULT_MAX_TOKENS, temperature=temperature):
+        chunks.append(chunk)
+        show(chunk.text)
+    return whole(chunks)
+
+
+def _printer(stream: bool) -> Callable[[str], None]:
+    return (lambda text: click.echo(text, nl=False)) if stream else (lambda _: None)
+
+
+def _show_documents(found: RetrievalUpdate) -> None:
+    for document, score in zip(found.documents, found.scores, strict=True):
+        click.echo(f"[{document.doc_id}] score {score:.4g}", err=True)
+        for line in document.text.strip().splitlines():
+            click.echo(f"  {line}", err=True)
+
+
+def _summary(found: RetrievalUpdate, answer: Generation) -> str:
+    stats = answer.stats
+    first = "" if stats.ttft_s is None else f"; first token after {stats.ttft_s:.3f} s"
+    names = ", ".join(document.doc_id for document in found.documents)
+    return (
+        f"[{names}] {stats.num_prompt_tokens} prompt tokens, {stats.num_cached_tokens} of them cached{first}, "
+        f"all after {stats.total_s:.3f} s"
+    )
+
+
+def _as_json(question: str, found: RetrievalUpdate, answer: Generation) -> dict[str, object]:
+    scored: Sequence[dict[str, object]] = [
+        {"id": document.doc_id, "score": score} for document, score in zip(found.documents, found.scores, strict=True)
+    ]
+    return {
+        "question": question,
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "documents": scored,
+        "stats": answer.stats.to_dict(),
+    }

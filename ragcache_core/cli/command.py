@@ -1,0 +1,140 @@
+"""What every command does alike: ``--json``, ``--debug``, examples in its help, one line per error, exit status."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from ragcache_core.cli.cures import as_typed
+from ragcache_core.errors import RAGCacheError
+
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+_DEBUG = "ragcache.debug"
+
+
+class Command(click.Command):
+    """A command with ``--json`` and ``--debug``, whose help ends with ``examples`` and whose errors are one line.
+
+    Its function takes ``as_json``.
+    """
+
+    def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+        self.params += [
+            click.Option(["--json", "as_json"], is_flag=True, help="Print JSON on standard output, errors as well."),
+            click.Option(
+                ["--debug"],
+                is_flag=True,
+                expose_value=False,
+                callback=_keep_debug,
+                help="Show an error's traceback.",
+            ),
+        ]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error becomes a line on standard error and an exit status."""
+        try:
+            with _sigterm_exits():
+                return super().invoke(ctx)
+        except (click.ClickException, click.Abort, click.exceptions.Exit):
+            raise
+        except KeyboardInterrupt:
+            if ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            click.echo("ragcache: interrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+        except Exception as error:
+            if ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            _report(error, as_json=bool(ctx.params.get("as_json")))
+            ctx.exit(EXIT_ERROR)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, as they are to be typed."""
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+class Group(click.Group):
+    """A group of commands whose interruption is exit status 130 wherever it comes."""
+
+    command_class = Command
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run the command line and exit."""
+        try:
+            status = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except click.Abort:
+            sys.exit(EXIT_INTERRUPTED)
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def print_json(data: Mapping[str, object]) -> None:
+    """Print one JSON object as one line."""
+    click.echo(json.dumps(data, ensure_ascii=False, default=str))
+
+
+def _keep_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    ctx.meta[_DEBUG] = value
+
+
+def _report(error: Exception, *, as_json: bool) -> None:
+    message = as_typed(str(error))
+    if not isinstance(error, (RAGCacheError, OSError)):
+        message = f"unexpected {type(error).__name__}: {message} (--debug shows where)"
+    first, *log_tail = message.strip().split("\n")
+    click.echo(f"ragcache: error: {first}", err=True)
+    for line in log_tail:  # a server that did not start says why in its log
+        click.echo(f"  {line}", err=True)
+    if as_json:
+        print_json({"error": {"type": type(error).__name__, "message": message}})
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait for the end of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda number, _: waiting.append(number)) for each in signals]
+    try:
+        yield
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+        for number in waiting:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """End by an exception on SIGTERM, so that engines are closed and files put away."""
+
+    def exit_(_signum: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(EXIT_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, exit_)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,25 @@
+"""Errors say how to cure them in the library's words; on the command line the same cures are options."""
+
+from __future__ import annotations
+
+_AS_TYPED = {
+    "make one with DocumentStore.create": "make one with 'ragcache index DIR --store PATH'",
+    "open the store with rebuild_index=True": "run 'ragcache index' with --rebuild-index",
+    "close that one, or open this one with read_only=True": "wait until it is done",
+    "pass it as embedder=": "choose it with --embedder",
+    "leave embedder= out": "leave --embedder out",
+    "use a smaller k": "use a smaller --k",
+    "launch the engine with a larger max_model_len": "launch the engine with a larger -- --max-model-len",
+    "pass the server's api_key": "pass the server's with --api-key",
+    "raise startup_timeout_s": "raise --startup-timeout",
+    "set log_path": "set --log",
+    "pass tokenizer=": "pass --tokenizer",
+}
+"""A phrase of the library that is reworded without this table stays as it is."""
+
+
+def as_typed(message: str) -> str:
+    """Return ``message`` with its cures as they are typed."""
+    for in_the_library, typed in _AS_TYPED.items():
+        message = message.replace(in_the_library, typed)
+    return message

@@ -1,0 +1,74 @@
+"""Options that several commands share. The environment is read here and nowhere else in this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from ragcache_core.retrieval import DocumentStore
+
+EmbedderName = Literal["builtin", "minilm"]
+
+store_option = click.option(
+    "--store", type=click.Path(path_type=Path), required=True, metavar="PATH", help="The document store's directory."
+)
+embedder_option = click.option(
+    "--embedder",
+    type=click.Choice(["builtin", "minilm"]),
+    help="What turns texts into vectors; minilm needs the extra of that name. [default: the store's own; builtin]",
+)
+api_key_option = click.option(
+    "--api-key", envvar="RAGCACHE_API_KEY", show_envvar=True, metavar="KEY", help="The server's API key."
+)
+tokenizer_option = click.option(
+    "--tokenizer", metavar="PATH", help="The model's tokenizer, where the server's model path is not on this machine."
+)
+vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
+
+_OWN_FLAGS = {"--model", "--host", "--port", "--api-key", "--kv-transfer-config"}
+
+
+def open_store(
+    path: Path, embedder: EmbedderName | None, *, read_only: bool = False, rebuild_index: bool = False
+) -> DocumentStore:
+    """Return the store at ``path`` with its own embedder, or with the one that was asked for.
+
+    Raises:
+        StoreNotFoundError: there is none. EmbedderMismatchError: it was made with another embedder.
+        StoreCorruptError, StoreVersionError, StoreLockedError
+    """
+    from ragcache_core.retrieval import DocumentStore, MiniLMEmbedder
+    from ragcache_core.retrieval.manifest import read_manifest
+
+    if embedder is None and read_manifest(path).embedder_name == MiniLMEmbedder.name:
+        embedder = "minilm"
+    return DocumentStore.open(path, embedder=make_embedder(embedder), read_only=read_only, rebuild_index=rebuild_index)
+
+
+def make_embedder(name: EmbedderName | None) -> object | None:
+    """Return the embedder of that name; ``None`` for the store's own."""
+    from ragcache_core.retrieval import MiniLMEmbedder, TfidfSvdEmbedder
+
+    match name:
+        case "builtin":
+            return TfidfSvdEmbedder()
+        case "minilm":
+            return MiniLMEmbedder()
+        case None:
+            return None
+
+
+def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
+    """Refuse what follows ``--`` if it is no option, or one that RAGCache sets itself.
+
+    Raises:
+        click.UsageError: with the option to use instead.
+    """
+    if vllm_args and not vllm_args[0].startswith("-"):
+        raise click.UsageError(f"Got unexpected argument {vllm_args[0]!r}: vLLM's own options follow '--'.")
+    for argument in vllm_args:
+        if (flag := argument.split("=")[0].replace("_", "-")) in _OWN_FLAGS:
+            raise click.UsageError(f"{flag} after '--' would go past RAGCache: use ragcache's own option before it.")

@@ -1,0 +1,115 @@
+"""``ragcache serve``: a supervised server in the foreground."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.options import api_key_option, check_vllm_args, tokenizer_option, vllm_args_argument
+
+if TYPE_CHECKING:
+    from ragcache_core.client import Engine
+
+_POLL_S = 1.0
+
+
+@click.command(
+    cls=Command,
+    examples=[
+        "ragcache serve examples/demo_model",
+        "ragcache serve examples/demo_model --port 8000 --kv-cache-bytes 512MiB",
+        "ragcache serve org/model --api-key KEY -- --max-model-len 8192 --dtype bfloat16",
+    ],
+)
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="The port to listen on; 0 takes a free one.")
+@api_key_option
+@click.option("--kv-cache-bytes", metavar="SIZE", help="KV memory of the engine, as 512MiB. [default: vLLM's choice]")
+@click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]")
+@click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache's own cache.")
+@tokenizer_option
+@click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a death.")
+@click.option(
+    "--startup-timeout", type=float, default=600.0, show_default=True, metavar="S", help="Seconds to load in."
+)
+@click.option("--log", type=click.Path(path_type=Path), metavar="PATH", help="The server's log. [default: a new file]")
+@vllm_args_argument
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    kv_cache_bytes: str | None,
+    block_size: int | None,
+    no_cache: bool,
+    tokenizer: str | None,
+    max_restarts: int,
+    startup_timeout: float,
+    log: Path | None,
+    vllm_args: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Serve MODEL over the OpenAI protocol until Ctrl-C (exit status 0) or SIGTERM (143).
+
+    MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is made. What
+    follows -- goes to vLLM's server as it is. A server that dies is started again at the same address with the same
+    key.
+    """
+    check_vllm_args(vllm_args)
+    if no_cache and (kv_cache_bytes is not None or block_size is not None):
+        raise click.UsageError("--no-cache runs plain vLLM: leave out --kv-cache-bytes and --block-size.")
+    from ragcache_core.client import Engine
+    from ragcache_core.config import CacheConfig
+
+    cache = None if no_cache else CacheConfig(kv_cache_bytes=kv_cache_bytes, block_size=block_size)
+    engine = Engine.launch(
+        model,
+        cache=cache,
+        host=host,
+        port=port or None,
+        api_key=api_key,
+        tokenizer=tokenizer,
+        startup_timeout_s=startup_timeout,
+        max_restarts=max_restarts,
+        log_path=log,
+        extra_args=vllm_args,
+    )
+    with engine:
+        _announce(engine, as_json)
+        try:
+            _watch(engine)
+        except KeyboardInterrupt:  # the way to end a server: no error
+            click.echo("ragcache: stopping", err=True)
+
+
+def _announce(engine: Engine, as_json: bool) -> None:
+    facts = {
+        "url": engine.base_url,
+        "api_key": engine.api_key,
+        "model": engine.model,
+        "max_model_len": engine.max_model_len,
+        "log": str(engine.log_path),
+    }
+    if as_json:
+        print_json({**facts, "pid": os.getpid()})
+        return
+    for name, value in facts.items():
+        click.echo(f"{name.replace('_', ' '):<14} {value}")
+    click.echo("ready: Ctrl-C ends it", err=True)
+
+
+def _watch(engine: Engine) -> None:
+    """Return never: tell of restarts, and raise when the server has died for good."""
+    num_restarts = 0
+    while True:
+        time.sleep(_POLL_S)
+        stats = engine.stats()
+        if stats.num_restarts > num_restarts:
+            num_restarts = stats.num_restarts
+            click.echo(f"ragcache: the engine died and was started again ({num_restarts} so far)", err=True)

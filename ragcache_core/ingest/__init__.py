@@ -1,0 +1,25 @@
+"""Files become documents: text, Markdown, HTML and JSON Lines, split at their own seams, with ids that stay.
+
+::
+
+    find_files -> read_records (one reader per format) -> Splitting.split -> Document -> compare (with a store)
+"""
+
+from ragcache_core.ingest.changes import Changes, compare
+from ragcache_core.ingest.documents import read_documents
+from ragcache_core.ingest.files import FoundFiles, SourceFile, find_files
+from ragcache_core.ingest.records import READERS, Record, read_records
+from ragcache_core.ingest.splitting import Splitting
+
+__all__ = [
+    "READERS",
+    "Changes",
+    "FoundFiles",
+    "Record",
+    "SourceFile",
+    "Splitting",
+    "compare",
+    "find_files",
+    "read_documents",
+    "read_records",
+]

@@ -1,0 +1,56 @@
+"""Records become documents: split, with ids that stay the same from one reading to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ragcache_core.errors import DocumentError, DuplicateDocumentError
+from ragcache_core.ingest.files import SourceFile
+from ragcache_core.ingest.records import OnBad, Record, read_records
+from ragcache_core.ingest.splitting import Splitting
+from ragcache_core.types import DocId, Document
+
+
+def stop_at_bad(error: DocumentError) -> None:
+    """Raise ``error``: one bad document stops the reading."""
+    raise error
+
+
+def read_documents(
+    files: Iterable[SourceFile], splitting: Splitting | None = None, *, on_bad: OnBad = stop_at_bad
+) -> Iterator[Document]:
+    """Yield the documents of ``files`` in order.
+
+    The id of a text in one chunk is the file's name (``guide/zor.md``), or what a JSON Lines record calls itself;
+    the chunks of a longer one are ``guide/zor.md#0``, ``guide/zor.md#1``. Metadata: ``source`` (the file's name),
+    ``title``, ``chunk`` (its number, from 0).
+
+    Raises:
+        DocumentError: what ``on_bad`` raises; by default the first document that is empty
+            (:class:`EmptyDocumentError`), binary or not UTF-8 (:class:`UndecodableDocumentError`), or whose id was
+            read before (:class:`DuplicateDocumentError`).
+    """
+    splitting = splitting or Splitting()
+    seen: dict[DocId, str] = {}
+    for file in files:
+        for record in read_records(file.path, file.name, on_bad):
+            where = f"{file.path}:{record.line}" if record.line else str(file.path)
+            documents = list(_documents(record, splitting))
+            twice = next((d.doc_id for d in documents if d.doc_id in seen), None)
+            if twice is None:
+                seen.update((d.doc_id, where) for d in documents)
+                yield from documents
+            else:
+                on_bad(
+                    DuplicateDocumentError(
+                        f"document id {twice!r} is in {seen[twice]} and again in {where}: give one of them "
+                        "another id, or leave bad documents out (--skip-bad)"
+                    )
+                )
+
+
+def _documents(record: Record, splitting: Splitting) -> Iterator[Document]:
+    chunks = splitting.split(record.text, is_markdown=record.is_markdown)
+    for number, chunk in enumerate(chunks):
+        doc_id = record.record_id if len(chunks) == 1 else f"{record.record_id}#{number}"
+        yield Document(doc_id, chunk, {**record.metadata, "chunk": number})

@@ -1,0 +1,177 @@
+"""``ragcache index`` over real files and real stores."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.retrieval import DocumentStore
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "zor.md").write_text("# Zor\n\nZor is a city on the river Mel.\n")
+    (folder / "mel.txt").write_text("Mel is a river. It ends in the lake Tar.\n")
+    (folder / "tar.html").write_text("<h1>Tar</h1><p>Tar is a lake without fish.</p>")
+    (folder / "faq.jsonl").write_text('{"id": "faq-1", "text": "Who rules Zor? A council of nine."}\n')
+    (folder / "photo.png").write_bytes(b"\x89PNG\0")
+    return folder
+
+
+def index(notes: Path, *options: str) -> Result:
+    return CliRunner().invoke(cli, ["index", str(notes), "--store", str(store_of(notes)), *options])
+
+
+def store_of(notes: Path) -> Path:
+    return notes.parent / "notes.store"
+
+
+def stored(notes: Path) -> dict[str, str]:
+    with DocumentStore.open(store_of(notes), read_only=True) as store:
+        return {document.doc_id: document.text for document in store.get(store.ids())}
+
+
+def test_a_directory_becomes_a_store_that_can_be_searched(notes: Path) -> None:
+    result = index(notes)
+    assert result.exit_code == 0, result.stderr
+    assert "4 documents added, 1 file of other kinds passed over; it holds 4 documents" in result.stdout
+    assert set(stored(notes)) == {"faq-1", "mel.txt", "tar.html", "zor.md"}
+    with DocumentStore.open(store_of(notes), read_only=True) as store:
+        assert store.search("Who rules Zor?", 1).documents[0].doc_id == "faq-1"
+
+
+def test_json_sums_up_in_one_object(notes: Path) -> None:
+    summary = json.loads(index(notes, "--json").stdout)
+    assert summary == {
+        "store": str(store_of(notes)), "num_files": 4, "num_other_files": 1, "num_bad": 0, "num_added": 4,
+        "num_replaced": 0, "num_removed": 0, "num_unchanged": 0, "num_documents": 4,
+    }  # fmt: skip
+
+
+def test_progress_is_only_drawn_on_a_terminal(notes: Path) -> None:
+    assert index(notes).stderr == ""
+
+
+def test_options_reach_the_new_store(notes: Path) -> None:
+    assert index(notes, "--index", "hnsw", "--metric", "ip", "--chunk-chars", "20").exit_code == 0
+    with DocumentStore.open(store_of(notes), read_only=True) as store:
+        assert (store.index_kind, store.metric) == ("hnsw", "ip")
+        assert max(len(document.text) for document in store.get(store.ids())) <= 20
+
+
+def test_a_second_reading_skips_what_is_unchanged_and_adds_what_is_new(notes: Path) -> None:
+    index(notes)
+    (notes / "new.txt").write_text("Something new about Zor.")
+    result = index(notes)
+    assert "1 document added, 4 unchanged" in result.stdout
+    assert len(stored(notes)) == 5
+
+
+def test_changed_documents_need_update(notes: Path) -> None:
+    index(notes)
+    before = stored(notes)
+    (notes / "mel.txt").write_text("Mel is a short river now.")
+    (notes / "new.txt").write_text("Something new about Zor.")
+    result = index(notes)
+    assert result.exit_code == 1
+    assert "'mel.txt'" in result.stderr
+    assert "replace what has changed with --update" in result.stderr
+    assert stored(notes) == before
+
+
+def test_update_replaces_changed_documents_and_removes_former_chunks(notes: Path) -> None:
+    (notes / "mel.txt").write_text("Mel is a river. " * 200)
+    index(notes)
+    assert {"mel.txt#0", "mel.txt#1"} < set(stored(notes))
+    (notes / "mel.txt").write_text("Mel is a short river now.")
+    (notes / "zor.md").write_text("# Zor\n\nZor was a city.")
+    (notes / "new.txt").write_text("Something new about Zor.")
+    result = index(notes, "--update")
+    assert "2 documents added, 1 replaced, 2 former chunks removed, 2 unchanged" in result.stdout
+    after = stored(notes)
+    assert after["mel.txt"] == "Mel is a short river now."
+    assert after["zor.md"] == "# Zor\n\nZor was a city."
+    assert not any(doc_id.startswith("mel.txt#") for doc_id in after)
+
+
+def test_a_bad_document_stops_everything_before_anything_is_stored(notes: Path) -> None:
+    (notes / "empty.txt").write_text("")
+    result = index(notes)
+    assert result.exit_code == 1
+    assert "'empty.txt' holds 0 characters" in result.stderr
+    assert not store_of(notes).exists()
+
+
+def test_bad_documents_can_be_left_out_and_are_reported(notes: Path) -> None:
+    (notes / "empty.txt").write_text("")
+    (notes / "latin.txt").write_bytes(b"f\xfcnf")
+    result = index(notes, "--skip-bad")
+    assert result.exit_code == 0
+    assert "2 bad left out" in result.stdout
+    assert [line[:40] for line in result.stderr.splitlines()] == [
+        "ragcache: left out: file 'empty.txt' hol",
+        "ragcache: left out: file 'latin.txt' is ",
+    ]
+    assert len(stored(notes)) == 4
+
+
+def test_nothing_but_bad_documents_is_an_error(notes: Path) -> None:
+    for path in notes.iterdir():
+        path.write_text("")
+    result = index(notes, "--skip-bad")
+    assert result.exit_code == 1
+    assert "none of 4 files holds a document" in result.stderr
+    assert not store_of(notes).exists()
+
+
+@pytest.mark.parametrize("option", [("--index", "flat"), ("--metric", "ip"), ("--encoding", "sq8")])
+def test_a_store_keeps_what_it_was_made_with(notes: Path, option: tuple[str, str]) -> None:
+    index(notes)
+    result = index(notes, *option)
+    assert result.exit_code == 1
+    assert f"was made with {option[0]}" in result.stderr
+
+
+def test_a_damaged_index_can_be_made_anew(notes: Path) -> None:
+    index(notes)
+    (damaged,) = store_of(notes).glob("index-*.faiss")
+    damaged.write_bytes(b"")
+    result = index(notes)
+    assert result.exit_code == 1
+    assert "run 'ragcache index' with --rebuild-index" in result.stderr
+    assert index(notes, "--rebuild-index").exit_code == 0
+    assert "4 unchanged" in index(notes).stdout
+
+
+@pytest.mark.parametrize("update", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_the_store_as_it_was(
+    notes: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, update: bool
+) -> None:
+    from ragcache_core.retrieval import TfidfSvdEmbedder
+
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(number)
+
+    status = {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    if not update:
+        with monkeypatch.context() as patch:
+            patch.setattr(TfidfSvdEmbedder, "embed_documents", interrupted)
+            assert index(notes).exit_code == status
+        assert not store_of(notes).exists()
+    index(notes)
+    before = stored(notes)
+    (notes / "mel.txt").write_text("Mel is a short river now.")
+    (notes / "new.txt").write_text("Something new.")
+    with monkeypatch.context() as patch:
+        patch.setattr(TfidfSvdEmbedder, "embed_documents", interrupted)
+        assert index(notes, "--update").exit_code == status
+    assert stored(notes) == before
+    assert index(notes, "--update").exit_code == 0

@@ -1,0 +1,102 @@
+"""``ragcache serve`` without a server: what it starts, says, watches and refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import EngineDiedError
+
+
+@dataclass
+class FakeEngine:
+    """An engine that gives the readings it was told to, then what ends it."""
+
+    readings: list[int]
+    end: BaseException
+    base_url: str = "http://127.0.0.1:8000/v1"
+    api_key: str = "key"
+    model: str = "demo"
+    max_model_len: int = 2048
+    log_path: Path = Path("server.log")
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_closed: int = 0
+
+    def stats(self) -> Any:
+        if not self.readings:
+            raise self.end
+        return type("Stats", (), {"num_restarts": self.readings.pop(0)})
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.num_closed += 1
+
+
+def run(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, *arguments: str) -> Result:
+    monkeypatch.setattr("ragcache_core.cli.serve._POLL_S", 0.0)
+    monkeypatch.setattr(Engine, "launch", lambda model, **given: engine.settings.update(given, model=model) or engine)
+    return CliRunner().invoke(cli, ["serve", "demo", *arguments])
+
+
+def test_it_announces_itself_and_ends_cleanly_on_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([0, 0], KeyboardInterrupt())
+    result = run(monkeypatch, engine)
+    assert (result.exit_code, engine.num_closed) == (0, 1)
+    assert result.stdout.splitlines()[:2] == ["url            http://127.0.0.1:8000/v1", "api key        key"]
+    assert "ready" in result.stderr
+
+
+def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json").stdout)
+    assert set(announced) == {"url", "api_key", "model", "max_model_len", "log", "pid"}
+
+
+def test_a_restart_is_told_once_and_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([0, 1, 1, 2], EngineDiedError("the engine died: launch it again"))
+    result = run(monkeypatch, engine)
+    assert (result.exit_code, engine.num_closed) == (1, 1)
+    assert result.stderr.count("started again") == 2
+    assert result.stderr.endswith("ragcache: error: the engine died: launch it again\n")
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    options = ["--port", "0", "--api-key", "k", "--kv-cache-bytes", "1GiB", "--block-size", "32", "--max-restarts", "2"]
+    run(monkeypatch, engine, *options, "--", "--max-model-len", "2048", "--dtype=float32")
+    assert engine.settings["cache"] == CacheConfig(kv_cache_bytes="1GiB", block_size=32)
+    assert (engine.settings["port"], engine.settings["api_key"], engine.settings["max_restarts"]) == (None, "k", 2)
+    assert engine.settings["extra_args"] == ("--max-model-len", "2048", "--dtype=float32")
+
+
+def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    run(monkeypatch, engine, "--no-cache")
+    assert engine.settings["cache"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--no-cache", "--block-size", "32"], 2, "leave out"),
+        (["--", "--host", "0.0.0.0"], 2, "--host after '--'"),
+        (["nonsense"], 2, "unexpected argument 'nonsense'"),
+        (["--kv-cache-bytes", "lots"], 1, "CacheConfig.kv_cache_bytes is 'lots'"),
+        (["--block-size", "0"], 1, "CacheConfig.block_size is 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], status: int, message: str
+) -> None:
+    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), *options)
+    assert result.exit_code == status
+    assert message in result.stderr

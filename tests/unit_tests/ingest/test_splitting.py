@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.ingest import Splitting
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=400)
+MARKDOWN = st.lists(
+    st.sampled_from(["# Zor", "## Rivers", "The river Mel ends. It is long.", "- a", "äöü 日本 🙂", "```\nx = 1\n```"]),
+    max_size=30,
+).map("\n\n".join)  # fmt: skip
+
+
+def without_white_space(text: str) -> str:
+    return "".join(text.split())
+
+
+@given(text=WORDS | MARKDOWN, max_chars=st.integers(1, 60), is_markdown=st.booleans())
+@settings(deadline=None)
+def test_chunks_lose_no_words_keep_their_order_and_their_limit(text: str, max_chars: int, is_markdown: bool) -> None:
+    chunks = Splitting(max_chars).split(text, is_markdown=is_markdown)
+    assert without_white_space("".join(chunks)) == without_white_space(text)
+    assert all(0 < len(chunk) <= max_chars and chunk in text for chunk in chunks)
+
+
+@given(text=MARKDOWN, max_chars=st.integers(5, 60), overlap=st.integers(0, 4))
+@settings(deadline=None)
+def test_overlapping_chunks_hold_every_word(text: str, max_chars: int, overlap: int) -> None:
+    chunks = Splitting(max_chars, overlap_chars=overlap).split(text, is_markdown=True)
+    position = 0
+    for chunk in chunks:
+        found = text.find(chunk, max(0, position - overlap))
+        assert not text[position:found].strip()
+        position = found + len(chunk)
+    assert not text[position:].strip()
+
+
+@pytest.mark.parametrize("is_markdown", [True, False])
+def test_a_short_entry_stays_one_chunk_with_its_heading(is_markdown: bool) -> None:
+    entry = "# Zor\n\nZor is a city on the river Mel.\n"
+    assert Splitting().split(entry, is_markdown=is_markdown) == [entry.strip()]
+
+
+def test_sections_that_fit_are_chunks_with_their_headings() -> None:
+    sections = ["## Zor\n\n" + "Zor is a city. " * 5, "## Mel\n\n" + "Mel is a river. " * 5]
+    chunks = Splitting(120).split("\n\n".join(sections), is_markdown=True)
+    assert chunks == [section.strip() for section in sections]
+
+
+def test_the_heading_of_a_long_section_stays_with_the_sections_beginning() -> None:
+    chunks = Splitting(100).split("# Guide\n\n## Zor\n\n" + "Zor is a city on the river. " * 20, is_markdown=True)
+    assert chunks[0].startswith("# Guide\n\n## Zor\n\nZor is a city")
+    assert max(map(len, chunks)) <= 100
+
+
+def test_a_heading_at_the_end_is_kept() -> None:
+    assert (
+        Splitting(40).split("Zor is a city on the river Mel.\n\n# The end of it", is_markdown=True)[-1]
+        == "# The end of it"
+    )
+
+
+def test_min_chars_ends_a_chunk_at_an_earlier_seam() -> None:
+    text = "One two three. Four five six.\n\n" * 10
+    assert len(Splitting(100, min_chars=20).split(text)) > len(Splitting(100).split(text))
+
+
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_white_space_has_no_chunks(text: str) -> None:
+    assert Splitting().split(text) == []
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_chars": 0},
+        {"max_chars": 10, "min_chars": 11},
+        {"max_chars": 10, "overlap_chars": 10},
+        {"overlap_chars": -1},
+    ],
+)
+def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="0 <= overlap < smallest <= largest"):
+        Splitting(**limits)
