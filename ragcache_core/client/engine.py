@@ -112,6 +112,7 @@ class Engine:
         progress: bool | Callable[[str], None] | None = None,
         env: Mapping[str, str] | None = None,
         extra_args: Sequence[str] = (),
+        cancel: threading.Event | None = None,
         **vllm_args: object,
     ) -> Self:
         """Start a server for ``model`` as a child process and return it when it is ready.
@@ -129,10 +130,12 @@ class Engine:
             progress: draw a progress bar on stderr; by default on a terminal. A function is told each stage instead.
             env: variables added to the server's environment.
             extra_args: arguments of vLLM's server as they are, ``["--max-model-len", "2048"]``.
+            cancel: set it in another thread to give the launch up.
             **vllm_args: the same with underscores, ``max_model_len=2048``.
 
         Raises:
             EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
+            EngineClosedError: the launch was given up.
             ConfigError: an argument that has a door of its own.
         """
         server = launch_server(
@@ -148,6 +151,7 @@ class Engine:
             progress=progress,
             env=env,
             extra_args=extra_args,
+            cancel=cancel,
             vllm_args=vllm_args,
         )
         return cls(
@@ -161,10 +165,19 @@ class Engine:
     @classmethod
     async def alaunch(cls, model: str, **settings: Any) -> Self:
         """Do :meth:`launch` without blocking the event loop. If it is cancelled, the server is ended."""
-        launching = asyncio.ensure_future(asyncio.to_thread(cls.launch, model, **settings))
+        cancel = threading.Event()
+
+        def launch() -> Self:
+            engine = cls.launch(model, cancel=cancel, **settings)
+            if cancel.is_set():
+                engine.close()
+            return engine
+
+        launching = asyncio.ensure_future(asyncio.to_thread(launch))
         try:
             return await asyncio.shield(launching)
-        except asyncio.CancelledError:
+        except BaseException:
+            cancel.set()
             launching.add_done_callback(_close_result)
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +49,14 @@ def launch_server(
     progress: bool | Callable[[str], None] | None,
     env: Mapping[str, str] | None,
     extra_args: Sequence[str],
+    cancel: threading.Event | None,
     vllm_args: Mapping[str, object],
 ) -> LaunchedServer:
     """Return a server that is ready; the settings are those of ``Engine.launch``.
 
     Raises:
         EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
+        EngineClosedError: ``cancel`` was set before the server was ready.
         ConfigError: an argument that has a door of its own.
     """
     settings = vllm_arguments(vllm_args)
@@ -84,6 +87,7 @@ def launch_server(
             max_restarts=max_restarts,
             startup_timeout_s=startup_timeout_s,
             progress=LoadProgress.of(progress),
+            closing=cancel or threading.Event(),
         )
     except EngineStartError as error:
         if Path(model).exists():

@@ -26,7 +26,9 @@ from ragcache_core.errors import EngineStartError
 SERVER_MODULE = "ragcache_core.vllm_plugin.server"
 GRACE_S = 20.0
 _MAX_LAST_WORDS = 400
-_ERROR_LINE = re.compile(r"((?:[\w.]*\.)?\w*(?:Error|Exception|error): .+)")
+_LAST_LINES = 3
+_ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|error): .")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\)(?: [A-Z]+ [\d-]+ [\d:]+ \[[^]]*\])?\s*")
 
 
 def free_port(host: str) -> int:
@@ -96,8 +98,9 @@ class ServerProcess:
     def last_words(self) -> str:
         """Return why it ended as far as its log tells, in one line, with the path of the log."""
         lines = [line.strip() for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
-        errors = [found.group(1) for line in lines if (found := _ERROR_LINE.search(line))]
-        said = (errors or lines or ["it logged nothing"])[-1]
+        errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(_unprefixed(line))]
+        begin = errors[-1] if errors else max(len(lines) - 1, 0)
+        said = " ".join(map(_unprefixed, lines[begin : begin + _LAST_LINES])) or "it logged nothing"
         return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
 
     def wait(self) -> int:
@@ -119,6 +122,11 @@ class ServerProcess:
         self._popen.wait()
         if self._popen.stdin is not None:
             self._popen.stdin.close()
+
+
+def _unprefixed(line: str) -> str:
+    """Return a line of vLLM's log without the process and the time it begins with."""
+    return _PREFIX.sub("", line)
 
 
 def kill_session(session_id: int, timeout_s: float = 10.0) -> None:

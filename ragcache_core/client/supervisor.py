@@ -32,17 +32,19 @@ class Supervisor:
         max_restarts: int,
         startup_timeout_s: float,
         progress: LoadProgress,
+        closing: threading.Event,
     ) -> None:
         """Start the server and wait until it is ready.
 
         Raises:
             EngineStartError: it ended, or was not ready in time.
+            EngineClosedError: ``closing`` was set meanwhile.
         """
         self._start_process = start_process
         self._health_url = health_url
         self._max_restarts = max_restarts
         self._startup_timeout_s = startup_timeout_s
-        self._closing = threading.Event()
+        self._closing = closing
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._health = Health.RESTARTING

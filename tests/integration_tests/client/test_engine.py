@@ -20,8 +20,12 @@ LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 def documents(mark: str) -> list[Document]:
     """Two documents that no other test has put in the cache."""
     return [
-        Document(f"zorval-{mark}", f"Zorval is a company. Zorval was founded by Anna {mark}. Zorval makes clocks. " * 3),
-        Document(f"tenrik-{mark}", f"Tenrik is a company. Tenrik was founded by Boris {mark}. Tenrik makes ships. " * 3),
+        Document(
+            f"zorval-{mark}", f"Zorval is a company. Zorval was founded by Anna {mark}. Zorval makes clocks. " * 3
+        ),
+        Document(
+            f"tenrik-{mark}", f"Tenrik is a company. Tenrik was founded by Boris {mark}. Tenrik makes ships. " * 3
+        ),
     ]
 
 

@@ -155,12 +155,12 @@ def test_other_errors_pass_unchanged() -> None:
 def test_metrics_are_summed_over_engines() -> None:
     page = "\n".join(
         [
-            '# TYPE vllm:num_requests_running gauge',
+            "# TYPE vllm:num_requests_running gauge",
             'vllm:num_requests_running{engine="0"} 2.0',
             'vllm:num_requests_running{engine="1"} 3.0',
-            '# TYPE vllm:prefix_cache_hits_total counter',
+            "# TYPE vllm:prefix_cache_hits_total counter",
             'vllm:prefix_cache_hits_total{engine="0"} 64.0',
-            '# TYPE vllm:kv_cache_usage_perc gauge',
+            "# TYPE vllm:kv_cache_usage_perc gauge",
             'vllm:kv_cache_usage_perc{engine="0"} 0.25',
             'vllm:kv_cache_usage_perc{engine="1"} 0.75',
         ]

@@ -74,7 +74,9 @@ def _imports(path: Path) -> set[str]:
 
 
 SOURCES = sorted(
-    p for folder in ("ragcache_core", "ragcache_integrations", "kernels", "examples") for p in (ROOT / folder).rglob("*.py")
+    p
+    for folder in ("ragcache_core", "ragcache_integrations", "kernels", "examples")
+    for p in (ROOT / folder).rglob("*.py")
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -67,10 +68,12 @@ def test_prompts_with_the_same_first_documents_share_their_tokens(texts: list[st
 def test_located_documents_are_in_the_text_in_order_and_do_not_overlap(text: str, pieces: list[str]) -> None:
     spans = locate_documents(text, [(f"d{i}", piece) for i, piece in enumerate(pieces)])
     assert all(text[s.start : s.end] == pieces[int(s.doc_id[1:])].strip() for s in spans)
-    assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
     missing = set(range(len(pieces))) - {int(s.doc_id[1:]) for s in spans}
     found = {pieces[int(s.doc_id[1:])].strip() for s in spans}
-    assert all(not pieces[i].strip() or pieces[i].strip() not in text or _blocked(text, pieces[i], spans) for i in missing)
+    assert all(
+        not pieces[i].strip() or pieces[i].strip() not in text or _blocked(text, pieces[i], spans) for i in missing
+    )
     assert "" not in found
 
 
@@ -102,7 +105,10 @@ def test_a_token_across_a_boundary_belongs_to_the_segment_of_its_last_character(
 def test_document_ids_may_be_shown_and_braces_in_documents_are_left_alone() -> None:
     layout = PromptLayout(document_format="[{doc_id}] {text};")
     assert layout.document_text(Document("faq-7", "{question} {text} {")) == "[faq-7] {question} {text} {;"
-    assert layout.messages([Document("d", "{question}")], "a {text}?")[1]["content"] == "[d] {question};\n\nQuestion: a {text}?"
+    assert (
+        layout.messages([Document("d", "{question}")], "a {text}?")[1]["content"]
+        == "[d] {question};\n\nQuestion: a {text}?"
+    )
 
 
 def test_a_layout_without_static_prefix_has_no_system_message() -> None:
