@@ -52,7 +52,7 @@ format: $(READY) ## let ruff rewrite what it can
 	$(VENV)/bin/ruff format .
 
 bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
-	$(VENV)/bin/python -m ragcache_core.bench
+	$(VENV)/bin/python -m ragcache_core.bench --model examples/demo_model
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

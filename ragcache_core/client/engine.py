@@ -167,13 +167,13 @@ class Engine:
         """Do :meth:`launch` without blocking the event loop. If it is cancelled, the server is ended."""
         cancel = threading.Event()
 
-        def launch() -> Self:
+        def launch() -> Any:
             engine = cls.launch(model, cancel=cancel, **settings)
             if cancel.is_set():
                 engine.close()
             return engine
 
-        launching = asyncio.ensure_future(asyncio.to_thread(launch))
+        launching: asyncio.Task[Self] = asyncio.ensure_future(asyncio.to_thread(launch))
         try:
             return await asyncio.shield(launching)
         except BaseException:
