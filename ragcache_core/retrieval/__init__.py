@@ -3,7 +3,8 @@
 from ragcache_core.retrieval.adapters import LangChainEmbedder, LlamaIndexEmbedder, MiniLMEmbedder
 from ragcache_core.retrieval.base import IndexOptions
 from ragcache_core.retrieval.embed import Embedder, PrecomputedEmbedder, TrainableEmbedder, as_embedder
-from ragcache_core.retrieval.store import DocumentStore, StoreStats
+from ragcache_core.retrieval.snapshot import StoreStats
+from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
 
 __all__ = [

@@ -18,6 +18,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,21 @@ class DocumentTable:
         self._deleted = [frozenset(entry.deleted) for entry, _ in self.segments]
         self._first_ids = [entry.first_id for entry, _ in self.segments]
 
+    @property
+    def entries(self) -> list[SegmentEntry]:
+        return [entry for entry, _ in self.segments]
+
     def __len__(self) -> int:
         return sum(entry.num_live for entry, _ in self.segments)
+
+    def without(self, ids: Ids) -> DocumentTable:
+        """Return the same segments with ``ids`` (ascending) deleted."""
+        segments = []
+        for entry, file in self.segments:
+            begin, end = np.searchsorted(ids, (entry.first_id, entry.end_id))
+            deleted = sorted({*entry.deleted, *ids[begin:end].tolist()})
+            segments.append((replace(entry, deleted=tuple(deleted)), file))
+        return DocumentTable(segments)
 
     def find(self, doc_ids: Sequence[DocId]) -> dict[DocId, int]:
         """Return the internal ids of those documents that are stored."""
@@ -222,13 +236,15 @@ class DocumentTable:
 def segments_to_keep(entries: Sequence[SegmentEntry], num_new: int) -> int:
     """Return how many leading segments stay as they are when ``num_new`` rows are written.
 
-    The others are merged into the new one: each that is not more than twice as long as what follows it.
+    The others are merged into the new one: each that is not more than twice as long as what follows it, and all from
+    the first on that is mostly deleted.
     """
     keep, num_rows = len(entries), num_new
     while keep and entries[keep - 1].num_live <= 2 * num_rows:
         keep -= 1
         num_rows += entries[keep].num_live
-    return keep
+    wasteful = (at for at, entry in enumerate(entries[:keep]) if 2 * entry.num_live < entry.num_rows)
+    return next(wasteful, keep)
 
 
 def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEntry, int]:
@@ -247,6 +263,7 @@ def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEnt
             yield row
 
     with saving(folder), _writing(path):
+        path.unlink(missing_ok=True)  # what an interrupted change left
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             # No journal and no flushes of its own: nobody knows the file until the manifest names it.

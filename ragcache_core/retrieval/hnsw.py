@@ -10,6 +10,7 @@ out of the results; when a fifth of the graph is deleted, the store builds it an
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -24,6 +25,7 @@ from ragcache_core.retrieval.base import (
     Cancellation,
     Ids,
     IndexOptions,
+    Metric,
     Neighbors,
     Stage,
     Vectors,
@@ -53,7 +55,7 @@ class HNSWIndex:
         self._bits = None if live is None else np.packbits(live, bitorder="little")
         self._selector = None
         if self._bits is not None:
-            self._selector = faiss.IDSelectorBitmap(len(self._ids), faiss.swig_ptr(self._bits))
+            self._selector = faiss.IDSelectorBitmap(len(self._bits), faiss.swig_ptr(self._bits))
         self._traversal: Any = None
         self._is_prepared = False
         self._preparing = threading.Lock()
@@ -138,18 +140,19 @@ class HNSWIndex:
             from ragcache_core.retrieval.traversal import GraphTraversal
 
             traversal = GraphTraversal(self._graph, self._live)
-            shares = self._self_check(traversal)
+            _prove(self.options.metric)
+            shares = self._self_check(traversal, _SELF_CHECK_QUERIES, k=10)
         except Exception as error:  # numba, the kernels or their names: whatever it is, one stage always works
             _logger.warning("HNSW is searched in one stage: %r", error)
             return None
         self._work_share = float(np.mean(shares)) if shares else 1.0
         return traversal
 
-    def _self_check(self, traversal: Any) -> list[float]:
+    def _self_check(self, traversal: Any, num_queries: int, k: int) -> list[float]:
         """Return the share of the estimated work that some queries took; raise if one is not answered bit-equal."""
         shares = []
-        for query in traversal.sample_queries(_SELF_CHECK_QUERIES):
-            k = min(10, len(self._ids))
+        k = min(k, len(self._ids))
+        for query in traversal.sample_queries(num_queries):
             ef = self.ef(k)
             run = traversal.start(query, k, ef, np.zeros(1, np.uint8))
             run.advance(1)
@@ -178,3 +181,17 @@ class HNSWIndex:
         if live.mean() < 1 - _LARGEST_DELETED_SHARE:
             return None
         return HNSWIndex(self._native, self.options, self.trained_on, live)
+
+
+@functools.cache
+def _prove(metric: Metric) -> None:
+    """Raise if the traversal is not this version of Faiss's: on a small index full of ties, and with a short queue."""
+    from ragcache_core.retrieval.traversal import GraphTraversal
+
+    rng = np.random.default_rng(0)
+    ties = rng.integers(-1, 2, (300, 4)).astype(np.float32)
+    sparse = rng.standard_normal((600, 8)).astype(np.float32)
+    for vectors, hnsw_m, ef_search, k in ((ties, 8, 16, 10), (sparse, 3, 1, 1), (sparse, 3, 4, 4)):
+        options = IndexOptions(kind="hnsw", metric=metric, hnsw_m=hnsw_m, ef_search=ef_search)
+        index = HNSWIndex.build(np.arange(len(vectors), dtype=np.int64), vectors, options)
+        index._self_check(GraphTraversal(index._graph, None), 64, k)

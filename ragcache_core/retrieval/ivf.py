@@ -8,6 +8,8 @@ that shares quantizer and lists; the index itself stays as it is.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,8 +20,10 @@ import numpy as np
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.base import (
     Cancellation,
+    Encoding,
     Ids,
     IndexOptions,
+    Metric,
     Neighbors,
     Stage,
     Vectors,
@@ -35,6 +39,8 @@ _POINTS_PER_LIST = 39
 """What Faiss's k-means wants to train a centroid."""
 _LEAST_LISTS = 6
 _PQ_CENTROIDS = 256
+
+_logger = logging.getLogger(__name__)
 
 _CONTINUABLE = (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer, faiss.IndexIVFPQ)
 
@@ -127,9 +133,13 @@ class IVFIndex:
         return Neighbors.from_faiss(scores[0], ids[0])
 
     def stages(self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
-        if self._view is None:
+        if self._view is None or not _replays_exactly(self.options.encoding, self.options.metric):
             yield Stage(self.search(query, k), is_final=True)
-            return
+        else:
+            yield from self._continued(query, k, cuts, cancel)
+
+    def _continued(self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
+        assert self._view is not None
         is_similarity = self.options.is_similarity
         x = np.ascontiguousarray(query[None])
         list_distances, lists = self._native.quantizer.search(x, self._nprobe)
@@ -171,6 +181,25 @@ class IVFIndex:
         native = faiss.clone_index(self._native)
         native.remove_ids(ids)
         return IVFIndex(native, self.options, self.trained_on)
+
+
+@functools.cache
+def _replays_exactly(encoding: Encoding, metric: Metric) -> bool:
+    """Return whether this version of Faiss continues a heap as it should, tried once on a small index full of ties."""
+    options = IndexOptions(metric=metric, encoding=encoding, nlist=8, nprobe=6)
+    vectors = np.random.default_rng(0).integers(-1, 2, (300, 8)).astype(np.float32)
+    index = IVFIndex.build(np.arange(300, dtype=np.int64), vectors, options)
+    for query in vectors[:8]:
+        expected = index.search(query, 7)
+        *_, last = index._continued(query, 7, (0.2, 0.6, 1.0), Cancellation())
+        if not np.array_equal(last.neighbors.ids, expected.ids) or (
+            last.neighbors.scores.tobytes() != expected.scores.tobytes()
+        ):
+            _logger.warning(
+                "IVF (%s, %s) is searched in one stage: faiss %s differs", encoding, metric, faiss.__version__
+            )
+            return False
+    return True
 
 
 def choose_pq_m(dimension: int, options: IndexOptions) -> int:

@@ -12,17 +12,21 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from ragcache_core.errors import (
     RAGCacheError,
     StoreCorruptError,
     StoreError,
     StoreFullError,
+    StoreLockedError,
     StoreNotFoundError,
     StoreVersionError,
 )
@@ -31,6 +35,7 @@ from ragcache_core.retrieval.base import IndexOptions
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "writer.lock"
+_OUR_FILE = re.compile(r"documents-\d{6,}\.sqlite|index-\d{6,}\.faiss|embedder-\d{6,}\.npz|manifest\.json\.new")
 _CHUNK_BYTES = 1 << 20
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -159,7 +164,7 @@ def write_file(folder: Path, name: str, write: Callable[[Callable[[Any], object]
     """
     digest, num_bytes = hashlib.sha256(), 0
 
-    with saving(folder), (folder / name).open("xb") as file:
+    with saving(folder), (folder / name).open("wb") as file:
 
         def append(data: Any) -> int:
             nonlocal num_bytes
@@ -211,10 +216,9 @@ def verify_file(folder: Path, entry: FileEntry, cure: str) -> Path:
 def sweep(folder: Path, manifest: Manifest) -> None:
     """Remove the store's files that ``manifest`` does not name: older generations, and what a crash left."""
     named = {entry.name for entry in manifest.files()}
-    for pattern in ("documents-*.sqlite*", "index-*.faiss", "embedder-*.npz", f"{MANIFEST_NAME}.new"):
-        for path in folder.glob(pattern):
-            if path.name not in named:
-                path.unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if _OUR_FILE.fullmatch(path.name) and path.name not in named:
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -228,6 +232,24 @@ def saving(folder: Path) -> Iterator[None]:
                 f"no space left to save {folder} ({error.strerror}): free some and try again, nothing was lost"
             ) from error
         raise StoreError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def lock_folder(folder: Path) -> filelock.BaseFileLock:
+    """Return the lock of the one writer, held. The system frees it when the process dies.
+
+    Raises:
+        StoreLockedError: another handle holds it. StoreError: the folder cannot be written.
+    """
+    lock = filelock.FileLock(folder / LOCK_NAME, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise StoreLockedError(
+            f"{folder} is being written by another store handle: close that one, or open this one with read_only=True"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be locked ({error.strerror}): open it with read_only=True") from error
+    return lock
 
 
 def flush_folder(folder: Path) -> None:
@@ -246,7 +268,7 @@ def _digest(body: object) -> str:
 
 def _from_json(body: Any) -> Manifest:
     index, state = body["index"], body["embedder_state"]
-    return Manifest(
+    manifest = Manifest(
         options=IndexOptions(**body["options"]),
         embedder_name=body["embedder_name"],
         dimension=body["dimension"],
@@ -259,3 +281,7 @@ def _from_json(body: Any) -> Manifest:
         ),
         index=index and IndexEntry(**{**index, "file": FileEntry(**index["file"])}),
     )
+    for entry in manifest.files():
+        if not _OUR_FILE.fullmatch(entry.name):
+            raise ValueError(f"{entry.name!r} is not a file of a store")
+    return manifest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragcache_core.errors import EmptyStoreError, SearchError, TooFewDocumentsError
-from ragcache_core.retrieval.base import Neighbors, Stage, StagedIndex, Vectors
+from ragcache_core.retrieval.base import IndexKind, Metric, Neighbors, Stage, StagedIndex, Vectors
 from ragcache_core.retrieval.documents import DocumentTable
 from ragcache_core.retrieval.embed import Embedder, check_query
 from ragcache_core.retrieval.manifest import Manifest
@@ -21,6 +21,21 @@ Filter = Callable[[Document], bool]
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds. ``index_layout`` is ``flat`` while there are too few documents to train ``ivf``."""
+
+    num_documents: int
+    dimension: int | None
+    embedder: str
+    index_kind: IndexKind
+    index_layout: str | None
+    metric: Metric
+    generation: int
+    num_segments: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Documents, index and embedder of one generation. Immutable: a search keeps the one it began with."""
 
@@ -30,6 +45,21 @@ class Snapshot:
     embedder: Embedder
     num_unsaved: int = 0
     """Changes that the saved index lacks; they are made up for when it is read."""
+
+    def stats(self) -> StoreStats:
+        """Return what the store holds."""
+        manifest = self.manifest
+        return StoreStats(
+            num_documents=len(self.documents),
+            dimension=manifest.dimension,
+            embedder=manifest.embedder_name,
+            index_kind=manifest.options.kind,
+            index_layout=None if self.index is None else self.index.layout,
+            metric=manifest.options.metric,
+            generation=manifest.generation,
+            num_segments=len(manifest.segments),
+            num_bytes=sum(entry.num_bytes for entry in manifest.files()),
+        )
 
     def index_for(self, k: object) -> StagedIndex:
         """Return the index, if ``k`` documents can be asked of it.

@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-import faiss
 import filelock
 
 from ragcache_core.errors import (
     ConfigError,
     StoreError,
     StoreExistsError,
-    StoreLockedError,
     UnknownDocumentError,
 )
-from ragcache_core.retrieval.base import Cancellation, Encoding, IndexKind, IndexOptions, Metric, Stage, stage_cuts
+from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric
 from ragcache_core.retrieval.embed import Embedder, as_embedder, check_query
 from ragcache_core.retrieval.manifest import (
-    LOCK_NAME,
     MANIFEST_NAME,
     Manifest,
+    lock_folder,
     read_manifest,
     saving,
-    write_manifest,
 )
-from ragcache_core.retrieval.snapshot import Filter, Snapshot
+from ragcache_core.retrieval.opening import load_snapshot, match_embedder
+from ragcache_core.retrieval.snapshot import Filter, Snapshot, StoreStats
 from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
-from ragcache_core.retrieval.writer import Progress, Writer, load_snapshot, match_embedder
+from ragcache_core.retrieval.threads import SearchThreads, closed_error
+from ragcache_core.retrieval.writer import Progress, Writer
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 _logger = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """What a store holds. ``index_layout`` is ``flat`` while there are too few documents to train ``ivf``."""
-
-    num_documents: int
-    dimension: int | None
-    embedder: str
-    index_kind: IndexKind
-    index_layout: str | None
-    metric: Metric
-    generation: int
-    num_segments: int
-    num_bytes: int
 
 
 class DocumentStore:
@@ -76,11 +56,7 @@ class DocumentStore:
         self._lock = lock
         self._changing = threading.Lock()
         self._is_closed = False
-        self._executor = ThreadPoolExecutor(
-            max_workers=min(16, (os.cpu_count() or 1) + 4),
-            thread_name_prefix="ragcache-retrieval",
-            initializer=_use_one_thread,
-        )
+        self._threads = SearchThreads(str(folder))
         self._prepare_index()
 
     @classmethod
@@ -116,14 +92,13 @@ class DocumentStore:
             raise ConfigError(f"{folder} is a file: choose a folder for the store")
         with saving(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        lock = lock_folder(folder)
         try:
             if (folder / MANIFEST_NAME).exists() or any(folder.glob("documents-*.sqlite")):
                 raise StoreExistsError(f"{folder} holds a document store: open it, or choose another folder")
-            manifest = Manifest(options, chosen.name, chosen.dimension)
-            write_manifest(folder, manifest)
-            snapshot = load_snapshot(folder, lambda _: chosen)
-            return cls(folder, snapshot, Writer(folder), lock)
+            writer = Writer(folder)
+            writer.begin(Manifest(options, chosen.name, chosen.dimension), chosen)
+            return cls(folder, load_snapshot(folder, lambda _: chosen), writer, lock)
         except BaseException:
             lock.release()
             raise
@@ -140,7 +115,8 @@ class DocumentStore:
         """Open a store. Every file is checked against the SHA-256 in its manifest before it is read.
 
         The built-in embedder comes with the store; any other has to be passed again. A ``read_only`` store needs no
-        lock and stays at the state it was opened in. ``rebuild_index`` makes the index anew from the stored vectors.
+        lock and stays at the state it was opened in. ``rebuild_index`` makes the index anew from the stored vectors and
+        does not read its file. Hashes tell damage, not malice: open a stranger's store with ``rebuild_index``.
 
         Raises:
             StoreNotFoundError, StoreCorruptError, StoreVersionError, StoreLockedError, EmbedderMismatchError
@@ -150,7 +126,7 @@ class DocumentStore:
         if read_only or not (folder / MANIFEST_NAME).exists():  # the second: for its error
             snapshot = load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)
             return cls(folder, snapshot, None, None)
-        lock = _lock(folder)
+        lock = lock_folder(folder)
         try:
             snapshot = load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)
             writer = Writer(folder)
@@ -165,10 +141,10 @@ class DocumentStore:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._executor.shutdown(wait=True)
+            self._threads.close()
             try:
-                if self._writer is not None:
-                    self._writer.save_index(self._snapshot)
+                if self._writer is not None and self._snapshot.num_unsaved:
+                    self._writer.save_index(self._current())
             except StoreError as error:
                 _logger.warning("the index was not saved and will be brought up to date when it is opened: %s", error)
             finally:
@@ -202,13 +178,42 @@ class DocumentStore:
             DocumentError: and its kinds; nothing of the batch was added. EmbedderMismatchError: another dimension.
             StoreFullError, StoreError: it could not be saved; nothing of the batch was added.
         """
+        return self._write(documents, False, embeddings, progress, batch_size)
+
+    def put(
+        self,
+        documents: Iterable[Document],
+        *,
+        embeddings: object | None = None,
+        progress: bool | Progress = False,
+        batch_size: int = 256,
+    ) -> list[DocId]:
+        """Store documents in the place of those with the same ids, where there are any. See :meth:`add`."""
+        return self._write(documents, True, embeddings, progress, batch_size)
+
+    def _write(
+        self,
+        documents: Iterable[Document],
+        replacing: bool,
+        embeddings: object | None,
+        progress: bool | Progress,
+        batch_size: int,
+    ) -> list[DocId]:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size!r}: give a whole number of at least 1")
         batch = list(documents)
         with self._changing:
             writer = self._writable()
             if batch:
-                self._publish(writer.add(self._snapshot, batch, embeddings, progress, batch_size))
+                changed = writer.add(
+                    self._current(),
+                    batch,
+                    replacing=replacing,
+                    embeddings=embeddings,
+                    progress=progress,
+                    batch_size=batch_size,
+                )
+                self._publish(changed)
         return [document.doc_id for document in batch]
 
     def delete(self, doc_ids: Iterable[DocId]) -> None:
@@ -221,17 +226,21 @@ class DocumentStore:
         with self._changing:
             writer = self._writable()
             if wanted:
-                self._publish(writer.delete(self._snapshot, list(self._find(wanted).values())))
+                snapshot = self._current()
+                self._publish(writer.delete(snapshot, self._find(snapshot, wanted).values()))
 
     def _writable(self) -> Writer:
         self._check_open()
         if self._writer is None:
             raise StoreError(f"{self._folder} was opened read-only: open it without read_only to change it")
-        if read_manifest(self._folder).generation != self._snapshot.manifest.generation:
-            # An interrupt fell between the commit and its publication.
-            embedder = self._snapshot.embedder
-            self._publish(load_snapshot(self._folder, lambda found: match_embedder(self._folder, found, embedder)))
         return self._writer
+
+    def _current(self) -> Snapshot:
+        """Return the snapshot that is on disk: another one, if an interrupt fell between commit and publication."""
+        if read_manifest(self._folder).generation != self._snapshot.manifest.generation:
+            embedder = self._snapshot.embedder
+            self._snapshot = load_snapshot(self._folder, lambda found: match_embedder(self._folder, found, embedder))
+        return self._snapshot
 
     def _publish(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -240,7 +249,7 @@ class DocumentStore:
     def _prepare_index(self) -> None:
         prepare = getattr(self._snapshot.index, "prepare", None)
         if prepare is not None:
-            self._executor.submit(prepare)
+            self._threads.submit(prepare)
 
     # Looking up
 
@@ -252,12 +261,13 @@ class DocumentStore:
         """
         wanted = [doc_ids] if isinstance(doc_ids, str) else list(doc_ids)
         self._check_open()
-        found = self._find(wanted)
-        documents = self._snapshot.documents.read(list(found.values()))
+        snapshot = self._snapshot
+        found = self._find(snapshot, wanted)
+        documents = snapshot.documents.read(list(found.values()))
         return [documents[found[doc_id]] for doc_id in wanted]
 
-    def _find(self, doc_ids: Sequence[DocId]) -> dict[DocId, int]:
-        found = self._snapshot.documents.find(doc_ids)
+    def _find(self, snapshot: Snapshot, doc_ids: Sequence[DocId]) -> dict[DocId, int]:
+        found = snapshot.documents.find(doc_ids)
         for doc_id in doc_ids:
             if doc_id not in found:
                 raise UnknownDocumentError(f"document {doc_id!r} is not in {self._folder}: check ids() for what is")
@@ -309,8 +319,8 @@ class DocumentStore:
         self._check_open()
         snapshot = self._snapshot
         snapshot.index_for(k)
-        vector = await asyncio.wrap_future(self._submit(lambda: snapshot.embed(query)))
-        async with aclosing(self._stages(snapshot, vector, k, stages)) as updates:
+        vector = await self._threads.run(lambda: snapshot.embed(query))
+        async with aclosing(self._threads.updates(snapshot, vector, k, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -322,48 +332,9 @@ class DocumentStore:
         snapshot = self._snapshot
         snapshot.index_for(k)
         checked = check_query(vector, snapshot.manifest.dimension)
-        async with aclosing(self._stages(snapshot, checked, k, stages)) as updates:
+        async with aclosing(self._threads.updates(snapshot, checked, k, stages)) as updates:
             async for update in updates:
                 yield update
-
-    async def _stages(
-        self, snapshot: Snapshot, vector: Any, k: int, stages: Any
-    ) -> AsyncGenerator[RetrievalUpdate, None]:
-        index = snapshot.index_for(k)
-        cancel = Cancellation()
-        steps = index.stages(vector, int(k), stage_cuts(stages, index.work(k)), cancel)
-        seen: dict[int, Document] = {}
-        number = 0
-
-        def advance() -> RetrievalUpdate | None:
-            stage: Stage | None = next(steps, None)
-            return None if stage is None else snapshot.update(stage, number, seen)
-
-        try:
-            while (update := await self._cancellable(advance, cancel)) is not None:
-                yield update
-                if update.is_final:
-                    return
-                number += 1
-        finally:
-            cancel.cancel()
-
-    async def _cancellable(self, work: Callable[[], _Result], cancel: Cancellation) -> _Result:
-        """Run ``work`` in the executor; when cancelled, stop it and wait until its thread is free."""
-        future = self._submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            cancel.cancel()
-            if not future.done():
-                await asyncio.wait([asyncio.wrap_future(future)])
-            raise
-
-    def _submit(self, work: Callable[[], _Result]) -> Future[_Result]:
-        try:
-            return self._executor.submit(work)
-        except RuntimeError as error:
-            raise self._closed_error() from error
 
     # About the store
 
@@ -401,40 +372,8 @@ class DocumentStore:
 
     def stats(self) -> StoreStats:
         """Return what the store holds now."""
-        snapshot = self._snapshot
-        manifest = snapshot.manifest
-        return StoreStats(
-            num_documents=len(snapshot.documents),
-            dimension=manifest.dimension,
-            embedder=manifest.embedder_name,
-            index_kind=manifest.options.kind,
-            index_layout=None if snapshot.index is None else snapshot.index.layout,
-            metric=manifest.options.metric,
-            generation=manifest.generation,
-            num_segments=len(manifest.segments),
-            num_bytes=sum(entry.num_bytes for entry in manifest.files()),
-        )
+        return self._snapshot.stats()
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise self._closed_error()
-
-    def _closed_error(self) -> StoreError:
-        return StoreError(f"{self._folder} was closed: open it again")
-
-
-def _lock(folder: Path) -> filelock.BaseFileLock:
-    lock = filelock.FileLock(folder / LOCK_NAME, timeout=0, thread_local=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise StoreLockedError(
-            f"{folder} is being written by another store handle: close that one, or open this one with read_only=True"
-        ) from None
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be locked ({error.strerror}): open it with read_only=True") from error
-    return lock
-
-
-def _use_one_thread() -> None:
-    faiss.omp_set_num_threads(1)  # per thread: a team of threads for each stage costs more than the stage
+            raise closed_error(str(self._folder))

@@ -38,7 +38,8 @@ class TfidfSvdEmbedder:
     """An embedder that is fitted on the first documents it sees. Its vectors have length 1.
 
     A store fits its own copy on the first ``add`` and keeps it with the documents; alone it works as
-    ``TfidfSvdEmbedder().fit(texts).embed_query("...")``. The same texts, dimension and seed give the same vectors.
+    ``TfidfSvdEmbedder().fit(texts).embed_query("...")``. Fit it on a good part of the corpus: words that come later are
+    found too, but not what they mean. The same texts, dimension and seed give the same vectors.
 
     Raises:
         ConfigError: fewer than 8 dimensions, or used before it was fitted.

@@ -10,19 +10,11 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from ragcache_core.errors import (
-    ConfigError,
-    DuplicateDocumentError,
-    EmbedderMismatchError,
-    StoreCorruptError,
-    StoreError,
-)
-from ragcache_core.retrieval.adapters import MiniLMEmbedder
-from ragcache_core.retrieval.base import StagedIndex, Vectors
+from ragcache_core.errors import ConfigError, DuplicateDocumentError, StoreError
+from ragcache_core.retrieval.base import Ids, StagedIndex, Vectors
 from ragcache_core.retrieval.documents import (
     DocumentTable,
     Row,
@@ -31,101 +23,26 @@ from ragcache_core.retrieval.documents import (
     segments_to_keep,
     write_segment,
 )
-from ragcache_core.retrieval.embed import Embedder, PrecomputedEmbedder, TrainableEmbedder, check_embeddings
-from ragcache_core.retrieval.indexing import build_index, is_outgrown, load_index, save_index
+from ragcache_core.retrieval.embed import Embedder, TrainableEmbedder, check_embeddings
+from ragcache_core.retrieval.indexing import build_index, is_outgrown, save_index
 from ragcache_core.retrieval.manifest import (
     FileEntry,
     Manifest,
     SegmentEntry,
     read_manifest,
     sweep,
-    verify_file,
     write_file,
     write_manifest,
 )
 from ragcache_core.retrieval.snapshot import Snapshot
-from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
-from ragcache_core.types import Document
+from ragcache_core.types import DocId, Document
 
 Progress = Callable[[int, int], object]
 """Called with the number of documents embedded so far, and of all."""
 
 _UNSAVED_SHARE = 1 / 8
 _SMALL_INDEX_BYTES = 4 << 20
-_ATTEMPTS = 5
 _logger = logging.getLogger(__name__)
-
-
-def load_snapshot(
-    folder: Path, choose_embedder: Callable[[Manifest], Embedder], rebuild_index: bool = False
-) -> Snapshot:
-    """Return the state on disk. A writer may replace it meanwhile: then the newer one.
-
-    Raises:
-        StoreNotFoundError, StoreCorruptError, StoreVersionError, EmbedderMismatchError
-    """
-    for attempt in range(_ATTEMPTS):
-        manifest = read_manifest(folder)
-        try:
-            embedder = choose_embedder(manifest)
-            documents = DocumentTable([(entry, SegmentFile.open(folder, entry)) for entry in manifest.segments])
-            shown = replace(manifest, index=None) if rebuild_index else manifest
-            index, num_unsaved = load_index(folder, shown, documents)
-            return Snapshot(shown, documents, index, embedder, num_unsaved)
-        except StoreCorruptError:
-            if attempt == _ATTEMPTS - 1 or read_manifest(folder).generation == manifest.generation:
-                raise
-    raise AssertionError("unreachable")
-
-
-def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> Embedder:
-    """Return the embedder of a store: the one that was saved in it, or the one ``given``.
-
-    Raises:
-        EmbedderMismatchError: another embedder than the store's, or none where one is needed.
-    """
-    name = manifest.embedder_name
-    if given is None:
-        given = _known_embedder(name, manifest.dimension)
-    if given is None:
-        raise EmbedderMismatchError(f"{folder} was made with the embedder {name!r}: pass it as embedder=")
-    if given.name != name:
-        raise EmbedderMismatchError(
-            f"{folder} was made with the embedder {name!r}, not {given.name!r}: pass that one, or make a new store"
-        )
-    if None not in (given.dimension, manifest.dimension) and given.dimension != manifest.dimension:
-        raise EmbedderMismatchError(
-            f"the embedder has {given.dimension} dimensions, {folder} has {manifest.dimension}: pass the one it was "
-            "made with, or make a new store"
-        )
-    if manifest.embedder_state is None or not isinstance(given, TrainableEmbedder):
-        return given
-    path = verify_file(folder, manifest.embedder_state, "restore the store from a backup, or add the documents anew")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            saved = type(given).from_state(dict(arrays))
-    except (ValueError, OSError, KeyError, EOFError, BadZipFile) as error:
-        raise StoreCorruptError(f"{path} cannot be read ({error}): restore the store from a backup") from error
-    if given.is_fitted and not _same_state(given, saved):
-        raise EmbedderMismatchError(
-            f"the embedder was fitted on other documents than {folder}: leave embedder= out, the store holds its own"
-        )
-    return saved
-
-
-def _known_embedder(name: str, dimension: int | None) -> Embedder | None:
-    if (built_in := TfidfSvdEmbedder.from_name(name)) is not None:
-        return built_in
-    if name == PrecomputedEmbedder.name:
-        return PrecomputedEmbedder(dimension)
-    if name == MiniLMEmbedder.name:
-        return MiniLMEmbedder()
-    return None
-
-
-def _same_state(a: TrainableEmbedder, b: TrainableEmbedder) -> bool:
-    first, second = a.state(), b.state()
-    return first.keys() == second.keys() and all(np.array_equal(first[key], second[key]) for key in first)
 
 
 class Writer:
@@ -133,6 +50,12 @@ class Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def begin(self, manifest: Manifest, embedder: Embedder) -> None:
+        """Save an empty store; with it an embedder that was fitted before."""
+        if isinstance(embedder, TrainableEmbedder) and embedder.is_fitted:
+            manifest = replace(manifest, embedder_state=self._save_embedder(manifest, embedder))
+        write_manifest(self._folder, manifest)
 
     def adopt(self, snapshot: Snapshot) -> Snapshot:
         """Begin from what was found on disk: sweep up what a crash left, save an index that was made anew."""
@@ -143,6 +66,8 @@ class Writer:
         self,
         snapshot: Snapshot,
         batch: Sequence[Document],
+        *,
+        replacing: bool,
         embeddings: object | None,
         progress: bool | Progress,
         batch_size: int,
@@ -150,54 +75,41 @@ class Writer:
         """Return the snapshot with ``batch`` added, saved."""
         metadata = check_documents(batch)
         doc_ids = [document.doc_id for document in batch]
-        if taken := snapshot.documents.find(doc_ids):
+        taken = snapshot.documents.find(doc_ids)
+        if taken and not replacing:
             raise DuplicateDocumentError(
-                f"document {next(iter(taken))!r} is in the store already: delete it first, or give it another id"
+                f"document {next(iter(taken))!r} is in the store already: delete it first, put() it, or give it "
+                "another id"
             )
-        manifest = snapshot.manifest
-        embedder = snapshot.embedder
-        if embeddings is None:
-            embedder = _fitted(embedder, batch)
-            rows = _embedded(embedder, batch, progress, batch_size, manifest.dimension)
-        elif isinstance(embedder, TrainableEmbedder) and not embedder.is_fitted:
-            raise ConfigError(
-                f"this store embeds with {embedder.name!r}, which is fitted on texts: leave embeddings= out, or make "
-                "the store with PrecomputedEmbedder()"
-            )
-        else:
-            rows = check_embeddings(embeddings, doc_ids, manifest.dimension)
-
-        ids = np.arange(manifest.next_id, manifest.next_id + len(batch), dtype=np.int64)
+        embedder, rows = _embedded(snapshot, batch, doc_ids, embeddings, progress, batch_size)
+        first_id = snapshot.manifest.next_id
+        ids = np.arange(first_id, first_id + len(batch), dtype=np.int64)
         new_rows = (
-            (int(internal_id), document.doc_id, document.text, json, row.tobytes())
-            for internal_id, document, json, row in zip(ids, batch, metadata, rows, strict=True)
+            (first_id + i, document.doc_id, document.text, metadata[i], rows[i].tobytes())
+            for i, document in enumerate(batch)
         )
-        entries = [entry for entry, _ in snapshot.documents.segments]
-        keep = segments_to_keep(entries, len(batch))
-        changed = manifest.changed(dimension=rows.shape[1], next_id=int(ids[-1]) + 1)
+        changed = snapshot.manifest.changed(dimension=rows.shape[1], next_id=first_id + len(batch))
+        gone = np.array(sorted(taken.values()), np.int64)
+        remaining = snapshot.documents.without(gone)
+        keep = segments_to_keep(remaining.entries, len(batch))
         with _cleaning_up(self._folder):
-            documents = self._with_segment(changed, snapshot.documents, entries, keep, new_rows)
-            index = self._grown(snapshot, documents, ids, rows)
-            if isinstance(embedder, TrainableEmbedder) and manifest.embedder_state is None:
+            documents = self._with_segment(changed, remaining, keep, new_rows)
+            index = _next_index(snapshot, documents, gone, ids, rows)
+            if isinstance(embedder, TrainableEmbedder) and changed.embedder_state is None:
                 changed = replace(changed, embedder_state=self._save_embedder(changed, embedder))
-            return self._commit(snapshot, changed, documents, index, embedder, len(batch))
+            return self._commit(snapshot, changed, documents, index, embedder, len(gone) + len(batch))
 
-    def delete(self, snapshot: Snapshot, internal_ids: Sequence[int]) -> Snapshot:
+    def delete(self, snapshot: Snapshot, internal_ids: Iterable[int]) -> Snapshot:
         """Return the snapshot without those documents, saved."""
         gone = np.array(sorted(internal_ids), np.int64)
-        entries = []
-        for entry, _ in snapshot.documents.segments:
-            mine = gone[(gone >= entry.first_id) & (gone < entry.end_id)]
-            entries.append(replace(entry, deleted=tuple(sorted({*entry.deleted, *mine.tolist()}))))
-        files = [file for _, file in snapshot.documents.segments]
-        documents = DocumentTable(list(zip(entries, files, strict=True)))
-        wasteful = (at for at, entry in enumerate(entries) if 2 * len(entry.deleted) > entry.num_rows)
-        keep = next(wasteful, None)
         changed = snapshot.manifest.changed()
+        documents = snapshot.documents.without(gone)
+        keep = segments_to_keep(documents.entries, 0)
         with _cleaning_up(self._folder):
-            if keep is not None:
-                documents = self._with_segment(changed, documents, entries, keep, ())
-            index = self._shrunk(snapshot, documents, gone)
+            if keep < len(documents.entries):
+                documents = self._with_segment(changed, documents, keep, ())
+            nothing = np.zeros((0, changed.dimension or 0), np.float32)
+            index = _next_index(snapshot, documents, gone, np.zeros(0, np.int64), nothing)
             return self._commit(snapshot, changed, documents, index, snapshot.embedder, len(gone))
 
     def save_index(self, snapshot: Snapshot) -> Snapshot:
@@ -215,38 +127,18 @@ class Writer:
         self,
         changed: Manifest,
         documents: DocumentTable,
-        entries: Sequence[SegmentEntry],
         keep: int,
         new_rows: Iterable[Row],
     ) -> DocumentTable:
         """Write a segment of what the segments from ``keep`` on hold and ``new_rows``."""
         name = f"documents-{changed.generation:06}.sqlite"
         file, num_rows = write_segment(self._folder, name, chain(documents.rows_after(keep), new_rows))
-        kept = documents.segments[:keep]
+        kept, entries = documents.segments[:keep], documents.entries
         if not num_rows:
             return DocumentTable(kept)
         first_id = entries[keep].first_id if keep < len(entries) else entries[-1].end_id if entries else 0
         entry = SegmentEntry(file, first_id, changed.next_id, num_rows)
         return DocumentTable([*kept, (entry, SegmentFile(self._folder / name))])
-
-    def _grown(self, snapshot: Snapshot, documents: DocumentTable, ids: Any, rows: Vectors) -> StagedIndex:
-        options, index = snapshot.manifest.options, snapshot.index
-        if index is None:
-            return build_index(ids, rows, options)
-        if is_outgrown(index, len(documents)):
-            live = documents.live_ids()
-            return build_index(live, documents.vectors(live, rows.shape[1]), options)
-        return index.with_added(ids, rows)
-
-    def _shrunk(self, snapshot: Snapshot, documents: DocumentTable, gone: Any) -> StagedIndex | None:
-        manifest = snapshot.manifest
-        if not len(documents) or snapshot.index is None or manifest.dimension is None:
-            return None
-        smaller = None if is_outgrown(snapshot.index, len(documents)) else snapshot.index.without(gone)
-        if smaller is not None:
-            return smaller
-        live = documents.live_ids()
-        return build_index(live, documents.vectors(live, manifest.dimension), manifest.options)
 
     def _save_embedder(self, changed: Manifest, embedder: TrainableEmbedder) -> FileEntry:
         def write(append: Callable[[Any], object]) -> None:
@@ -320,26 +212,53 @@ def _cleaning_up(folder: Path) -> Iterator[None]:
         raise
 
 
-def _fitted(embedder: Embedder, batch: Sequence[Document]) -> Embedder:
-    """Return the embedder, or a copy of it that was fitted on ``batch``."""
-    if not isinstance(embedder, TrainableEmbedder) or embedder.is_fitted:
-        return embedder
-    return copy.copy(embedder).fit([document.text for document in batch])
+def _next_index(before: Snapshot, documents: DocumentTable, gone: Ids, ids: Ids, rows: Vectors) -> StagedIndex | None:
+    """Return the index without ``gone`` and with ``ids``; one made anew where that is better, or the only way."""
+    index, options = before.index, before.manifest.options
+    if not len(documents):
+        return None
+    if len(ids) == len(documents):
+        return build_index(ids, rows, options)
+    if index is not None and not is_outgrown(index, len(documents)):
+        smaller = index.without(gone) if len(gone) else index
+        if smaller is not None:
+            return smaller.with_added(ids, rows) if len(ids) else smaller
+    live = documents.live_ids()
+    return build_index(live, documents.vectors(live, rows.shape[1]), options)
 
 
 def _embedded(
-    embedder: Embedder, batch: Sequence[Document], progress: bool | Progress, batch_size: int, dimension: int | None
-) -> Vectors:
+    snapshot: Snapshot,
+    batch: Sequence[Document],
+    doc_ids: Sequence[DocId],
+    embeddings: object | None,
+    progress: bool | Progress,
+    batch_size: int,
+) -> tuple[Embedder, Vectors]:
+    """Return the vectors of ``batch``, and the embedder: a copy that was fitted on it, where it is the first."""
+    embedder, dimension = snapshot.embedder, snapshot.manifest.dimension
+    is_unfitted = isinstance(embedder, TrainableEmbedder) and not embedder.is_fitted
+    if embeddings is not None:
+        if is_unfitted:
+            raise ConfigError(
+                f"this store embeds with {embedder.name!r}, which is fitted on texts: leave embeddings= out, or make "
+                "the store with PrecomputedEmbedder()"
+            )
+        return embedder, check_embeddings(embeddings, doc_ids, dimension)
+    if isinstance(embedder, TrainableEmbedder) and is_unfitted:
+        embedder = copy.copy(embedder).fit([document.text for document in batch])
     parts = []
-    for start in _reported(range(0, len(batch), batch_size), len(batch), batch_size, progress):
-        some = batch[start : start + batch_size]
-        vectors = embedder.embed_documents([document.text for document in some])
-        parts.append(check_embeddings(vectors, [document.doc_id for document in some], dimension))
+    for start in _reported(len(batch), batch_size, progress):
+        stop = min(start + batch_size, len(batch))
+        vectors = embedder.embed_documents([document.text for document in batch[start:stop]])
+        parts.append(check_embeddings(vectors, doc_ids[start:stop], dimension))
         dimension = parts[0].shape[1]
-    return np.concatenate(parts)
+    return embedder, np.concatenate(parts)
 
 
-def _reported(starts: Iterable[int], total: int, batch_size: int, progress: bool | Progress) -> Iterator[int]:
+def _reported(total: int, batch_size: int, progress: bool | Progress) -> Iterator[int]:
+    """Yield where each batch starts, and report that it is done."""
+    starts = range(0, total, batch_size)
     if not progress:
         yield from starts
     elif callable(progress):

@@ -52,13 +52,25 @@ BAD_CALLS: dict[str, tuple[Callable[[DocumentStore], object], type[Exception], s
     "empty id": (lambda s: s.add([new, Document("", "text")]), errors.EmptyDocumentError, "empty id"),
     "binary text": (lambda s: s.add([new, Document("x", "PK\0\3")]), errors.UndecodableDocumentError, "NUL at .* 2"),
     "bytes": (lambda s: s.add([new, Document("x", b"abc")]), errors.UndecodableDocumentError, "bytes as text"),  # type: ignore[arg-type]
-    "lone surrogate": (lambda s: s.add([new, Document("x", "a\udc80")]), errors.UndecodableDocumentError, "character 1"),
+    "lone surrogate": (
+        lambda s: s.add([new, Document("x", "a\udc80")]),
+        errors.UndecodableDocumentError,
+        "character 1",
+    ),
     "surrogate in id": (lambda s: s.add([new, Document("\ud800", "a")]), errors.UndecodableDocumentError, "surrogate"),
-    "id twice in the batch": (lambda s: s.add([new, new]), errors.DuplicateDocumentError, "'new' is in the batch twice"),
+    "id twice in the batch": (
+        lambda s: s.add([new, new]),
+        errors.DuplicateDocumentError,
+        "'new' is in the batch twice",
+    ),
     "id in the store": (lambda s: s.add([new, *make_documents(1)]), errors.DuplicateDocumentError, "'doc-0' is in the"),
     "not a document": (lambda s: s.add([new, "text"]), errors.DocumentError, "str is not a Document"),  # type: ignore[list-item]
     "metadata not JSON": (lambda s: s.add([new, Document("x", "a", {"s": {1}})]), errors.DocumentError, "plain JSON"),
-    "metadata NaN": (lambda s: s.add([new, Document("x", "a", {"s": float("nan")})]), errors.DocumentError, "plain JSON"),
+    "metadata NaN": (
+        lambda s: s.add([new, Document("x", "a", {"s": float("nan")})]),
+        errors.DocumentError,
+        "plain JSON",
+    ),
     "metadata no mapping": (lambda s: s.add([new, Document("x", "a", [1])]), errors.DocumentError, "not a mapping"),  # type: ignore[arg-type]
     "NaN embedding": (
         lambda s: s.add([new, Document("x", "a")], embeddings=[[0] * 128, [float("nan")] * 128]),
@@ -73,7 +85,11 @@ BAD_CALLS: dict[str, tuple[Callable[[DocumentStore], object], type[Exception], s
     "huge embedding": (lambda s: s.add([new], embeddings=[[1e30] * 128]), errors.DocumentError, "too large"),
     "embedding of 3": (lambda s: s.add([new], embeddings=[[1, 2, 3]]), errors.EmbedderMismatchError, "3 dimensions"),
     "too few embeddings": (lambda s: s.add([new], embeddings=np.ones((2, 128))), errors.EmbedderMismatchError, "shape"),
-    "ragged embeddings": (lambda s: s.add([new], embeddings=[[1], [1, 2]]), errors.EmbedderMismatchError, "not an array"),
+    "ragged embeddings": (
+        lambda s: s.add([new], embeddings=[[1], [1, 2]]),
+        errors.EmbedderMismatchError,
+        "not an array",
+    ),
     "no batch size": (lambda s: s.add([new], batch_size=0), errors.ConfigError, "batch_size is 0"),
     "unknown id at delete": (lambda s: s.delete(["doc-1", "no"]), errors.UnknownDocumentError, "'no' is not in"),
     "unknown id at get": (lambda s: s.get(["doc-1", "no"]), errors.UnknownDocumentError, "'no' is not in"),

@@ -142,6 +142,17 @@ def test_hnsw_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: py
     assert not index.is_staged
 
 
+def test_ivf_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragcache_core.retrieval import ivf
+
+    vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
+    index = build_index(np.arange(500), vectors, IndexOptions(nlist=8, nprobe=8))
+    for broken in (0, 1024):  # a Faiss that starts the heap anew, and ours
+        monkeypatch.setattr(ivf, "_NO_HEAP_INIT", broken)
+        ivf._replays_exactly.cache_clear()
+        assert assert_last_stage_is_native(index, vectors[0], 5, (0.3, 1.0)) == (2 if broken else 1)
+
+
 def test_ivf_of_another_kind_is_searched_in_one_stage() -> None:
     vectors = make_vectors(np.random.default_rng(0), 2000, 16, "none")
     native = faiss.index_factory(16, "IVF16,PQ8x4fs")

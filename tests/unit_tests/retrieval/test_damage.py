@@ -127,7 +127,9 @@ def test_a_store_of_a_newer_version_is_refused_and_left_alone(saved: Path) -> No
     assert {part: part.read_bytes() for part in parts(saved)} == before
 
 
-@pytest.mark.parametrize("text", ["[]", "7", "null", '{"format": 1}', '{"format": "1", "store": {}, "sha256": ""}', "{" * 9])
+@pytest.mark.parametrize(
+    "text", ["[]", "7", "null", '{"format": 1}', '{"format": "1", "store": {}, "sha256": ""}', "{" * 9]
+)
 def test_a_manifest_that_is_something_else_is_corrupt(saved: Path, text: str) -> None:
     (saved / MANIFEST_NAME).write_text(text)
     with pytest.raises(errors.StoreCorruptError, match="manifest"):
@@ -137,7 +139,9 @@ def test_a_manifest_that_is_something_else_is_corrupt(saved: Path, text: str) ->
 def test_a_manifest_with_a_right_hash_but_wrong_content_is_corrupt(saved: Path) -> None:
     path = saved / MANIFEST_NAME
     manifest = json.loads(path.read_text())
-    for key, value in (("options", {"kind": "tree"}), ("segments", [{}]), ("index", 5)):
+    there = manifest["store"]["index"]
+    elsewhere = there | {"file": there["file"] | {"name": "../index-000001.faiss"}}
+    for key, value in (("index", elsewhere), ("options", {"kind": "tree"}), ("segments", [{}]), ("index", 5)):
         body = manifest["store"] | {key: value}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
         path.write_text(json.dumps({"format": 1, "store": body, "sha256": digest}))

@@ -53,6 +53,32 @@ def test_a_reopened_store_answers_bit_for_bit_as_before(folder: Path, index: Any
         assert staged[-1].scores == before[0].scores
 
 
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@pytest.mark.parametrize("index", INDEXES, ids=lambda i: "-".join(i.values()))
+def test_the_last_update_is_what_the_unmodified_faiss_index_answers(folder: Path, index: Any, metric: Any) -> None:
+    with DocumentStore.create(folder, metric=metric, **index) as store:
+        store.add(make_documents(300))
+        store.put([Document(f"doc-{i}", "The same words, many times.") for i in range(20)])
+        for query in ("the same words", "Who is the baker of Aro?", "Person41"):
+            scores, internal_ids = store.faiss_index.search(store.embedder.embed_query(query)[None], 12)
+            update = asyncio.run(all_updates(store, query, 12, stages=5))[-1]
+            read = store._snapshot.documents.read(internal_ids[0].tolist())
+            if index["index"] != "hnsw":  # its index still holds what was replaced, and is searched with a selector
+                assert list(update.documents) == [read[i] for i in internal_ids[0].tolist()]
+                assert np.array(update.scores, np.float32).tobytes() == scores[0].tobytes()
+            plain = store.search(query, 12)
+            assert (update.documents, update.scores) == (plain.documents, plain.scores)
+
+
+def test_a_folder_with_an_odd_name_is_a_store_too(tmp_path: Path) -> None:
+    folder = tmp_path / "a b?c#d%20é" / "store"
+    with DocumentStore.create(folder) as store:
+        store.add(make_documents(3))
+    with DocumentStore.open(str(folder)) as store:
+        assert store.path == folder
+        assert len(store) == 3
+
+
 def test_documents_come_back_as_they_were_stored(store: DocumentStore, folder: Path) -> None:
     odd = Document(
         "ö/ß ж'\"", " text with\ttabs\nand ünïcödé 漢字 😀 ", {"a": [1, {"b": None}], "ключ": 1.5, "🔑": "v"}
@@ -75,6 +101,17 @@ def test_a_document_can_be_deleted_and_added_again(store: DocumentStore) -> None
     store.add([Document("doc-4", "Person4 has moved to Zyx.")])
     assert store.get(["doc-4"])[0].text.endswith("Zyx.")
     assert store.search("Who has moved to Zyx?", 1).documents[0].doc_id == "doc-4"
+
+
+def test_put_replaces_what_is_stored_and_adds_the_rest(store: DocumentStore, folder: Path) -> None:
+    changed = [Document("doc-4", "Person4 has moved to Zyx."), Document("new", "Quux lives in Zyx, too.")]
+    assert store.put(changed) == ["doc-4", "new"]
+    assert len(store) == 21
+    assert {d.doc_id for d in store.search("Zyx", 2).documents} == {"doc-4", "new"}
+    assert "Person4 is the" not in " ".join(d.text for d in store.get(store.ids()))
+    store.close()
+    with DocumentStore.open(folder) as again:
+        assert again.get(["doc-4", "new"]) == changed
 
 
 def test_all_documents_can_be_deleted_and_others_added(store: DocumentStore, folder: Path) -> None:
@@ -263,8 +300,9 @@ def test_importing_the_room_is_quick_because_it_leaves_numba_and_sklearn_alone()
 def test_a_custom_embedder_of_a_fitted_kind_is_kept_with_the_store(folder: Path) -> None:
     fitted = TfidfSvdEmbedder(32, seed=3).fit(["alpha beta", "gamma delta"])
     with DocumentStore.create(folder, embedder=fitted, index="flat") as store:
+        vector = fitted.embed_query("alpha gamma")
+    with DocumentStore.open(folder) as store:
         store.add(make_documents(5))
-        vector = store.embedder.embed_query("alpha gamma")
     with DocumentStore.open(folder) as store:
         assert store.embedder.name == "tfidf-svd-32-seed3"
         np.testing.assert_array_equal(store.embedder.embed_query("alpha gamma"), vector)
