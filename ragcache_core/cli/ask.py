@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ragcache_core.types import RetrievalUpdate
 
 _LAYOUT = PromptLayout()
+_DEFAULT_K = 2
 _DEFAULT_MAX_TOKENS = 256
 
 
@@ -49,7 +50,7 @@ _DEFAULT_MAX_TOKENS = 256
 @api_key_option
 @tokenizer_option
 @embedder_option
-@click.option("-k", "--k", type=click.IntRange(1), default=2, show_default=True, help="Documents to answer from.")
+@click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message.")
@@ -66,7 +67,7 @@ def ask(
     api_key: str | None,
     tokenizer: str | None,
     embedder: EmbedderName | None,
-    k: int,
+    k: int | None,
     max_tokens: int | None,
     temperature: float,
     static_prefix: str,
@@ -103,7 +104,7 @@ def ask(
         documents = stack.enter_context(open_store(store, embedder, read_only=True))
         engine: Engine | None = None
         for text in _questions(question):
-            found = _search(documents, text, k)
+            found = _search(documents, text, k or max(1, min(_DEFAULT_K, len(documents))))
             if engine is None:  # only now: a store that cannot answer is known before a model is loaded
                 engine = stack.enter_context(join())
             if show_documents and not as_json:

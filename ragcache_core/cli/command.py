@@ -46,8 +46,8 @@ class Command(click.Command):
         try:
             with _sigterm_exits():
                 return super().invoke(ctx)
-        except (click.ClickException, click.Abort, click.exceptions.Exit):
-            raise
+        except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
+            raise  # these are click's
         except KeyboardInterrupt:
             if ctx.meta.get(_DEBUG):
                 traceback.print_exc()
@@ -85,8 +85,8 @@ class Group(click.Group):
 
 
 def print_json(data: Mapping[str, object]) -> None:
-    """Print one JSON object as one line."""
-    click.echo(json.dumps(data, ensure_ascii=False, default=str))
+    """Print one JSON object as one line of UTF-8; what UTF-8 cannot hold (a file's name) is escaped."""
+    click.echo(json.dumps(data, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace"))
 
 
 def _keep_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -103,24 +103,6 @@ def _report(error: Exception, *, as_json: bool) -> None:
         click.echo(f"  {line}", err=True)
     if as_json:
         print_json({"error": {"type": type(error).__name__, "message": message}})
-
-
-@contextmanager
-def undivided() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait for the end of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, lambda number, _: waiting.append(number)) for each in signals]
-    try:
-        yield
-    finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
-        for number in waiting:
-            signal.raise_signal(number)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ragcache_core.cli.command import Command, print_json, undivided
+from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedder, open_store, store_option
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreNotFoundError
 
@@ -162,13 +162,14 @@ def _opened(
         store = open_store(path, embedder, rebuild_index=rebuild_index)
     except StoreNotFoundError:
         existed = path.exists()
-        try:
-            with DocumentStore.create(path, embedder=make_embedder(embedder), **options) as store:  # type: ignore[arg-type]
+        store = DocumentStore.create(path, embedder=make_embedder(embedder), **options)  # type: ignore[arg-type]
+        with store:
+            try:
                 yield store
-        except BaseException:
-            if not existed:
-                shutil.rmtree(path, ignore_errors=True)
-            raise
+            except BaseException:
+                if not existed:  # while the store is still locked: nobody else's documents are in it
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
         return
     with store:
         _check_options(store, options)
@@ -189,27 +190,11 @@ def _check_options(store: DocumentStore, options: dict[str, str]) -> None:
 
 
 def _store(store: DocumentStore, changes: Changes) -> None:
-    """Save the changes. Vectors are made before anything is taken out."""
-    if changes.replaced:
-        documents = [*changes.changed, *changes.new]
-        with _embedding(len(documents)) as report:
-            embeddings = _embed(store, documents, report)
-        with undivided():
-            store.delete(changes.replaced)
-            store.add(documents, embeddings=embeddings)
-    elif changes.new:
-        with _embedding(len(changes.new)) as report:
-            store.add(changes.new, progress=report)
-
-
-def _embed(store: DocumentStore, documents: Sequence[Document], report: Callable[[int, int], None]) -> object:
-    import numpy as np
-
-    rows = []
-    for start in range(0, len(documents), 256):
-        rows.append(store.embedder.embed_documents([document.text for document in documents[start : start + 256]]))
-        report(min(start + 256, len(documents)), len(documents))
-    return np.concatenate(rows)
+    """Save the changes: what is read in one step, then without the chunks that are left over."""
+    documents = [*changes.changed, *changes.new]
+    with _embedding(len(documents)) as report:
+        store.put(documents, progress=report)
+    store.delete(changes.left_over)
 
 
 @contextmanager

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
-import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ragcache_core.client import Engine
 from ragcache_core.errors import (
     ConfigError,
     DocumentError,
@@ -41,48 +33,9 @@ from ragcache_core.errors import (
 from ragcache_core.retrieval import DocumentStore, TfidfSvdEmbedder
 from ragcache_core.retrieval import manifest as manifest_file
 from ragcache_core.types import Document
+from tests.integration_tests.cli.scene import ROOT, Scene, check_error, invoke, run
 
-ROOT = Path(__file__).resolve().parents[3]
 WORDS = ("zor", "mel", "tar", "city", "river", "lake", "stone", "bread", "winter", "harbour")
-
-
-@dataclass
-class Scene:
-    """Files, a store of 12 documents, and a way to a running engine."""
-
-    folder: Path
-    start_engine: Callable[[], Engine]
-
-    @property
-    def store(self) -> Path:
-        return self.folder / "notes.store"
-
-    @property
-    def notes(self) -> Path:
-        return self.folder / "notes"
-
-    @property
-    def index(self) -> list[str]:
-        return ["index", str(self.notes), "--store", str(self.store)]
-
-    def ask(self, question: str = "Where is Zor?") -> list[str]:
-        return ["ask", question, "--store", str(self.store)]
-
-    def ask_engine(self, question: str = "Where is Zor?", *, api_key: str | None = None) -> list[str]:
-        engine = self.start_engine()
-        return [*self.ask(question), "--url", engine.base_url, "--api-key", api_key or engine.api_key]
-
-    def write(self, name: str, content: str | bytes) -> None:
-        (self.notes / name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    def file_of_store(self, pattern: str) -> Path:
-        (path,) = self.store.glob(pattern)
-        return path
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return the hash of every file of the store that holds something of its state."""
-        paths = (path for path in self.store.rglob("*") if path.is_file() and path.name != manifest_file.LOCK_NAME)
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 @pytest.fixture
@@ -287,7 +240,7 @@ def test_one_clear_error_and_nothing_is_lost(
 ) -> None:
     arguments = case(scene)
     before = scene.fingerprint()
-    check_error(run(arguments), error, message)
+    check_error(invoke(arguments), error, message)
     assert scene.fingerprint() == before
 
 
@@ -301,14 +254,17 @@ def test_a_port_that_is_taken(scene: Scene) -> None:
 
 
 def test_a_disk_that_is_full_while_saving_loses_nothing(scene: Scene) -> None:
+    assert run(scene.index).status == 0
+    scene.write("new.txt", "What was stored of this file is to be replaced.")
     scene.write("large.txt", " ".join(f"{WORDS[i % 10]}{i}" for i in range(100_000)))
     before = scene.fingerprint()
-    done = run(scene.index, largest_file_bytes=100_000)
+    done = run([*scene.index, "--update"], largest_file_bytes=100_000)
     check_error(done, StoreFullError, "no space left to save .*: free some and try again, nothing was lost")
     assert scene.fingerprint() == before
-    assert run(scene.index).returncode == 0
+    assert run([*scene.index, "--update"]).status == 0
     with DocumentStore.open(scene.store, read_only=True) as store:
         assert {f"doc-{i}" for i in range(12)} < set(store.ids())
+        assert store.get(["new.txt"])[0].text.startswith("What was stored")
 
 
 def test_a_disk_that_is_full_leaves_no_half_made_store(scene: Scene) -> None:
@@ -324,35 +280,3 @@ def test_a_store_that_is_being_written_is_not_written_twice(scene: Scene) -> Non
         before = scene.fingerprint()
         check_error(run(scene.index), StoreLockedError, "is being written .*: wait until it is done")
         assert scene.fingerprint() == before
-
-
-def run(arguments: list[str], *, largest_file_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command line with ``--json`` in a process of its own."""
-
-    def limit() -> None:
-        if largest_file_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file_bytes, largest_file_bytes))
-
-    command, *rest = arguments
-    return subprocess.run(
-        [sys.executable, "-m", "ragcache_core", command, "--json", *rest],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        preexec_fn=limit,
-        timeout=240,
-        check=False,
-    )
-
-
-def check_error(done: subprocess.CompletedProcess[str], error: type[RAGCacheError], message: str) -> None:
-    """Check the status, the one line on standard error, and the object on standard output."""
-    assert done.returncode == 1, done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("ragcache: error: ")
-    assert re.search(message, lines[0]), lines[0]
-    told = json.loads(done.stdout)["error"]
-    assert told["type"] == error.__name__
-    assert told["message"] == lines[0].removeprefix("ragcache: error: ")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,5 +96,5 @@ def wait_for_children(process: subprocess.Popen[str]) -> list[psutil.Process]:
     parent = psutil.Process(process.pid)
     while not (children := parent.children(recursive=True)):
         assert process.poll() is None
-        psutil.wait_procs([], timeout=0.1)
+        time.sleep(0.05)
     return children

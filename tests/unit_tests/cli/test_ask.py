@@ -149,6 +149,12 @@ def test_a_store_that_cannot_answer_is_known_before_a_model_is_loaded(
     assert "4 documents were asked for, the store holds 3: use a smaller --k" in result.stderr
 
 
+def test_a_store_of_one_document_answers_from_that_one(server: ScriptedServer, tmp_path: Path) -> None:
+    with DocumentStore.create(tmp_path / "one.store", index="flat") as made:
+        made.add([Document("mel.txt", "Mel is a river.")])
+    assert len(json.loads(ask(server, tmp_path / "one.store", "--json").stdout)["documents"]) == 1
+
+
 def test_an_engine_that_was_launched_is_closed_whatever_happens(
     server: ScriptedServer, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

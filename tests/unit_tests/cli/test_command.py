@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import ragcache_core
 from ragcache_core._version import __version__
 from ragcache_core.cli import cli
-from ragcache_core.cli.command import Command, Group, undivided
+from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.cures import _AS_TYPED, as_typed
 from ragcache_core.errors import EmptyStoreError, EngineStartError
 
@@ -64,6 +64,17 @@ def test_an_error_nobody_expected_says_its_kind_and_how_to_see_more() -> None:
     assert (status, err) == (1, "ragcache: error: unexpected KeyError: 'text' (--debug shows where)\n")
 
 
+def test_json_is_utf8_even_where_a_file_name_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"name": "caf\u00e9 \udcff"})
+    out = capsys.readouterr().out
+    assert out == '{"name": "caf\u00e9 \\udcff"}\n'
+    assert json.loads(out) == {"name": "caf\u00e9 \udcff"}
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
+    assert invoke(BrokenPipeError(32, "Broken pipe")) == (1, "", "")
+
+
 def test_debug_shows_the_traceback() -> None:
     status, _, err = invoke(EmptyStoreError("nothing there"), "--debug")
     assert status == 1
@@ -94,19 +105,6 @@ def test_a_command_that_cannot_be_understood_is_status_2() -> None:
     result = CliRunner().invoke(cli, ["index", "--stroe", "x"])
     assert result.exit_code == 2
     assert "No such option" in result.stderr
-
-
-def test_signals_wait_for_the_end_of_an_undivided_block() -> None:
-    done = []
-
-    def work() -> None:
-        with undivided():
-            signal.raise_signal(signal.SIGINT)
-            done.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done
 
 
 @pytest.mark.parametrize("command", ["index", "ask", "serve", "stats"])

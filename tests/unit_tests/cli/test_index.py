@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -57,6 +62,17 @@ def test_json_sums_up_in_one_object(notes: Path) -> None:
 
 def test_progress_is_only_drawn_on_a_terminal(notes: Path) -> None:
     assert index(notes).stderr == ""
+    ours, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    command = [sys.executable, "-m", "ragcache_core", "index", str(notes), "--store", str(store_of(notes))]
+    done = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True, check=False)
+    drawn = os.read(ours, 10_000)
+    os.close(terminal)
+    os.close(ours)
+    assert done.returncode == 0
+    assert b"reading" in drawn
+    assert b"embedding" in drawn
+    assert done.stdout.endswith("it holds 4 documents\n")
 
 
 def test_options_reach_the_new_store(notes: Path) -> None:
@@ -137,6 +153,25 @@ def test_a_store_keeps_what_it_was_made_with(notes: Path, option: tuple[str, str
     result = index(notes, *option)
     assert result.exit_code == 1
     assert f"was made with {option[0]}" in result.stderr
+
+
+def test_a_store_that_somebody_else_makes_meanwhile_is_not_touched(
+    notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragcache_core.types import Document
+
+    create = DocumentStore.create
+    others = []
+
+    def slower(path: Path, **options: object) -> DocumentStore:
+        others.append(create(path, index="flat"))
+        others[0].add([Document("theirs", "Their document.")])
+        return create(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DocumentStore, "create", slower)
+    assert index(notes).exit_code == 1
+    others[0].close()
+    assert stored(notes) == {"theirs": "Their document."}
 
 
 def test_a_damaged_index_can_be_made_anew(notes: Path) -> None:

@@ -26,16 +26,18 @@ def test_chunks_lose_no_words_keep_their_order_and_their_limit(text: str, max_ch
     assert all(0 < len(chunk) <= max_chars and chunk in text for chunk in chunks)
 
 
-@given(text=MARKDOWN, max_chars=st.integers(5, 60), overlap=st.integers(0, 4))
+@given(num_words=st.integers(1, 80), line=st.integers(1, 9), max_chars=st.integers(20, 90), overlap=st.integers(0, 19))
 @settings(deadline=None)
-def test_overlapping_chunks_hold_every_word(text: str, max_chars: int, overlap: int) -> None:
-    chunks = Splitting(max_chars, overlap_chars=overlap).split(text, is_markdown=True)
-    position = 0
-    for chunk in chunks:
-        found = text.find(chunk, max(0, position - overlap))
-        assert not text[position:found].strip()
-        position = found + len(chunk)
-    assert not text[position:].strip()
+def test_overlapping_chunks_leave_nothing_between_them(num_words: int, line: int, max_chars: int, overlap: int) -> None:
+    words = [f"word{i:03}" for i in range(num_words)]
+    text = "\n\n".join(" ".join(words[i : i + line]) for i in range(0, num_words, line))
+    end = 0
+    for chunk in Splitting(max_chars, overlap_chars=overlap).split(text, is_markdown=True):
+        start = text.index(chunk)  # every word is in the text once
+        assert not text[end:start].strip()
+        assert end - start <= overlap
+        end = start + len(chunk)
+    assert end == len(text)
 
 
 @pytest.mark.parametrize("is_markdown", [True, False])
