@@ -72,7 +72,7 @@ class ChatRAGCache(BaseChatOpenAI):
             if settings.get("base_url"):
                 raise ConfigError("engine= and base_url= were both given: pass the engine, or the address of one")
             settings |= _address_of(engine)
-            settings = {"model": engine.model, **settings}
+            settings = {"model": engine.model, "timeout": engine.http_client().timeout, **settings}
         else:
             settings["base_url"] = base_url = settings.get("base_url") or os.environ.get(BASE_URL_ENV)
             if not base_url:
@@ -114,6 +114,11 @@ class ChatRAGCache(BaseChatOpenAI):
         """Close the connection that this model opened itself. An engine that was passed in stays open."""
         if self._connected is not None:
             self._connected.close()
+
+    async def aclose(self) -> None:
+        """Do :meth:`close` without blocking the event loop."""
+        if self._connected is not None:
+            await self._connected.aclose()
 
     # Counting tokens: with the engine's tokenizer, where the parent would download one of OpenAI's.
 
@@ -218,16 +223,22 @@ class ChatRAGCache(BaseChatOpenAI):
             return self._connected
 
     def _use_clients_of(self, engine: Engine) -> None:
-        self.root_client = self.root_client.with_options(base_url=engine.base_url, http_client=engine.http_client())
-        self.root_async_client = self.root_async_client.with_options(
-            base_url=engine.base_url, http_client=engine.http_async_client()
-        )
+        http, http_async = engine.http_client(), engine.http_async_client()
+        timeout = http.timeout if self.request_timeout is None else self.request_timeout
+        options: dict[str, Any] = {"base_url": engine.base_url, "timeout": timeout}
+        self.root_client = self.root_client.with_options(**options, http_client=http)
+        self.root_async_client = self.root_async_client.with_options(**options, http_client=http_async)
         self.client = self.root_client.chat.completions
         self.async_client = self.root_async_client.chat.completions
         self.model_name = self.model_name or engine.model
 
 
-_ALIASES = {"openai_api_base": "base_url", "openai_api_key": "api_key", "model_name": "model"}
+_ALIASES = {
+    "openai_api_base": "base_url",
+    "openai_api_key": "api_key",
+    "model_name": "model",
+    "request_timeout": "timeout",
+}
 
 
 class _Call:
@@ -289,11 +300,10 @@ def _documents_of(messages: Sequence[BaseMessage]) -> list[Document]:
 
 
 def _address_of(engine: Engine) -> dict[str, Any]:
-    http_client = engine.http_client()
     return {
         "base_url": engine.base_url,
         "api_key": engine.api_key or _NO_KEY,
-        "http_client": http_client,
+        "http_client": engine.http_client(),
         "http_async_client": engine.http_async_client(),
     }
 

@@ -1,27 +1,37 @@
 """``ChatRAGCache`` on the real engine: what only a real engine can show."""
 
 import asyncio
+import json
 from collections.abc import Callable, Generator
 from time import monotonic, sleep
 from typing import cast
+from uuid import uuid4
 
 import pytest
-from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
-from pydantic import BaseModel, Field
 
 from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.errors import EngineAuthError, EngineUnreachableError, PromptTooLongError, RequestRejectedError
-from ragcache_core.stats import request_stats_from_dict
-from ragcache_integrations.langchain import CacheStatsCallbackHandler, ChatRAGCache
+from ragcache_integrations.langchain import (
+    CacheStatsCallbackHandler,
+    ChatRAGCache,
+    format_documents,
+    prompt_from_layout,
+)
 
-LAYOUT = PromptLayout()
 
-
-def documents(topic: str, count: int = 3) -> list[Document]:
+def documents(count: int = 3) -> list[Document]:
+    """Return documents that no test has shown before."""
+    topic = f"Nalna{uuid4().hex[:8]}"
     facts = "It lies in Memgexdak. It was founded by Jonas Foksan. Its river is the Havmirn. "
     return [Document(f"{topic}-{i}", f"{topic} {i} is a city. {facts * 3}".strip()) for i in range(count)]
+
+
+def asked(shown: list[Document], question: str) -> list[BaseMessage]:
+    values = {"context": format_documents(shown), "question": question}
+    return prompt_from_layout().invoke(values).to_messages()
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -38,20 +48,18 @@ def llm(engine: Engine) -> ChatRAGCache:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_second_question_about_the_same_documents_finds_them_cached(llm: ChatRAGCache, streamed: bool) -> None:
-    shown = documents(f"Nalna{streamed:d}")
+    shown = documents()
     stats = []
-    for question in ("Who founded Nalna 0?", "What is the river of Nalna 1?"):
+    for question in ("Who founded it?", "What is its river?"):
         handler = CacheStatsCallbackHandler()
-        messages = LAYOUT.messages(shown, question)
+        messages = asked(shown, question)
         if streamed:
             list(llm.stream(messages, {"callbacks": [handler]}, documents=shown))
         else:
             answer = llm.invoke(messages, {"callbacks": [handler]}, documents=shown)
             assert answer.usage_metadata is not None
-            details = answer.usage_metadata["input_token_details"]
-            assert (
-                details["cache_read"] == request_stats_from_dict(answer.response_metadata["ragcache"]).num_cached_tokens
-            )
+            stats_dict = answer.response_metadata["ragcache"]
+            assert answer.usage_metadata["input_token_details"]["cache_read"] == stats_dict["num_cached_tokens"]
         ((_, seen),) = handler.runs
         stats.append(seen)
 
@@ -65,8 +73,8 @@ def test_the_second_question_about_the_same_documents_finds_them_cached(llm: Cha
 
 def test_token_ids_of_the_plan_are_those_of_the_server(llm: ChatRAGCache, engine: Engine) -> None:
     """Announcing documents changes nothing of the prompt: the same request without them is found cached."""
-    shown = documents("Plan")
-    messages = LAYOUT.messages(shown, "Who founded Plan 0?")
+    shown = documents()
+    messages = asked(shown, "Who founded it?")
     planned = llm.invoke(messages, documents=shown)
     plain = llm.invoke(messages, extra_body={"add_generation_prompt": True})  # left to the server's own template
     assert planned.usage_metadata is not None
@@ -77,7 +85,7 @@ def test_token_ids_of_the_plan_are_those_of_the_server(llm: ChatRAGCache, engine
 
 
 def test_an_asynchronous_answer_is_the_blocking_one(llm: ChatRAGCache) -> None:
-    messages = LAYOUT.messages(documents("Async"), "Who founded Async 0?")
+    messages = asked(documents(), "Who founded it?")
     blocking = llm.invoke(messages).content
 
     async def ask() -> list[object]:
@@ -118,21 +126,14 @@ async def test_a_cancelled_task_leaves_no_running_request(engine: Engine) -> Non
     assert await asyncio.to_thread(eventually, lambda: engine.stats().num_running == 0)
 
 
-# Structure that the grammar enforces, whatever the model knows
+# Structure and tools
 
 
-class City(BaseModel):
-    """A city."""
-
-    kind: str = Field(pattern="^(city|river)$")
-    is_old: bool
-
-
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_holds_on_a_model_that_knows_no_json(engine: Engine, method: str) -> None:
-    llm = ChatRAGCache(engine=engine, max_tokens=64, temperature=0)
-    answer = llm.with_structured_output(City, method=method).invoke("What is Nalna?")  # type: ignore[arg-type]
-    assert isinstance(answer, City)
+def test_a_grammar_holds_on_a_model_that_knows_no_json(llm: ChatRAGCache) -> None:
+    schema = {"name": "number", "schema": {"type": "integer", "enum": [17, 42]}}
+    answer = llm.invoke("What is Nalna?", response_format={"type": "json_schema", "json_schema": schema})
+    assert isinstance(answer.content, str)
+    assert json.loads(answer.content) in (17, 42)
 
 
 @tool
@@ -141,9 +142,18 @@ def search(query: str) -> str:
     return query
 
 
-def test_tools_and_documents_of_an_agent_reach_the_engine(engine: Engine) -> None:
-    llm = ChatRAGCache(engine=engine, max_tokens=24).bind_tools([search])
-    answer = llm.invoke([SystemMessage("Answer."), HumanMessage("Who founded Nalna?")])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_demo_model_calls_the_tool_it_was_trained_for(engine: Engine, streamed: bool) -> None:
+    llm = ChatRAGCache(engine=engine, max_tokens=32, temperature=0).bind_tools([search])
+    messages = [SystemMessage(PromptLayout().static_prefix), HumanMessage("Who founded Nalna?")]
+    if streamed:
+        first, *rest = cast("list[AIMessageChunk]", list(llm.stream(messages)))
+        answer: AIMessage = first + rest
+    else:
+        answer = llm.invoke(messages)
+    (call,) = answer.tool_calls
+    assert call["name"] == "search"
+    assert "Nalna" in call["args"]["query"]
     assert answer.response_metadata["ragcache"]["num_prompt_tokens"] > 0
 
 

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
+from langchain_core.callbacks import UsageMetadataCallbackHandler
 from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.runnables import RunnableLambda
@@ -55,6 +56,15 @@ async def test_every_way_to_run_a_chain_is_seen(llm: ChatRAGCache) -> None:
     assert summary.num_requests == 9
     assert len(summary.ttft_s) == 3
     assert summary.num_unfinished == 0
+
+
+def test_the_usage_handler_of_langchain_sums_cached_tokens(llm: ChatRAGCache) -> None:
+    handler, usage = CacheStatsCallbackHandler(), UsageMetadataCallbackHandler()
+    llm.invoke(QUESTIONS[0], {"callbacks": [handler, usage]})
+    list(llm.stream(QUESTIONS[1], {"callbacks": [handler, usage]}))
+    summed = usage.usage_metadata["scripted-model"]
+    assert summed["input_token_details"]["cache_read"] == handler.summary().num_cached_tokens > 0
+    assert summed["input_tokens"] == handler.summary().num_prompt_tokens
 
 
 def test_one_handler_may_be_shared_by_threads_and_event_loops(llm: ChatRAGCache) -> None:

@@ -1,10 +1,13 @@
 """The prompt helpers, and an ordinary LCEL chain in every way it can be run."""
 
+import asyncio
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from langchain_core.documents import Document as LangChainDocument
+from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
@@ -20,13 +23,14 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
-from tests.scripted_server import ScriptedServer
+from tests.scripted_server import Reply, ScriptedServer
 
 TEXTS = {
     "sun": "The sun is a star, and every planet goes around it.",
     "moon": "The moon goes around the earth once in a month.",
     "mars": "Mars is red, and two small moons go around it.",
 }
+ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
 QUESTION = "What goes around the earth in a month?"
 
 
@@ -90,6 +94,35 @@ def test_the_second_question_about_the_same_documents_finds_them_cached(chain: R
     assert cold.num_cached_tokens == 0
     assert warm.documents[0].num_cached_tokens == warm.documents[0].num_tokens
     assert handler.summary().documents["moon"].num_requests == 2
+
+
+def test_closing_the_stream_of_a_chain_that_ends_in_the_model_ends_the_request(
+    llm: ChatRAGCache, server: ScriptedServer, eventually: Callable[[Callable[[], bool]], bool]
+) -> None:
+    """With a parser behind the model, a blocking chain that is closed reads the rest for LangChain's own trace."""
+    server.script(ENDLESS)
+    chunks = cast("Generator[AIMessage]", (prompt_from_layout() | llm).stream({"context": "", "question": QUESTION}))
+    while not next(chunks).content:
+        pass
+    assert server.num_running == 1
+    chunks.close()
+    assert eventually(lambda: server.num_running == 0)
+
+
+@pytest.mark.parametrize("events", [False, True])
+async def test_leaving_the_asynchronous_stream_of_a_chain_ends_the_request(
+    chain: Runnable[str, str],
+    server: ScriptedServer,
+    eventually: Callable[[Callable[[], bool]], bool],
+    events: bool,
+) -> None:
+    server.script(ENDLESS)
+    pieces: Any = chain.astream_events(QUESTION, version="v2") if events else chain.astream(QUESTION)
+    async for piece in pieces:
+        if piece and (not events or piece["event"] == "on_chat_model_stream"):
+            break
+    await pieces.aclose()
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
 
 
 # The prompt helpers
