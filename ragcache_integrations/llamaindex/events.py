@@ -14,11 +14,15 @@ import threading
 from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
 from ragcache_core.stats import DocumentStats, RequestStats
 from ragcache_core.types import RetrievalUpdate
+
+dispatcher = get_dispatcher("ragcache_integrations.llamaindex")
+"""What publishes the events of this room; they reach the handlers of LlamaIndex's root dispatcher too."""
 
 
 class CacheStatsEvent(BaseEvent):

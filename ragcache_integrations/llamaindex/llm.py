@@ -10,7 +10,6 @@ about its documents; added to a response is what the cache did for it::
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,22 +18,18 @@ from llama_index.core.base.llms.types import (
     ChatResponse,
     ChatResponseAsyncGen,
     ChatResponseGen,
+    CompletionResponse,
     CompletionResponseAsyncGen,
     CompletionResponseGen,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
-from llama_index_instrumentation import get_dispatcher
-from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.errors import ConfigError
+from ragcache_integrations.llamaindex._requests import MeasuredRequest, merged_bodies
 from ragcache_integrations.llamaindex._streams import OpenStreams
-from ragcache_integrations.llamaindex.events import CacheStatsEvent
-
-STATS_KEY = "ragcache"
-"""Where a response carries its statistics: ``additional_kwargs[STATS_KEY]``, ``metadata[STATS_KEY]``."""
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -44,7 +39,6 @@ _CHANGES_PROMPT = frozenset(
 )  # fmt: skip
 """Settings of a request that change its prompt, so that it has to be rendered and tokenised by the server."""
 
-_dispatcher = get_dispatcher(__name__)
 _T = TypeVar("_T")
 
 
@@ -59,8 +53,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     Without an engine it connects to the server at ``api_base`` (or ``base_url``); :meth:`close` then closes that
     connection. An engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``.
 
-    Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` goes to the completions
-    endpoint as ``OpenAILike`` sends it, without statistics.
+    Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
+    chat template: ``is_chat_model=False``) goes to the completions endpoint, where the documents are not known.
 
     Raises:
         ConfigError: neither an engine nor an address, or both.
@@ -152,7 +146,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         request._open_streams = OpenStreams()
         return request, request._open_streams
 
-    # What OpenAILike calls: one method per way to ask the chat endpoint.
+    # What OpenAILike calls: one method per way to ask the chat endpoint, and the completions endpoint.
 
     def _chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         request = self._plan(messages, kwargs)
@@ -168,41 +162,47 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
 
     def _stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         request = self._plan(messages, kwargs)
-        responses = super()._stream_chat(messages, **request.body)
-
-        def measured() -> ChatResponseGen:
-            request.start()
-            with translate_errors():
-                for response in responses:
-                    yield request.see(response)
-            if (response := request.missing_end()) is not None:
-                yield response
-
-        return measured()
+        return request.measured(super()._stream_chat(messages, **request.body))
 
     async def _astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         request = await asyncio.to_thread(self._plan, messages, kwargs)
-        responses = await super()._astream_chat(messages, **request.body)
+        return request.ameasured(await super()._astream_chat(messages, **request.body))
 
-        async def measured() -> ChatResponseAsyncGen:
-            request.start()
-            with translate_errors():
-                async for response in responses:
-                    yield request.see(response)
-            if (response := request.missing_end()) is not None:
-                yield response
+    def _complete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
+        request = self._plan_text(kwargs)
+        with translate_errors():
+            response: CompletionResponse = super()._complete(prompt, **request.body)
+        return request.finish(response)
 
-        return measured()
+    async def _acomplete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
+        request = self._plan_text(kwargs)
+        with translate_errors():
+            response: CompletionResponse = await super()._acomplete(prompt, **request.body)
+        return request.finish(response)
 
-    def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> _Request:
-        own_body = _merged(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+    def _stream_complete(self, prompt: str, **kwargs: Any) -> CompletionResponseGen:
+        request = self._plan_text(kwargs)
+        return request.measured(super()._stream_complete(prompt, **request.body))
+
+    async def _astream_complete(self, prompt: str, **kwargs: Any) -> CompletionResponseAsyncGen:
+        request = self._plan_text(kwargs)
+        return request.ameasured(await super()._astream_complete(prompt, **request.body))
+
+    def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
+        own_body = merged_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         plan = self._engine.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
             has_tools=not _CHANGES_PROMPT.isdisjoint(_set_keys({**kwargs, **self.additional_kwargs, **own_body})),
         )
-        return _Request(plan, {**kwargs, "extra_body": _merged(own_body, plan.extra_body)}, self.model)
+        body = {**kwargs, "extra_body": merged_bodies(own_body, plan.extra_body)}
+        return MeasuredRequest(plan, body, self.model)
+
+    def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
+        own_body = merged_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        return MeasuredRequest(RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
 
     def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:
+        kwargs.pop("use_chat_completions", None)  # LlamaIndex's own switch, which it would send on
         body: dict[str, Any] = super()._get_model_kwargs(**kwargs)
         if "extra_body" in kwargs:
             body["extra_body"] = kwargs["extra_body"]
@@ -219,74 +219,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return client if self._open_streams is None else self._open_streams.awatch(client)
 
 
-class _Request:
-    """One request on its way: what is sent, and what has been measured of it."""
-
-    def __init__(self, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
-        self.body = body
-        self._plan = plan
-        self._model = model
-        self._span_id = active_span_id.get()
-        self._ttft_s: float | None = None
-        self._last: ChatResponse | None = None
-        self._finished = False
-        self.start()
-
-    def start(self) -> None:
-        self._started_s = time.perf_counter()
-
-    def see(self, response: ChatResponse) -> ChatResponse:
-        """Return a response of a stream; the one with the token counts gets the statistics."""
-        if self._ttft_s is None and _has_token(response):
-            self._ttft_s = time.perf_counter() - self._started_s
-        self._last = response
-        is_end = getattr(response.raw, "usage", None) is not None and not getattr(response.raw, "choices", None)
-        return self.finish(response) if is_end else response
-
-    def missing_end(self) -> ChatResponse | None:
-        """Return one more response, with the statistics, where the server ended a stream without token counts."""
-        if self._finished or self._last is None:
-            return None
-        end = self._last.model_copy(deep=True)
-        end.delta = ""
-        return self.finish(end)
-
-    def finish(self, response: ChatResponse) -> ChatResponse:
-        """Return the response with its statistics, which are published too."""
-        usage = getattr(response.raw, "usage", None)
-        stats = self._plan.stats(
-            None if usage is None else usage.model_dump(),
-            ttft_s=self._ttft_s,
-            total_s=time.perf_counter() - self._started_s,
-        )
-        self._finished = True
-        response.additional_kwargs[STATS_KEY] = stats.to_dict()
-        if response.raw is not None:  # agents hand on the raw response only
-            setattr(response.raw, STATS_KEY, response.additional_kwargs[STATS_KEY])
-        _dispatcher.event(CacheStatsEvent.from_stats(stats, model=self._model, span_id=self._span_id))
-        return response
-
-
-def _has_token(response: ChatResponse) -> bool:
-    choices = getattr(response.raw, "choices", None) or []
-    return bool(
-        response.delta
-        or response.additional_kwargs.get("thinking_delta")
-        or any(choice.delta.tool_calls or choice.finish_reason for choice in choices)
-    )
-
-
 def _set_keys(body: Mapping[str, Any]) -> set[str]:
     return {key for key, value in body.items() if value is not None}
-
-
-def _merged(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the bodies as one; later ones win, and their ``kv_transfer_params`` are merged too."""
-    merged: dict[str, Any] = {}
-    for body in filter(None, bodies):
-        params = {**merged.get("kv_transfer_params", {}), **body.get("kv_transfer_params", {})}
-        merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
-    return merged
 
 
 def _closing(responses: Iterator[_T], streams: OpenStreams) -> Generator[_T, None, None]:

@@ -20,16 +20,15 @@ from llama_index.core.llms import LLM
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
-from llama_index_instrumentation import get_dispatcher
 
 from ragcache_core.prompt import PromptLayout
-from ragcache_integrations.llamaindex.llm import STATS_KEY, RAGCacheLLM
+from ragcache_integrations.llamaindex._requests import STATS_KEY
+from ragcache_integrations.llamaindex.events import dispatcher
+from ragcache_integrations.llamaindex.llm import RAGCacheLLM
 from ragcache_integrations.llamaindex.nodes import shown_document
 
 EMPTY_RESPONSE = "Empty Response"
 """LlamaIndex's own answer where nothing was retrieved; the LLM is not asked."""
-
-_dispatcher = get_dispatcher(__name__)
 
 
 class RAGCacheQueryEngine(BaseQueryEngine):
@@ -94,7 +93,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query_bundle)
         return nodes
 
-    @_dispatcher.span
+    @dispatcher.span
     def synthesize(
         self,
         query_bundle: QueryType,
@@ -109,7 +108,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         """
         query = _bundle(query_bundle)
         sources = _Sources(nodes, additional_source_nodes)
-        _dispatcher.event(SynthesizeStartEvent(query=query))
+        dispatcher.event(SynthesizeStartEvent(query=query))
         response: RESPONSE_TYPE
         with self.callback_manager.event(
             CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: query.query_str}
@@ -123,10 +122,10 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                 answer = sources.seen(self._llm.chat(self._messages(query, nodes)))
                 response = Response(answer.message.content or "", sources.nodes, sources.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
-        _dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
         return response
 
-    @_dispatcher.span
+    @dispatcher.span
     async def asynthesize(
         self,
         query_bundle: QueryType,
@@ -136,7 +135,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         """Return the answer from ``nodes``, as :meth:`synthesize` does."""
         query = _bundle(query_bundle)
         sources = _Sources(nodes, additional_source_nodes)
-        _dispatcher.event(SynthesizeStartEvent(query=query))
+        dispatcher.event(SynthesizeStartEvent(query=query))
         response: RESPONSE_TYPE
         with self.callback_manager.event(
             CBEventType.SYNTHESIZE, payload={EventPayload.QUERY_STR: query.query_str}
@@ -152,7 +151,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                 answer = sources.seen(await self._llm.achat(self._messages(query, nodes)))
                 response = Response(answer.message.content or "", sources.nodes, sources.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
-        _dispatcher.event(SynthesizeEndEvent(query=query, response=response))
+        dispatcher.event(SynthesizeEndEvent(query=query, response=response))
         return response
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:

@@ -13,17 +13,14 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
-from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
-from ragcache_integrations.llamaindex.events import RetrievalStageEvent
+from ragcache_integrations.llamaindex.events import RetrievalStageEvent, dispatcher
 from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document, similarities
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
-
-_dispatcher = get_dispatcher(__name__)
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -86,9 +83,7 @@ class RAGCacheRetriever(BaseRetriever):
             return []
         async with aclosing(await self._search(query_bundle, k)) as updates:
             async for update in updates:
-                _dispatcher.event(
-                    RetrievalStageEvent.from_update(update, query=query_bundle.query_str, span_id=span_id)
-                )
+                dispatcher.event(RetrievalStageEvent.from_update(update, query=query_bundle.query_str, span_id=span_id))
         nodes = [node_from_document(document) for document in update.documents]
         if self._engine is not None:
             self._engine.remember_documents(shown_document(node) for node in nodes)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.instrumentation.events.exception import ExceptionEvent
 from llama_index.core.instrumentation.events.llm import (
     LLMChatEndEvent,
     LLMChatInProgressEvent,
@@ -29,11 +24,7 @@ from pydantic import BaseModel
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
     ConfigError,
-    EngineAuthError,
-    EngineDiedError,
     EngineError,
-    EngineUnreachableError,
-    PromptTooLongError,
     RequestRejectedError,
 )
 from ragcache_core.stats import request_stats_from_dict
@@ -41,58 +32,21 @@ from ragcache_core.types import Document
 from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler, RAGCacheLLM
 from tests.scripted_server import Refusal, Reply, ScriptedServer
 from tests.unit_tests.llamaindex_integration.conftest import MODEL, EventLog
-
-QUESTION = "Who keeps the lighthouse of Zor when the winter storms come over the northern sea again?"
-MESSAGES = [ChatMessage(role="user", content=QUESTION)]
-
-Asked = tuple[str, dict[str, Any]]
-"""The text of an answer, and the additional_kwargs of its last response."""
-
-
-async def _chat(llm: RAGCacheLLM) -> Asked:
-    response = llm.chat(MESSAGES)
-    return response.message.content or "", response.additional_kwargs
-
-
-async def _achat(llm: RAGCacheLLM) -> Asked:
-    response = await llm.achat(MESSAGES)
-    return response.message.content or "", response.additional_kwargs
-
-
-async def _complete(llm: RAGCacheLLM) -> Asked:
-    response = llm.complete(QUESTION)
-    return response.text, response.additional_kwargs
-
-
-async def _acomplete(llm: RAGCacheLLM) -> Asked:
-    response = await llm.acomplete(QUESTION)
-    return response.text, response.additional_kwargs
-
-
-async def _stream_chat(llm: RAGCacheLLM) -> Asked:
-    responses = list(llm.stream_chat(MESSAGES))
-    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
-
-
-async def _astream_chat(llm: RAGCacheLLM) -> Asked:
-    responses = [r async for r in await llm.astream_chat(MESSAGES)]
-    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
-
-
-async def _stream_complete(llm: RAGCacheLLM) -> Asked:
-    responses = list(llm.stream_complete(QUESTION))
-    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
-
-
-async def _astream_complete(llm: RAGCacheLLM) -> Asked:
-    responses = [r async for r in await llm.astream_complete(QUESTION)]
-    return "".join(r.delta or "" for r in responses), responses[-1].additional_kwargs
-
-
-Ask = Callable[[RAGCacheLLM], Awaitable[Asked]]
-WHOLE: list[Ask] = [_chat, _achat, _complete, _acomplete]
-STREAMED: list[Ask] = [_stream_chat, _astream_chat, _stream_complete, _astream_complete]
-every_way = pytest.mark.parametrize("ask", WHOLE + STREAMED, ids=lambda f: f.__name__.strip("_"))
+from tests.unit_tests.llamaindex_integration.ways import (
+    MESSAGES,
+    QUESTION,
+    STREAMED,
+    WHOLE,
+    Ask,
+    acomplete,
+    astream_chat,
+    astream_complete,
+    chat,
+    complete,
+    every_way,
+    stream_chat,
+    stream_complete,
+)
 
 
 async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, scripted: Engine) -> None:
@@ -159,9 +113,9 @@ async def test_answer_that_is_not_streamed_has_no_time_to_first_token(ask: Ask, 
 @every_way
 async def test_one_request_publishes_each_event_once(ask: Ask, llm: RAGCacheLLM, event_log: EventLog) -> None:
     _, extra = await ask(llm)
-    chat, completion = (LLMChatStartEvent, LLMChatEndEvent), (LLMCompletionStartEvent, LLMCompletionEndEvent)
-    kinds = chat if "chat" in ask.__name__ else completion
-    assert len(event_log.of(*chat, *completion)) == len(event_log.of(*kinds)) == 2
+    of_chat, of_text = (LLMChatStartEvent, LLMChatEndEvent), (LLMCompletionStartEvent, LLMCompletionEndEvent)
+    kinds = of_chat if "chat" in ask.__name__ else of_text
+    assert len(event_log.of(*of_chat, *of_text)) == len(event_log.of(*kinds)) == 2
     (event,) = event_log.of(CacheStatsEvent)
     assert event.stats.to_dict() == extra["ragcache"]
     assert event.model == llm.model
@@ -169,7 +123,7 @@ async def test_one_request_publishes_each_event_once(ask: Ask, llm: RAGCacheLLM,
 
 
 async def test_event_of_a_stream_comes_after_its_last_token(llm: RAGCacheLLM, event_log: EventLog) -> None:
-    await _astream_chat(llm)
+    await astream_chat(llm)
     kinds = [type(e) for e in event_log.events]
     told = kinds.index(CacheStatsEvent)
     tokens = [e for e in event_log.of(LLMChatInProgressEvent) if e.response.delta]
@@ -180,16 +134,16 @@ async def test_stream_of_a_server_without_token_counts_still_ends_with_statistic
     scripted: Engine, event_log: EventLog
 ) -> None:
     llm = RAGCacheLLM(scripted, additional_kwargs={"stream_options": {"include_usage": False}})
-    text, extra = await _stream_chat(llm)
+    text, extra = await stream_chat(llm)
     assert text == f"You said: {QUESTION}"
     assert extra["ragcache"]["ttft_s"] is not None
     assert len(event_log.of(CacheStatsEvent)) == 1
-    assert (await _astream_chat(llm))[0] == text
+    assert (await astream_chat(llm))[0] == text
 
 
 async def test_handler_sums_up_the_requests(llm: RAGCacheLLM, event_log: EventLog) -> None:
-    await _chat(llm)
-    await _stream_chat(llm)
+    await chat(llm)
+    await stream_chat(llm)
     handler = CacheStatsEventHandler()
     for event in event_log.events:
         handler.handle(event)
@@ -248,6 +202,24 @@ async def test_request_whose_prompt_the_server_renders_is_sent_without_token_ids
     assert response.additional_kwargs["ragcache"]["num_prompt_tokens"] > 0
 
 
+async def test_model_without_a_chat_template_is_asked_as_text(scripted: Engine, server: ScriptedServer) -> None:
+    llm = RAGCacheLLM(scripted, is_chat_model=False, max_tokens=40)
+    await complete(llm)  # the prompt is in the cache from here on
+    for ask in (complete, acomplete, stream_complete, astream_complete):
+        text, extra = await ask(llm)
+        assert text == f"You said: {QUESTION}"
+        assert server.requests[-1].path == "/v1/completions"
+        stats = request_stats_from_dict(extra["ragcache"])
+        assert 0 < stats.num_cached_tokens < stats.num_prompt_tokens
+        assert (stats.ttft_s is not None) == (ask in STREAMED)
+        server.script(Refusal(400, "no"))
+        with pytest.raises(RequestRejectedError):
+            await ask(llm)
+    assert "You said" in (await chat(llm))[0]
+    assert llm.complete("Hello?", use_chat_completions=True).text
+    assert server.requests[-1].path == "/v1/chat/completions"
+
+
 def add(first: int, second: int) -> int:
     """Add two numbers."""
     return first + second
@@ -271,6 +243,42 @@ async def test_tools_are_called_in_every_way(llm: RAGCacheLLM) -> None:
     assert responses[2].additional_kwargs["ragcache"]["ttft_s"] is not None
 
 
+async def test_call_whose_name_and_arguments_come_in_one_chunk_is_whole(
+    llm: RAGCacheLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_vllm_does(_pieces: object, calls: list[Any], _is_chat: bool) -> Iterator[dict[str, Any]]:
+        for i, call in enumerate(calls):
+            arguments = call["function"]["arguments"]
+            opening = {"id": call["id"], "type": "function", "index": i, "function": {"name": call["function"]["name"]}}
+            begin = {"index": i, "function": {"arguments": arguments[:5]}}
+            yield {"delta": {"content": " " if i == 0 else None, "tool_calls": [opening, begin]}}
+            yield {"delta": {"tool_calls": [{"index": i, "function": {"arguments": arguments[5:]}}]}}
+
+    monkeypatch.setattr("tests.scripted_server._deltas", as_vllm_does)
+    asked = "What is 3 and 4 together?"
+    for response in (
+        list(llm.stream_chat_with_tools([ADD], user_msg=asked))[-1],
+        [r async for r in await llm.astream_chat_with_tools([ADD], user_msg=asked)][-1],
+    ):
+        (call,) = llm.get_tool_calls_from_response(response)
+        assert (call.tool_name, call.tool_kwargs) == ("add", {"first": 3, "second": 4})
+        assert response.message.content == " "
+
+
+async def test_calls_that_come_in_one_chunk_are_all_there(
+    llm: RAGCacheLLM, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_once(_pieces: object, calls: list[Any], _is_chat: bool) -> Iterator[dict[str, Any]]:
+        yield {"delta": {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}}
+
+    monkeypatch.setattr("tests.scripted_server._deltas", at_once)
+    server.script(Reply(tool_calls=(("add", {"first": 1, "second": 2}), ("add", {"first": 3, "second": 4}))))
+    *_, last = llm.stream_chat_with_tools([ADD], user_msg="Both?", allow_parallel_tool_calls=True)
+    calls = llm.get_tool_calls_from_response(last)
+    assert [call.tool_kwargs for call in calls] == [{"first": 1, "second": 2}, {"first": 3, "second": 4}]
+    assert len({call.tool_id for call in calls}) == 2
+
+
 async def test_structured_output_follows_the_schema(llm: RAGCacheLLM) -> None:
     class Keeper(BaseModel):
         name: str
@@ -279,110 +287,6 @@ async def test_structured_output_follows_the_schema(llm: RAGCacheLLM) -> None:
     prompt = PromptTemplate("The keeper of Zor is 'Mel', {age} years old.")
     assert llm.structured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
     assert await llm.astructured_predict(Keeper, prompt, age=41) == Keeper(name="Mel", age=41)
-
-
-LONG_ANSWER = Reply("word " * 1000, token_wait_s=0.01)
-
-
-def _wait_until_idle(server: ScriptedServer) -> None:
-    deadline = time.monotonic() + 5
-    while server.num_running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.num_running == 0
-
-
-async def test_closing_a_stream_early_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    for stream in (llm.stream_chat(MESSAGES), llm.stream_complete(QUESTION)):
-        server.script(LONG_ANSWER)
-        gc.disable()  # closing must not depend on the collector
-        try:
-            next(stream)
-            assert server.num_running == 1
-            stream.close()
-            _wait_until_idle(server)
-        finally:
-            gc.enable()
-
-
-async def test_closing_an_async_stream_early_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    for stream in (await llm.astream_chat(MESSAGES), await llm.astream_complete(QUESTION)):
-        server.script(LONG_ANSWER)
-        gc.disable()
-        try:
-            await anext(stream)
-            assert server.num_running == 1
-            await stream.aclose()
-            _wait_until_idle(server)
-        finally:
-            gc.enable()
-
-
-async def test_reader_that_walks_away_cancels_the_request(
-    llm: RAGCacheLLM, server: ScriptedServer, event_log: EventLog
-) -> None:
-    server.script(LONG_ANSWER)
-    for _ in llm.stream_chat(MESSAGES):
-        break
-    _wait_until_idle(server)
-    assert event_log.of(ExceptionEvent)  # the log holds the stream's frames, and the request was cancelled all the same
-    assert not event_log.of(CacheStatsEvent)
-
-
-async def test_next_request_works_after_a_cancelled_one(llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    server.script(LONG_ANSWER)
-    stream = await llm.astream_chat(MESSAGES)
-    await anext(stream)
-    await stream.aclose()
-    assert (await _astream_chat(llm))[0] == f"You said: {QUESTION}"
-
-
-async def test_stream_that_nobody_reads_asks_nothing(llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    llm.stream_chat(MESSAGES).close()
-    await (await llm.astream_chat(MESSAGES)).aclose()
-    assert not server.requests
-
-
-@every_way
-async def test_server_that_is_gone_is_reported_as_unreachable(ask: Ask, llm: RAGCacheLLM) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    llm.api_base = address
-    with pytest.raises(EngineUnreachableError, match=address.removesuffix("/v1")):
-        await ask(llm)
-
-
-@every_way
-async def test_wrong_key_is_reported(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    server.api_key = "another"
-    with pytest.raises(EngineAuthError):
-        await ask(llm)
-
-
-@every_way
-async def test_refusal_is_reported_in_the_servers_words(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    server.script(Refusal(400, "temperature must be lower than the sun's"))
-    with pytest.raises(RequestRejectedError, match="lower than the sun's"):
-        await ask(llm)
-
-
-async def test_prompt_that_is_too_long_is_refused_before_it_is_sent(llm: RAGCacheLLM, server: ScriptedServer) -> None:
-    with pytest.raises(PromptTooLongError, match="2048"):
-        llm.complete("word " * 3000)
-    assert not server.requests
-
-
-async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
-    with pytest.raises(PromptTooLongError, match="2048"):
-        llm.chat_with_tools([ADD], user_msg="word " * 3000)
-
-
-@pytest.mark.parametrize("ask", STREAMED)
-async def test_connection_that_breaks_in_an_answer_is_reported(
-    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer
-) -> None:
-    server.script(Reply("one two three four", cut_after_tokens=2))
-    with pytest.raises(EngineDiedError):
-        await ask(llm)
 
 
 async def test_key_is_neither_shown_nor_published(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
@@ -25,6 +24,9 @@ from ragcache_core.prompt import PromptLayout
 from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM, RAGCacheQueryEngine
 from tests.scripted_server import Reply, ScriptedServer
 from tests.unit_tests.llamaindex_integration.conftest import EventLog
+from tests.unit_tests.llamaindex_integration.ways import wait_until_idle
+
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")  # workflows' own
 
 QUESTION = "Who keeps the lighthouse?"
 TEXTS = {
@@ -200,13 +202,6 @@ def test_errors_are_the_cores_own(
         query_engine.query(QUESTION)
 
 
-def _wait_until_idle(server: ScriptedServer) -> None:
-    deadline = time.monotonic() + 5
-    while server.num_running and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert server.num_running == 0
-
-
 async def test_closing_the_stream_of_an_answer_cancels_the_request(
     streaming_engine: RAGCacheQueryEngine, server: ScriptedServer, event_log: EventLog
 ) -> None:
@@ -218,14 +213,14 @@ async def test_closing_the_stream_of_an_answer_cancels_the_request(
         next(response.response_gen)
         assert server.num_running == 1
         response.response_gen.close()
-        _wait_until_idle(server)
+        wait_until_idle(server)
 
         aresponse = await streaming_engine.aquery(QUESTION)
         assert isinstance(aresponse, AsyncStreamingResponse)
         await anext(aresponse.response_gen)
         assert server.num_running == 1
         await aresponse.response_gen.aclose()
-        _wait_until_idle(server)
+        wait_until_idle(server)
     finally:
         gc.enable()
     assert "ragcache" not in (response.metadata or {})
@@ -336,4 +331,4 @@ async def test_cancelled_workflow_leaves_no_request_running(
     async for event in run.stream_events():
         if isinstance(event, Token):
             await run.cancel_run()
-    _wait_until_idle(server)
+    wait_until_idle(server)

@@ -1,0 +1,98 @@
+"""A request on its way: what is sent with it, and what is measured of its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
+from typing import Any, TypeVar
+
+from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
+from llama_index_instrumentation.span import active_span_id
+
+from ragcache_core.client import RequestPlan, translate_errors
+from ragcache_integrations.llamaindex.events import CacheStatsEvent, dispatcher
+
+STATS_KEY = "ragcache"
+"""Where a response carries its statistics: ``additional_kwargs[STATS_KEY]``, ``metadata[STATS_KEY]``."""
+
+_Response = TypeVar("_Response", ChatResponse, CompletionResponse)
+
+
+class MeasuredRequest:
+    """One request; ``body`` is what it adds to what LlamaIndex sends. Made in the span that the request belongs to."""
+
+    def __init__(self, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
+        self.body = body
+        self._plan = plan
+        self._model = model
+        self._span_id = active_span_id.get()
+        self._started_s = time.perf_counter()
+        self._ttft_s: float | None = None
+        self._is_finished = False
+
+    def measured(self, responses: Iterator[_Response]) -> Generator[_Response, None, None]:
+        """Yield ``responses``; the last one has the statistics."""
+        last: _Response | None = None
+        self._started_s = time.perf_counter()  # a stream is asked for when it is read
+        with translate_errors():
+            for last in responses:
+                yield self._seen(last)
+        if last is not None and not self._is_finished:
+            yield self._end_after(last)
+
+    async def ameasured(self, responses: AsyncIterator[_Response]) -> AsyncGenerator[_Response, None]:
+        """Yield ``responses``; the last one has the statistics."""
+        last: _Response | None = None
+        self._started_s = time.perf_counter()
+        with translate_errors():
+            async for last in responses:
+                yield self._seen(last)
+        if last is not None and not self._is_finished:
+            yield self._end_after(last)
+
+    def finish(self, response: _Response) -> _Response:
+        """Return the response with its statistics, which are published too."""
+        usage = getattr(response.raw, "usage", None)
+        stats = self._plan.stats(
+            {"prompt_tokens": self._plan.num_prompt_tokens} if usage is None else usage.model_dump(),
+            ttft_s=self._ttft_s,
+            total_s=time.perf_counter() - self._started_s,
+        )
+        self._is_finished = True
+        response.additional_kwargs[STATS_KEY] = stats.to_dict()
+        if response.raw is not None:  # agents hand on the raw response only
+            setattr(response.raw, STATS_KEY, response.additional_kwargs[STATS_KEY])
+        dispatcher.event(CacheStatsEvent.from_stats(stats, model=self._model, span_id=self._span_id))
+        return response
+
+    def _seen(self, response: _Response) -> _Response:
+        if self._ttft_s is None and _has_token(response):
+            self._ttft_s = time.perf_counter() - self._started_s
+        is_end = getattr(response.raw, "usage", None) is not None and not getattr(response.raw, "choices", None)
+        return self.finish(response) if is_end else response
+
+    def _end_after(self, last: _Response) -> _Response:
+        """Return one more response, for the statistics, where the server ended a stream without token counts."""
+        end = last.model_copy(deep=True)
+        end.delta = ""
+        return self.finish(end)
+
+
+def _has_token(response: ChatResponse | CompletionResponse) -> bool:
+    choices = getattr(response.raw, "choices", None) or []
+    return bool(
+        response.delta
+        or response.additional_kwargs.get("thinking_delta")
+        or any(
+            choice.finish_reason or (getattr(choice, "delta", None) and choice.delta.tool_calls) for choice in choices
+        )
+    )
+
+
+def merged_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the bodies as one; later ones win, and their ``kv_transfer_params`` are merged too."""
+    merged: dict[str, Any] = {}
+    for body in filter(None, bodies):
+        params = {**merged.get("kv_transfer_params", {}), **body.get("kv_transfer_params", {})}
+        merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
+    return merged
