@@ -34,7 +34,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	@touch $@
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
-	$(VENV)/bin/python -m examples.demo
+	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
 test: lint ## lint, types and every test
 	$(VENV)/bin/python -m pytest

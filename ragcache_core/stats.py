@@ -79,6 +79,7 @@ class EngineStats:
         return self.num_prefix_hit_tokens / self.num_prefix_query_tokens if self.num_prefix_query_tokens else 0.0
 
     def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
         return {**asdict(self), "prefix_hit_rate": self.prefix_hit_rate}
 
 

@@ -62,4 +62,5 @@ class PromptSegment:
 
     @property
     def num_tokens(self) -> int:
+        """Length of the segment."""
         return self.end - self.start

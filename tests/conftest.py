@@ -12,8 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from ragcache_core.client import Engine  # noqa: E402
-from ragcache_core.config import CacheConfig  # noqa: E402
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "examples" / "demo_model"
