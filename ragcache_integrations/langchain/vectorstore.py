@@ -143,14 +143,7 @@ class StagedFAISS(VectorStore):
         doc_ids = [doc_id or str(uuid4()) for doc_id in (ids or [None] * len(texts))]
         metadata = metadatas or [{}] * len(texts)
         documents = {i: Document(i, text, m) for i, text, m in zip(doc_ids, texts, metadata, strict=True)}
-        with self._changing:
-            replaced = self.store.get([doc_id for doc_id in documents if doc_id in self.store])
-            self.store.delete([d.doc_id for d in replaced])
-            try:
-                self.store.add(documents.values(), **kwargs)
-            except BaseException:
-                self.store.add(replaced)
-                raise
+        self.store.put(documents.values(), **kwargs)
         return doc_ids
 
     async def aadd_texts(

@@ -24,8 +24,6 @@ from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from ragcache_core.errors import ConfigError, SearchError, StoreNotFoundError
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
-from ragcache_core.retrieval.documents import check_documents
-from ragcache_core.retrieval.embed import check_embeddings
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, similarities, source_of
 
@@ -104,15 +102,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
         documents = [document_from_node(node) for node in newest.values()]
         are_embedded = any(node.embedding is not None for node in newest.values())
         embeddings: Any = [node.get_embedding() for node in newest.values()] if are_embedded else None
-        with self._changing:
-            known = [doc_id for doc_id in newest if doc_id in self._store]
-            if known:  # what can be wrong with the new ones is found before the old ones go
-                check_documents(documents)
-                if embeddings is None:
-                    embeddings = self._store.embedder.embed_documents([document.text for document in documents])
-                check_embeddings(embeddings, list(newest), self._store.dimension)
-                self._store.delete(known)
-            self._store.add(documents, embeddings=embeddings)
+        self._store.put(documents, embeddings=embeddings)
         return [node.node_id for node in nodes]
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
