@@ -115,7 +115,7 @@ def run(options: Options) -> list[Result]:
     """Return the results of the demo's single-hop questions, half of them through each framework."""
     questions = demo_questions("single")
     half = len(questions) // 2
-    results = []
+    results: list[Result] = []
     with open_engine(options) as engine, open_demo_store() as store:
         engine.generate("Hello", max_tokens=2)  # the server's first request pays for its own warm-up
         for framework, make, part in (
@@ -123,8 +123,8 @@ def run(options: Options) -> list[Result]:
             ("llamaindex", llamaindex_query_engine, questions[half:]),
         ):
             ask = make(engine, store)
-            for q in tqdm(part, desc=f"asking through {framework}", unit="question", disable=None):
-                results.append(ask_twice(framework, ask, q["question"], q["answer"]))
+            asked = tqdm(part, desc=f"asking through {framework}", unit="question", disable=None)
+            results += [ask_twice(framework, ask, q["question"], q["answer"]) for q in asked]
     return results
 
 

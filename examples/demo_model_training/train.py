@@ -1,8 +1,8 @@
 """Train the demo model on one CPU core.
 
 Examples:
-  python -m examples.demo_model_training.train --out /tmp/demo.pt --minutes 45
-  python -m examples.demo_model_training.train --out /tmp/demo.pt --minutes 60 --resume /tmp/demo.pt
+  python -m examples.demo_model_training.train --out build/demo.pt
+  python -m examples.demo_model_training.train --out build/demo.pt --resume build/demo.pt
 """
 
 import argparse
@@ -38,15 +38,15 @@ _REPORT_STEPS: Final = 100
 class TrainingOptions:
     """What one run is told. Learning rates are peak values of AdamW."""
 
-    minutes: float
+    num_steps: int
     seed: int = 0
     matrix_learning_rate: float = 1.2e-3
     embedding_learning_rate: float = 3e-3
     warm_up_steps: int = 30
     decay_share: float = 0.3
-    """The learning rate falls to zero over this last share of the time."""
+    """The learning rate falls to zero over this last share of the steps."""
     crowd_start_share: float = 0.6
-    """Share of the time after which prompts with many documents come in."""
+    """Share of the steps after which prompts with many documents come in."""
     max_batch_tokens: int = 1536
     checkpoint_s: float = 120.0
 
@@ -98,8 +98,9 @@ class Trainer:
         return cls(options, model, optimizer, BatchSource(vocabulary, rng, options.max_batch_tokens))
 
     @property
-    def time_share(self) -> float:
-        return self.progress.elapsed_s / (60 * self.options.minutes)
+    def share_done(self) -> float:
+        """How much of the run is over, 0 to 1."""
+        return self.progress.step / self.options.num_steps
 
     def train_step(self, batch: Batch) -> float:
         """Update the model on one batch; return the mean loss of the answer tokens in nats."""
@@ -126,7 +127,7 @@ class Trainer:
         return float(losses.detach()[is_answer].mean())
 
     def _set_learning_rate(self) -> None:
-        remaining = max(0.02, (1 - self.time_share) / self.options.decay_share)
+        remaining = max(0.02, (1 - self.share_done) / self.options.decay_share)
         factor = min(1.0, (self.progress.step + 1) / self.options.warm_up_steps, remaining)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
@@ -143,11 +144,11 @@ class Trainer:
                     self._recent.append(is_right)
 
     def enters_next_stage(self) -> bool:
-        """Move to the next stage of the curriculum if this one is learned (the last: if it is time)."""
+        """Move to the next stage of the curriculum if this one is learned (the last: after its share of the steps)."""
         progress, last = self.progress, len(CURRICULUM) - 1
         is_learned = len(self._recent) == _STAGE_WINDOW and sum(self._recent) > _STAGE_ACCURACY * _STAGE_WINDOW
         is_due = progress.stage < last - 1 and is_learned and progress.stage_step > 40
-        if is_due or (progress.stage < last and self.time_share >= self.options.crowd_start_share):
+        if is_due or (progress.stage < last and self.share_done >= self.options.crowd_start_share):
             progress.stage = progress.stage + 1 if is_due else last
             progress.stage_step = 0
             self._recent.clear()
@@ -176,7 +177,7 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of the same model configuration."""
-        state: dict[str, Any] = torch.load(path, weights_only=False)
+        state: dict[str, Any] = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
@@ -186,7 +187,7 @@ class Trainer:
 
 def load_model(path: Path) -> DemoLlama:
     """Return the model of a checkpoint, in float32 and evaluation mode."""
-    state: dict[str, Any] = torch.load(path, weights_only=False)
+    state: dict[str, Any] = torch.load(path, weights_only=True)
     model = DemoLlama(ModelConfig(**state["config"]))
     model.load_state_dict(state["model"])
     model.eval()
@@ -194,19 +195,18 @@ def load_model(path: Path) -> DemoLlama:
 
 
 def train(trainer: Trainer, out: Path) -> None:
-    """Train until the time is up; write checkpoints to `out`."""
+    """Train to the last step; write checkpoints to `out`."""
     options, progress = trainer.options, trainer.progress
     last_tick_s = last_save_s = time.monotonic()
     losses: list[float] = []
-    total_s = round(60 * options.minutes)
-    with tqdm(total=total_s, initial=round(progress.elapsed_s), unit="s") as bar:
-        while trainer.time_share < 1:
+    with tqdm(total=options.num_steps, initial=progress.step, unit="step") as bar:
+        while trainer.share_done < 1:
             for batch in trainer.source.batches(progress.stage):
                 losses.append(trainer.train_step(batch))
                 now_s = time.monotonic()
                 progress.elapsed_s += now_s - last_tick_s
                 last_tick_s = now_s
-                bar.update(min(total_s, int(progress.elapsed_s)) - bar.n)
+                bar.update()
                 if progress.step % _REPORT_STEPS == 0:
                     mean_loss = sum(losses) / len(losses)
                     losses.clear()
@@ -217,7 +217,7 @@ def train(trainer: Trainer, out: Path) -> None:
                 if now_s - last_save_s > options.checkpoint_s:
                     trainer.save(out)
                     last_save_s = now_s
-                if trainer.enters_next_stage() or trainer.time_share >= 1:
+                if trainer.enters_next_stage() or trainer.share_done >= 1:
                     break
     trainer.save(out)
 
@@ -225,7 +225,7 @@ def train(trainer: Trainer, out: Path) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint file to write")
-    parser.add_argument("--minutes", type=float, default=45.0, help="training time, that of --resume included")
+    parser.add_argument("--steps", type=int, default=11_000, help="steps in all, those of --resume included (11000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the training language")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; one is best for so small a model")
     parser.add_argument("--resume", type=Path, help="checkpoint to continue from")
@@ -235,7 +235,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    trainer = Trainer.start(TrainingOptions(minutes=arguments.minutes, seed=arguments.seed))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer.start(TrainingOptions(num_steps=arguments.steps, seed=arguments.seed))
     if arguments.resume:
         trainer.load(arguments.resume)
     train(trainer, arguments.out)

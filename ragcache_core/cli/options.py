@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from ragcache_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from ragcache_core.retrieval import DocumentStore
 
@@ -27,8 +29,6 @@ tokenizer_option = click.option(
     "--tokenizer", metavar="PATH", help="The model's tokenizer, where the server's model path is not on this machine."
 )
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
-
-_OWN_FLAGS = {"--model", "--host", "--port", "--api-key", "--kv-transfer-config"}
 
 
 def open_store(
@@ -67,8 +67,14 @@ def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
     Raises:
         click.UsageError: with the option to use instead.
     """
+    from ragcache_core.client.arguments import check_extra_args
+
     if vllm_args and not vllm_args[0].startswith("-"):
         raise click.UsageError(f"Got unexpected argument {vllm_args[0]!r}: vLLM's own options follow '--'.")
-    for argument in vllm_args:
-        if (flag := argument.split("=")[0].replace("_", "-")) in _OWN_FLAGS:
-            raise click.UsageError(f"{flag} after '--' would go past RAGCache: use ragcache's own option before it.")
+    try:
+        check_extra_args([argument.replace("_", "-") for argument in vllm_args])
+    except ConfigError as error:
+        flag = str(error).split()[0].split("=")[0]
+        raise click.UsageError(
+            f"{flag} after '--' would go past RAGCache: use ragcache's own option before it."
+        ) from error

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import platformdirs
@@ -20,7 +20,7 @@ _RESERVED = {
     "host": "host=",
     "port": "port=",
     "api_key": "api_key=",
-    "kv_transfer_config": "cache=None, and then extra_args",
+    "kv_transfer_config": "cache=, which sets it",
 }
 _CONNECTOR = {
     "kv_connector": "DocumentConnector",
@@ -88,6 +88,18 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
             case _:
                 arguments += [flag, str(value)]
     return arguments
+
+
+def check_extra_args(extra_args: Sequence[str]) -> None:
+    """Refuse raw arguments that would go past a setting with a door of its own.
+
+    Raises:
+        ConfigError: with what to use instead.
+    """
+    for argument in extra_args:
+        name = argument.split("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in _RESERVED:
+            raise ConfigError(f"{argument} cannot be passed to vLLM directly: use {_RESERVED[name]}")
 
 
 def server_environment(api_key: str, extra: Mapping[str, str] | None) -> dict[str, str]:

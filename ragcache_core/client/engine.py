@@ -27,7 +27,7 @@ from ragcache_core.client.generation import (
 )
 from ragcache_core.client.launch import launch_server
 from ragcache_core.client.metrics import parse_metrics
-from ragcache_core.client.plan import RememberedDocuments, RequestPlan, is_text_only, plan_chat, plan_rendered
+from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, plan_rendered, server_renders
 from ragcache_core.client.process import GRACE_S
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer, checked_tokenizer
@@ -315,17 +315,18 @@ class Engine:
         messages: Sequence[ChatMessage],
         *,
         documents: Iterable[Document] | None = None,
-        has_tools: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> RequestPlan:
         """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
 
-        ``documents`` are found by their text, and so are those that were remembered. Messages other than plain text,
-        requests with tools, and engines whose tokenizer is not at hand are left to the server: their plan is empty.
+        ``documents`` are found by their text, and so are those that were remembered. ``settings`` are the other fields
+        of the request (tools, ``extra_body``, ...). Requests with tools or settings of the chat template, messages
+        other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty.
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window.
         """
-        if has_tools or isinstance(self._tokenizer, TokenizerUnavailableError) or not is_text_only(messages):
+        if isinstance(self._tokenizer, TokenizerUnavailableError) or server_renders(messages, settings or {}):
             return RequestPlan()
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
@@ -379,7 +380,7 @@ class Engine:
             case RenderedPrompt():
                 plan = plan_rendered(prompt, max_model_len=self.max_model_len)
             case _:
-                plan = self.plan_chat(prompt)
+                plan = self.plan_chat(prompt, settings=sampling)
         if plan.num_prompt_tokens is not None:
             max_tokens = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}

@@ -63,6 +63,8 @@ def translated(error: Exception) -> RAGCacheError:
             return PromptTooLongError(f"{message} Retrieve fewer documents, or launch with a larger max_model_len.")
         case openai.BadRequestError() | openai.NotFoundError() | openai.UnprocessableEntityError():
             return RequestRejectedError(f"the engine refused the request: {message}")
+        case openai.LengthFinishReasonError():
+            return RequestRejectedError("the answer was cut by max_tokens before it was whole: raise max_tokens")
         case httpx.HTTPError():
             return EngineDiedError(f"the connection to the engine broke during an answer ({message}): ask again")
     if says_engine_died(message):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_core.client.plan import RequestPlan
+from ragcache_core.client.plan import RequestPlan, merge_bodies
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
 from ragcache_core.stats import RequestStats
 
@@ -39,7 +39,7 @@ def streamed_body(prompt: Prompt, plan: RequestPlan, settings: Mapping[str, Any]
         "stream": True,
         "stream_options": {"include_usage": True},
         **settings,
-        "extra_body": {**plan.extra_body, **settings.get("extra_body", {})},
+        "extra_body": merge_bodies(plan.extra_body, settings.get("extra_body")),
     }
     match prompt:
         case str():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ragcache_core.client.arguments import (
     cache_arguments,
+    check_extra_args,
     check_model,
     new_log_path,
     server_environment,
@@ -60,6 +61,7 @@ def launch_server(
         ConfigError: an argument that has a door of its own.
     """
     settings = vllm_arguments(vllm_args)
+    check_extra_args(extra_args)
     check_model(model)
     if port is None:
         port = free_port(host)

@@ -15,6 +15,11 @@ from ragcache_core.wire import encode_kv_transfer_params
 
 _TEXT_ROLES = {"system", "developer", "user", "assistant"}
 _PLAIN_KEYS = {"role", "content", "name"}
+_CHANGES_PROMPT = frozenset(
+    ("tools", "functions", "reasoning_effort", "documents", "chat_template", "chat_template_kwargs",
+     "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens")
+)  # fmt: skip
+"""Settings of a request that change its prompt, so that only the server renders it as it would without us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,21 @@ def request_stats(
         total_s=total_s,
         documents=document_stats(segments, num_cached_tokens),
     )
+
+
+def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return several ``extra_body`` as one; later ones win, and their ``kv_transfer_params`` are merged too."""
+    merged: dict[str, Any] = {}
+    for body in filter(None, bodies):
+        params = {**(merged.get("kv_transfer_params") or {}), **(body.get("kv_transfer_params") or {})}
+        merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
+    return merged
+
+
+def server_renders(messages: Iterable[ChatMessage], settings: Mapping[str, Any]) -> bool:
+    """Return whether a chat request has to be rendered by the server: for its messages or for its other settings."""
+    body = {**settings, **(settings.get("extra_body") or {})}
+    return not _CHANGES_PROMPT.isdisjoint(_set_keys(body)) or not is_text_only(messages)
 
 
 def is_text_only(messages: Iterable[ChatMessage]) -> bool:
@@ -117,5 +137,5 @@ class RememberedDocuments:
             return list(reversed(self._shown))
 
 
-def _set_keys(message: ChatMessage) -> set[str]:
+def _set_keys(message: Mapping[str, Any]) -> set[str]:
     return {key for key, value in message.items() if value is not None}

@@ -20,6 +20,7 @@ from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, PrivateAttr, SecretStr
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.client.plan import merge_bodies
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Document
 from ragcache_integrations.langchain.documents import to_core
@@ -33,7 +34,6 @@ STATS_KEY = "ragcache"
 <ragcache_core.stats.RequestStats.to_dict>`."""
 
 _NO_KEY = "EMPTY"  # what vLLM's clients send to a server without a key; OPENAI_API_KEY must not reach it
-_TEMPLATE_SETTINGS = {"chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 
 
 class ChatRAGCache(BaseChatOpenAI):
@@ -202,11 +202,10 @@ class ChatRAGCache(BaseChatOpenAI):
         kwargs = dict(kwargs)
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
-        body = payload.get("extra_body") or {}
-        # Tools and settings of the chat template: only the server renders these as it would without us.
-        has_tools = bool(payload.get("tools")) or not _TEMPLATE_SETTINGS.isdisjoint(body)
-        plan = engine.plan_chat(payload["messages"], documents=documents or None, has_tools=has_tools)
-        return _Call(plan, {**kwargs, "extra_body": _merged(body, plan.extra_body)} if plan.extra_body else kwargs)
+        plan = engine.plan_chat(payload["messages"], documents=documents or None, settings=payload)
+        if plan.extra_body:
+            kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
+        return _Call(plan, kwargs)
 
     def _ready_engine(self) -> Engine:
         """Return the engine, connecting at the first call."""
@@ -306,8 +305,3 @@ def _address_of(engine: Engine) -> dict[str, Any]:
         "http_client": engine.http_client(),
         "http_async_client": engine.http_async_client(),
     }
-
-
-def _merged(body: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
-    params = {**(body.get("kv_transfer_params") or {}), **planned.get("kv_transfer_params", {})}
-    return {**body, **planned, **({"kv_transfer_params": params} if params else {})}

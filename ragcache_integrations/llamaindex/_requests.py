@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
@@ -87,12 +87,3 @@ def _has_token(response: ChatResponse | CompletionResponse) -> bool:
             choice.finish_reason or (getattr(choice, "delta", None) and choice.delta.tool_calls) for choice in choices
         )
     )
-
-
-def merged_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the bodies as one; later ones win, and their ``kv_transfer_params`` are merged too."""
-    merged: dict[str, Any] = {}
-    for body in filter(None, bodies):
-        params = {**merged.get("kv_transfer_params", {}), **body.get("kv_transfer_params", {})}
-        merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
-    return merged

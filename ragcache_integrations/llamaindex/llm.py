@@ -27,17 +27,12 @@ from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.client.plan import merge_bodies
 from ragcache_core.errors import ConfigError
-from ragcache_integrations.llamaindex._requests import MeasuredRequest, merged_bodies
+from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
 
 DEFAULT_TIMEOUT_S = 600.0
-
-_CHANGES_PROMPT = frozenset(
-    ("tools", "functions", "reasoning_effort", "documents", "chat_template", "chat_template_kwargs",
-     "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens")
-)  # fmt: skip
-"""Settings of a request that change its prompt, so that it has to be rendered and tokenised by the server."""
 
 _T = TypeVar("_T")
 
@@ -189,16 +184,16 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return request.ameasured(await super()._astream_complete(prompt, **request.body))
 
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
-        own_body = merged_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         plan = self._engine.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
-            has_tools=not _CHANGES_PROMPT.isdisjoint(_set_keys({**kwargs, **self.additional_kwargs, **own_body})),
+            settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
         )
-        body = {**kwargs, "extra_body": merged_bodies(own_body, plan.extra_body)}
+        body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
         return MeasuredRequest(plan, body, self.model)
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
-        own_body = merged_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         return MeasuredRequest(RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
 
     def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:

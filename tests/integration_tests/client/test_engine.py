@@ -94,7 +94,7 @@ def test_documents_that_were_retrieved_are_recognised_in_an_ordinary_chat(engine
     engine.remember_documents(docs)
     plan = engine.plan_chat(LAYOUT.messages(docs, "Who?"))
     assert [s.doc_id for s in plan.segments if s.kind is SegmentKind.DOCUMENT] == [d.doc_id for d in docs]
-    assert engine.plan_chat(LAYOUT.messages(docs, "Who?"), has_tools=True).extra_body == {}
+    assert engine.plan_chat(LAYOUT.messages(docs, "Who?"), settings={"tools": [{"type": "function"}]}).extra_body == {}
 
 
 async def test_closing_a_stream_early_leaves_no_running_request(engine: Engine) -> None:

@@ -12,10 +12,23 @@ import openai
 import pytest
 
 from ragcache_core.client import Engine, ModelTokenizer
-from ragcache_core.client.arguments import cache_arguments, check_model, context_window, vllm_arguments
+from ragcache_core.client.arguments import (
+    cache_arguments,
+    check_extra_args,
+    check_model,
+    context_window,
+    vllm_arguments,
+)
 from ragcache_core.client.failures import translate_errors
 from ragcache_core.client.metrics import parse_metrics
-from ragcache_core.client.plan import RememberedDocuments, RequestPlan, is_text_only, plan_chat
+from ragcache_core.client.plan import (
+    RememberedDocuments,
+    RequestPlan,
+    is_text_only,
+    merge_bodies,
+    plan_chat,
+    server_renders,
+)
 from ragcache_core.client.process import check_port_free, free_port
 from ragcache_core.client.progress import STAGES, LoadProgress
 from ragcache_core.client.tokenizer import checked_tokenizer
@@ -50,6 +63,13 @@ def test_python_arguments_become_the_servers_flags() -> None:
 def test_an_argument_with_a_door_of_its_own_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.*use "):
         vllm_arguments({name: "x"})
+
+
+@pytest.mark.parametrize("argument", ["--port", "--api-key=x", "--kv-transfer-config"])
+def test_a_raw_argument_with_a_door_of_its_own_is_refused(argument: str) -> None:
+    check_extra_args(["--max-model-len", "2048", "--portal"])
+    with pytest.raises(ConfigError, match=f"{argument} cannot be passed"):
+        check_extra_args([argument])
 
 
 def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
@@ -229,6 +249,28 @@ def test_a_chat_that_does_not_fit_is_refused_before_it_is_sent(tokenizer: ModelT
 )
 def test_only_plain_text_is_tokenised_at_the_client(message: Mapping[str, object], text_only: bool) -> None:
     assert is_text_only([message]) is text_only
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_server"),
+    [
+        ({}, False),
+        ({"temperature": 0, "tools": None, "extra_body": {"ignore_eos": True}}, False),
+        ({"tools": []}, True),
+        ({"tools": [{"type": "function"}]}, True),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, True),
+        ({"reasoning_effort": "low"}, True),
+    ],
+)
+def test_settings_that_change_the_prompt_leave_it_to_the_server(
+    settings: Mapping[str, object], by_server: bool
+) -> None:
+    assert server_renders([{"role": "user", "content": "x"}], settings) is by_server
+
+
+def test_bodies_are_merged_with_their_transfer_parameters() -> None:
+    one, other = {"a": 1, "kv_transfer_params": {"x": 1}}, {"a": 2, "kv_transfer_params": {"y": 2}}
+    assert merge_bodies(one, None, other) == {"a": 2, "kv_transfer_params": {"x": 1, "y": 2}}
 
 
 def test_usage_without_details_counts_as_nothing_cached() -> None:

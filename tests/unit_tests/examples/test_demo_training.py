@@ -11,7 +11,7 @@ from examples.demo_model_training.batches import Batch
 from examples.demo_model_training.export import export, load_exported
 from examples.demo_model_training.train import Trainer, TrainingOptions, load_model, train
 
-OPTIONS = TrainingOptions(minutes=10, max_batch_tokens=512)
+OPTIONS = TrainingOptions(num_steps=3000, max_batch_tokens=512)
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +46,17 @@ def test_checkpoint_resumes_with_the_same_next_step(tmp_path: Path) -> None:
     for batch in itertools.islice(batches_of(trainer), 4):
         trainer.train_step(batch)
     trainer.save(tmp_path / "demo.pt")
-    resumed = Trainer.start(TrainingOptions(minutes=10, seed=9, max_batch_tokens=512))
+    resumed = Trainer.start(TrainingOptions(num_steps=3000, seed=9, max_batch_tokens=512))
     resumed.load(tmp_path / "demo.pt")
     assert resumed.progress == trainer.progress
     expected = trainer.train_step(next(trainer.source.batches(0)))
     assert resumed.train_step(next(resumed.source.batches(0))) == expected
 
 
-def test_training_stops_when_its_time_is_up(tmp_path: Path) -> None:
-    trainer = Trainer.start(TrainingOptions(minutes=0.01, max_batch_tokens=256))
+def test_training_stops_after_its_last_step(tmp_path: Path) -> None:
+    trainer = Trainer.start(TrainingOptions(num_steps=3, max_batch_tokens=256))
     train(trainer, tmp_path / "demo.pt")
-    assert trainer.time_share >= 1
-    assert trainer.progress.step >= 1
+    assert trainer.progress.step == 3
     assert (tmp_path / "demo.pt").exists()
 
 
@@ -70,9 +69,9 @@ def test_learned_stage_gives_way_to_the_next() -> None:
     assert (trainer.progress.stage, trainer.progress.stage_step) == (1, 0)
 
 
-def test_last_stage_is_entered_by_time() -> None:
+def test_last_stage_is_entered_after_its_share_of_the_steps() -> None:
     trainer = Trainer.start(OPTIONS)
-    trainer.progress.elapsed_s = 0.9 * 600
+    trainer.progress.step = 2700
     assert trainer.enters_next_stage()
     assert trainer.progress.stage == 4
 
