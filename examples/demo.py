@@ -17,6 +17,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 from langchain_core.output_parsers import StrOutputParser
@@ -31,7 +32,9 @@ from ragcache_core.stats import request_stats_from_dict
 from ragcache_integrations import langchain, llamaindex
 
 RESULTS = Path(__file__).resolve().parent.parent / "build" / "demo.json"
-NUM_DOCUMENTS = 2
+PARTS = (("langchain", 2, 16), ("llamaindex", 2, 16), ("langchain", 20, 4), ("llamaindex", 20, 4))
+"""Framework, documents in a prompt, and number of questions. No question is asked twice over: the first documents of a
+prompt would be in the cache already."""
 MAX_TOKENS = 24
 
 Ask = Callable[[str], tuple[str, RequestStats]]
@@ -42,6 +45,7 @@ class Result:
     """A question, asked twice through one framework."""
 
     framework: str
+    documents: int
     question: str
     expected: str
     answer: str
@@ -53,11 +57,11 @@ class Result:
     warm_cached_tokens: int
 
 
-def langchain_chain(engine: Engine, store: DocumentStore) -> Ask:
+def langchain_chain(engine: Engine, store: DocumentStore, num_documents: int) -> Ask:
     """Return a question's way through an LCEL chain."""
     chain = (
         {
-            "context": langchain.RAGCacheRetriever(store=store, engine=engine, k=NUM_DOCUMENTS)
+            "context": langchain.RAGCacheRetriever(store=store, engine=engine, k=num_documents)
             | langchain.format_documents,
             "question": RunnablePassthrough(),
         }
@@ -75,10 +79,10 @@ def langchain_chain(engine: Engine, store: DocumentStore) -> Ask:
     return ask
 
 
-def llamaindex_query_engine(engine: Engine, store: DocumentStore) -> Ask:
+def llamaindex_query_engine(engine: Engine, store: DocumentStore, num_documents: int) -> Ask:
     """Return a question's way through a LlamaIndex query engine."""
     query_engine = llamaindex.RAGCacheQueryEngine(
-        llamaindex.RAGCacheRetriever(store, engine, similarity_top_k=NUM_DOCUMENTS),
+        llamaindex.RAGCacheRetriever(store, engine, similarity_top_k=num_documents),
         llamaindex.RAGCacheLLM(engine, temperature=0, max_tokens=MAX_TOKENS),
         streaming=True,
     )
@@ -91,7 +95,7 @@ def llamaindex_query_engine(engine: Engine, store: DocumentStore) -> Ask:
     return ask
 
 
-def ask_twice(framework: str, ask: Ask, question: str, expected: str) -> Result:
+def ask_twice(framework: str, num_documents: int, ask: Ask, question: str, expected: str) -> Result:
     """Return what became of a question; both answers must be the same, token for token."""
     answer, cold = ask(question)
     again, warm = ask(question)
@@ -99,6 +103,7 @@ def ask_twice(framework: str, ask: Ask, question: str, expected: str) -> Result:
         raise AssertionError(f"the cached answer {again!r} to {question!r} differs from the first one, {answer!r}")
     return Result(
         framework=framework,
+        documents=num_documents,
         question=question,
         expected=expected,
         answer=answer.strip(),
@@ -112,41 +117,42 @@ def ask_twice(framework: str, ask: Ask, question: str, expected: str) -> Result:
 
 
 def run(options: Options) -> list[Result]:
-    """Return the results of the demo's single-hop questions, half of them through each framework."""
-    questions = demo_questions("single")
-    half = len(questions) // 2
+    """Return the results of the demo's single-hop questions, part by part."""
+    make = {"langchain": langchain_chain, "llamaindex": llamaindex_query_engine}
+    questions = iter(demo_questions("single"))
     results: list[Result] = []
     with open_engine(options) as engine, open_demo_store() as store:
         engine.generate("Hello", max_tokens=2)  # the server's first request pays for its own warm-up
-        for framework, make, part in (
-            ("langchain", langchain_chain, questions[:half]),
-            ("llamaindex", llamaindex_query_engine, questions[half:]),
-        ):
-            ask = make(engine, store)
-            asked = tqdm(part, desc=f"asking through {framework}", unit="question", disable=None)
-            results += [ask_twice(framework, ask, q["question"], q["answer"]) for q in asked]
+        for framework, num_documents, num_questions in PARTS:
+            ask = make[framework](engine, store, num_documents)
+            label = f"{framework}, {num_documents} documents"
+            asked = tqdm(islice(questions, num_questions), label, num_questions, unit="question", disable=None)
+            results += [ask_twice(framework, num_documents, ask, q["question"], q["answer"]) for q in asked]
     return results
 
 
 def print_results(results: Sequence[Result]) -> None:
     """Print the answers, and the median times of each framework."""
-    line = "{:<10}  {:<42.42}  {:<24.24}  {:<3}  {:>7}  {:>7}  {:>11}"
-    print(line.format("framework", "question", "answer", "", "cold ms", "warm ms", "warm cached"))
+    line = "{:<10}  {:>4}  {:<40.40}  {:<20.20}  {:<3}  {:>7}  {:>7}  {:>11}"
+    print(line.format("framework", "docs", "question", "answer", "", "cold ms", "warm ms", "warm cached"))
     for r in results:
         right = "yes" if r.correct else "NO"
         cached = f"{r.warm_cached_tokens}/{r.prompt_tokens}"
         cold, warm = (_milliseconds(t) for t in (r.ttft_s, r.warm_ttft_s))
-        print(line.format(r.framework, r.question, r.answer, right, cold, warm, cached))
+        print(line.format(r.framework, r.documents, r.question, r.answer, right, cold, warm, cached))
     print()
-    line = "{:<10}  {:>9}  {:>7}  {:>18}  {:>18}  {:>14}"
-    print(line.format("framework", "questions", "correct", "cold TTFT, median", "warm TTFT, median", "cached (warm)"))
-    for framework in dict.fromkeys(r.framework for r in results):
-        mine = [r for r in results if r.framework == framework]
+    line = "{:<10}  {:>4}  {:>13}  {:>9}  {:>7}  {:>18}  {:>18}  {:>13}"
+    heads = ("prompt tokens", "questions", "correct", "cold TTFT, median", "warm TTFT, median", "cached (warm)")
+    print(line.format("framework", "docs", *heads))
+    for framework, num_documents, _ in PARTS:
+        mine = [r for r in results if (r.framework, r.documents) == (framework, num_documents)]
         cold = statistics.median(r.ttft_s for r in mine if r.ttft_s is not None)
         warm = statistics.median(r.warm_ttft_s for r in mine if r.warm_ttft_s is not None)
-        share = sum(r.warm_cached_tokens for r in mine) / sum(r.prompt_tokens for r in mine)
+        tokens = sum(r.prompt_tokens for r in mine)
+        share = sum(r.warm_cached_tokens for r in mine) / tokens
+        figures = (tokens // len(mine), len(mine), sum(r.correct for r in mine))
         times = (f"{_milliseconds(cold)} ms", f"{_milliseconds(warm)} ms")
-        print(line.format(framework, len(mine), sum(r.correct for r in mine), *times, f"{share:.0%}"))
+        print(line.format(framework, num_documents, *figures, *times, f"{share:.0%}"))
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -22,6 +22,7 @@ _RESERVED = {
     "api_key": "api_key=",
     "kv_transfer_config": "cache=, which sets it",
 }
+_MAX_LOGS = 50
 _CONNECTOR = {
     "kv_connector": "DocumentConnector",
     "kv_connector_module_path": "ragcache_core.vllm_plugin.connector",
@@ -108,8 +109,11 @@ def server_environment(api_key: str, extra: Mapping[str, str] | None) -> dict[st
 
 
 def new_log_path(port: int) -> Path:
-    """Return where a new server logs to: a file of its own in the user's log folder."""
-    return Path(platformdirs.user_log_dir("ragcache")) / f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+    """Return where a new server logs to: a file of its own in the user's log folder, which keeps the newest 50."""
+    folder = Path(platformdirs.user_log_dir("ragcache"))
+    for old in sorted(folder.glob("engine-*.log"))[: -_MAX_LOGS + 1]:
+        old.unlink(missing_ok=True)
+    return folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
 
 
 def context_window(card: Mapping[str, object], base_url: str) -> int:

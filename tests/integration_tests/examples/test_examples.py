@@ -48,11 +48,13 @@ def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(
     assert report["questions"] == len(results) == 40
     assert report["correct"] == sum(r["answer"] == r["expected"] for r in results)
     assert report["correct"] >= 0.9 * report["questions"]
-    assert {r["framework"] for r in results} == {"langchain", "llamaindex"}
+    assert {(r["framework"], r["documents"]) for r in results} == {
+        *(("langchain", 2), ("langchain", 20), ("llamaindex", 2), ("llamaindex", 20)),
+    }
     for r in results:
         assert r["ttft_s"] > 0
-        assert r["warm_cached_tokens"] == r["prompt_tokens"] // 32 * 32 or r["prompt_tokens"] % 32 == 0
+        assert r["warm_cached_tokens"] == (r["prompt_tokens"] - 1) // 32 * 32
         assert 0 <= r["cached_tokens"] <= r["warm_cached_tokens"]
     printed = capsys.readouterr().out
     assert f"{report['correct']} of 40 right" in printed
-    assert all(r["question"][:40] in printed for r in results)
+    assert all(r["question"][:38] in printed for r in results)

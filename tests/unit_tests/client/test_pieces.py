@@ -17,6 +17,7 @@ from ragcache_core.client.arguments import (
     check_extra_args,
     check_model,
     context_window,
+    new_log_path,
     vllm_arguments,
 )
 from ragcache_core.client.failures import translate_errors
@@ -78,6 +79,19 @@ def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
     connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert connector["kv_connector_module_path"] == "ragcache_core.vllm_plugin.connector"
     assert arguments[-4:] == ["--kv-cache-memory-bytes", str(1 << 30), "--block-size", "16"]
+
+
+def test_old_logs_make_room_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_log_dir", lambda name: str(tmp_path / name))
+    (tmp_path / "ragcache").mkdir()
+    for i in range(60):
+        (tmp_path / "ragcache" / f"engine-20250101-{i:06}-8000.log").touch()
+    path = new_log_path(8000)
+    path.touch()
+    kept = sorted(p.name for p in path.parent.iterdir())
+    assert len(kept) == 50
+    assert kept[0] == "engine-20250101-000011-8000.log"
+    assert kept[-1] == path.name
 
 
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
