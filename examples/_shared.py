@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the demo needs no network
-
 from ragcache_core import CacheConfig, Document, RequestStats
 from ragcache_core.client import Engine
 from ragcache_core.errors import StoreNotFoundError
@@ -90,6 +88,7 @@ def open_engine(options: Options) -> Engine:
         return Engine.connect(options.url, api_key=os.environ.get("RAGCACHE_API_KEY"))
     if options.model != str(DEMO_MODEL):
         return Engine.launch(options.model)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the demo model needs no network
     return Engine.launch(
         options.model,
         cache=CacheConfig(kv_cache_bytes="1GiB", block_size=32),

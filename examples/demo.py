@@ -6,7 +6,7 @@ time their KV is in the cache (warm). The results are printed and written to ``b
     {"questions": 40, "correct": 39, "model": ..., "results": [
         {"framework": "langchain", "question": ..., "expected": ..., "answer": ..., "correct": true,
          "ttft_s": 0.021, "prompt_tokens": 154, "cached_tokens": 0,
-         "warm_ttft_s": 0.012, "warm_cached_tokens": 128}, ...]}
+         "warm_ttft_s": 0.012, "warm_cached_tokens": 128, "warm_is_same": true}, ...]}
 
 ``ttft_s`` and ``cached_tokens`` are those of the first time.
 """
@@ -55,6 +55,7 @@ class Result:
     cached_tokens: int
     warm_ttft_s: float | None
     warm_cached_tokens: int
+    warm_is_same: bool
 
 
 def langchain_chain(engine: Engine, store: DocumentStore, num_documents: int) -> Ask:
@@ -96,11 +97,9 @@ def llamaindex_query_engine(engine: Engine, store: DocumentStore, num_documents:
 
 
 def ask_twice(framework: str, num_documents: int, ask: Ask, question: str, expected: str) -> Result:
-    """Return what became of a question; both answers must be the same, token for token."""
+    """Return what became of a question, cold and warm."""
     answer, cold = ask(question)
     again, warm = ask(question)
-    if again != answer:
-        raise AssertionError(f"the cached answer {again!r} to {question!r} differs from the first one, {answer!r}")
     return Result(
         framework=framework,
         documents=num_documents,
@@ -113,6 +112,7 @@ def ask_twice(framework: str, num_documents: int, ask: Ask, question: str, expec
         cached_tokens=cold.num_cached_tokens,
         warm_ttft_s=warm.ttft_s,
         warm_cached_tokens=warm.num_cached_tokens,
+        warm_is_same=again == answer,
     )
 
 

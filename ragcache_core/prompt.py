@@ -99,12 +99,22 @@ def segment_tokens(tokenized: TokenizedText, spans: Sequence[DocumentSpan]) -> t
 
 
 def render_chat(
-    tokenizer: PromptTokenizer, messages: Sequence[ChatMessage], documents: Iterable[tuple[DocId, str]]
+    tokenizer: PromptTokenizer,
+    messages: Sequence[ChatMessage],
+    documents: Iterable[tuple[DocId, str]],
+    *,
+    within: str | None = None,
 ) -> RenderedPrompt:
-    """Return ``messages`` as tokens with the spans of those ``documents`` (id, text as shown) that they hold."""
+    """Return ``messages`` as tokens with the spans of those ``documents`` (id, text as shown) that they hold.
+
+    Documents are looked for in the part of the prompt that is the text ``within``, if it is given and there.
+    """
     text = tokenizer.render(messages)
     tokenized = tokenizer.encode(text)
-    segments = segment_tokens(tokenized, locate_documents(text, documents))
+    begin = max(text.rfind(within), 0) if within else 0
+    part = text[begin : begin + len(within)] if within and text.startswith(within, begin) else text[begin:]
+    spans = [DocumentSpan(s.doc_id, s.start + begin, s.end + begin) for s in locate_documents(part, documents)]
+    segments = segment_tokens(tokenized, spans)
     return RenderedPrompt(tuple(messages), text, tokenized.token_ids, segments)
 
 
@@ -181,7 +191,7 @@ class PromptLayout:
             PromptTooLongError: more than ``max_prompt_tokens`` tokens.
         """
         shown = [(d.doc_id, self.document_text(d)) for d in documents]
-        prompt = render_chat(tokenizer, self.messages(documents, question), shown)
+        prompt = render_chat(tokenizer, self.messages(documents, question), shown, within=self.context(documents))
         if max_prompt_tokens is not None:
             check_prompt_fits(len(prompt.token_ids), max_prompt_tokens, num_output_tokens=0)
         found = [s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]

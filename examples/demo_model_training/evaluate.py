@@ -5,7 +5,7 @@ when every expected token, EOS included, is the most likely next token; so one p
 expected answer appended, decides it without decoding.
 
 Examples:
-  python -m examples.demo_model_training.evaluate --checkpoint /tmp/demo.pt
+  python -m examples.demo_model_training.evaluate --checkpoint build/demo.pt
   python -m examples.demo_model_training.evaluate --model examples/demo_model --json --num-questions 200
 """
 

@@ -3,7 +3,7 @@
 The folder is written beside the target and swapped in, so a reader never sees half a model.
 
 Examples:
-  python -m examples.demo_model_training.export --checkpoint /tmp/demo.pt --out examples/demo_model
+  python -m examples.demo_model_training.export --checkpoint build/demo.pt --out examples/demo_model
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Triton kernels for the reuse of chunks at any position. Each comes with its naive PyTorch twin."""
+"""The shelf for kernels. Nothing stands on it yet."""

@@ -22,10 +22,12 @@ from ragcache_core.cli.options import (
     tokenizer_option,
     vllm_args_argument,
 )
+from ragcache_core.errors import TokenizerUnavailableError
 from ragcache_core.prompt import PromptLayout, check_prompt_fits
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine, Generation
+    from ragcache_core.client.generation import Prompt
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.types import RetrievalUpdate
 
@@ -146,8 +148,12 @@ def _answer(
 ) -> Generation:
     from ragcache_core.client.generation import whole
 
-    prompt = layout.render(engine.tokenizer, found.documents, question)
-    check_prompt_fits(len(prompt.token_ids), engine.max_model_len, max_tokens or 1)
+    prompt: Prompt
+    try:
+        prompt = layout.render(engine.tokenizer, found.documents, question)
+        check_prompt_fits(len(prompt.token_ids), engine.max_model_len, max_tokens or 1)
+    except TokenizerUnavailableError:  # the server tokenises; which tokens are which document stays unknown
+        prompt = layout.messages(found.documents, question)
     chunks = []
     for chunk in engine.stream(prompt, max_tokens=max_tokens or _DEFAULT_MAX_TOKENS, temperature=temperature):
         chunks.append(chunk)

@@ -32,7 +32,7 @@ _POLL_S = 1.0
 @api_key_option
 @click.option("--kv-cache-bytes", metavar="SIZE", help="KV memory of the engine, as 512MiB. [default: vLLM's choice]")
 @click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]")
-@click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache's own cache.")
+@click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache's connector.")
 @tokenizer_option
 @click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a death.")
 @click.option(

@@ -12,7 +12,7 @@ from pathlib import Path
 import platformdirs
 
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import ConfigError, EngineError, EngineStartError
+from ragcache_core.errors import ConfigError, EngineStartError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _RESERVED = {
@@ -23,6 +23,9 @@ _RESERVED = {
     "kv_transfer_config": "cache=, which sets it",
 }
 _MAX_LOGS = 50
+CPU_KV_CACHE_BYTES_ENV = "RAGCACHE_CPU_KV_CACHE_BYTES"
+"""Tells the server how much KV memory to take where it runs on a CPU and nobody said how much: vLLM would take 92 % of
+the machine's memory, and refuse to start where less is free."""
 _CONNECTOR = {
     "kv_connector": "DocumentConnector",
     "kv_connector_module_path": "ragcache_core.vllm_plugin.connector",
@@ -103,9 +106,10 @@ def check_extra_args(extra_args: Sequence[str]) -> None:
             raise ConfigError(f"{argument} cannot be passed to vLLM directly: use {_RESERVED[name]}")
 
 
-def server_environment(api_key: str, extra: Mapping[str, str] | None) -> dict[str, str]:
+def server_environment(api_key: str, cache: CacheConfig | None, extra: Mapping[str, str] | None) -> dict[str, str]:
     """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
-    return {**os.environ, "VLLM_API_KEY": api_key, "PYTHONUNBUFFERED": "1", **(extra or {})}
+    default = {} if cache is None or cache.kv_cache_bytes is not None else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
+    return {**os.environ, **default, "VLLM_API_KEY": api_key, "PYTHONUNBUFFERED": "1", **(extra or {})}
 
 
 def new_log_path(port: int) -> Path:
@@ -114,15 +118,3 @@ def new_log_path(port: int) -> Path:
     for old in sorted(folder.glob("engine-*.log"))[: -_MAX_LOGS + 1]:
         old.unlink(missing_ok=True)
     return folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
-
-
-def context_window(card: Mapping[str, object], base_url: str) -> int:
-    """Return the tokens of the context window, from the server's model card.
-
-    Raises:
-        EngineError: what answers is not a vLLM server.
-    """
-    match card.get("max_model_len"):
-        case int(tokens) if tokens > 0:
-            return tokens
-    raise EngineError(f"what answers at {base_url} is no vLLM server: its model card names no max_model_len")

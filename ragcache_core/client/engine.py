@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
-import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any, Self
 import httpx
 import openai
 
-from ragcache_core.client.arguments import context_window
 from ragcache_core.client.failures import translate_errors
 from ragcache_core.client.generation import (
     AnswerReader,
@@ -25,6 +24,7 @@ from ragcache_core.client.generation import (
     streamed_body,
     whole,
 )
+from ragcache_core.client.handshake import Handshake
 from ragcache_core.client.launch import launch_server
 from ragcache_core.client.metrics import parse_metrics
 from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, plan_rendered, server_renders
@@ -39,7 +39,8 @@ from ragcache_core.stats import EngineStats
 from ragcache_core.types import Document
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_open_engines: set[Engine] = set()
+"""Engines that own a server, until they are closed: the end of the program closes them."""
 
 
 class Engine:
@@ -83,18 +84,19 @@ class Engine:
             base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
         )
         self._remembered = RememberedDocuments()
-        self._closed = False
+        self._closing = threading.Lock()
+        _open_engines.add(self)
         try:
-            with translate_errors():
-                card = self._openai.models.list().data[0].model_dump()
-            self.model: str = card["id"]
-            self.max_model_len: int = context_window(card, base_url)
-            root = str(card.get("root") or self.model)
-            self._tokenizer = checked_tokenizer(lambda: tokenizer(root), self._server_token_ids)
+            server = Handshake(self._http, base_url, api_key)
+            card = server.model_card()
+            self.model: str = card.name
+            self.max_model_len: int = card.max_model_len
+            self._tokenizer = checked_tokenizer(
+                lambda: tokenizer(card.root), lambda messages: server.token_ids(card.name, messages)
+            )
         except BaseException:
             self.close()
             raise
-        _open_engines.add(self)
 
     @classmethod
     def launch(
@@ -197,7 +199,8 @@ class Engine:
         """
         base_url = url.rstrip("/").removesuffix("/v1") + "/v1"
         try:
-            httpx.get(f"{base_url.removesuffix('/v1')}/health", timeout=timeout_s)
+            with httpx.Client(transport=httpx.HTTPTransport(), timeout=timeout_s) as client:
+                client.get(f"{base_url.removesuffix('/v1')}/health")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise EngineUnreachableError(
                 f"no engine answers at {url} ({error}): is the server running, and the URL right?"
@@ -341,14 +344,18 @@ class Engine:
         return self._supervisor.pid if self._supervisor is not None else None
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Close the connections, and end a launched server with everything it started. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._transport.close()
-        self._async_transport.close()
-        if self._supervisor is not None:
-            self._supervisor.close(grace_s)
+        """Close the connections, and end a launched server with everything it started.
+
+        May be called twice, by several threads (each returns when it is done), and again after an interruption.
+        """
+        with self._closing:
+            self._async_transport.close()
+            try:
+                self._transport.close()
+            finally:
+                if self._supervisor is not None:
+                    self._supervisor.close(grace_s)
+            _open_engines.discard(self)
 
     async def aclose(self) -> None:
         """Do :meth:`close` without blocking the event loop."""
@@ -386,15 +393,6 @@ class Engine:
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
         return plan, streamed_body(prompt, plan, settings)
 
-    def _server_token_ids(self, messages: Sequence[ChatMessage]) -> list[int] | None:
-        """Return the server's own token ids of ``messages``, or ``None`` if it does not say."""
-        response = self._http.post(
-            f"{self.base_url.removesuffix('/v1')}/tokenize",
-            json={"model": self.model, "messages": list(messages)},
-            headers={"Authorization": f"Bearer {self.api_key}"},
-        )
-        return list(response.json()["tokens"]) if response.status_code == 200 else None
-
     def _metrics_url(self) -> str:
         return f"{self.base_url.removesuffix('/v1')}/metrics"
 
@@ -405,6 +403,9 @@ class Engine:
 def _close_result(launching: asyncio.Future[Any]) -> None:
     if not launching.cancelled() and launching.exception() is None:
         threading.Thread(target=launching.result().close, name="ragcache-close").start()
+
+
+os.register_at_fork(after_in_child=_open_engines.clear)  # a fork does not own its parent's servers
 
 
 @atexit.register

@@ -65,6 +65,8 @@ def translated(error: Exception) -> RAGCacheError:
             return RequestRejectedError(f"the engine refused the request: {message}")
         case openai.LengthFinishReasonError():
             return RequestRejectedError("the answer was cut by max_tokens before it was whole: raise max_tokens")
+        case httpx.HTTPStatusError():
+            return EngineError(f"the engine at {_address(error)} answered {error.response.status_code}: {message}")
         case httpx.HTTPError():
             return EngineDiedError(f"the connection to the engine broke during an answer ({message}): ask again")
     if says_engine_died(message):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.client.plan import RequestPlan, merge_bodies
+from ragcache_core.errors import EngineDiedError
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
 from ragcache_core.stats import RequestStats
 
@@ -59,7 +60,7 @@ class AnswerReader:
         self._started_s = time.perf_counter()
         self._ttft_s: float | None = None
         self._usage: dict[str, Any] | None = None
-        self._finish_reason = "stop"
+        self._finish_reason: str | None = None
 
     def read(self, event: Any) -> GenerationChunk | None:
         """Return the piece of text that an event of the OpenAI SDK brings, if it brings any."""
@@ -78,7 +79,13 @@ class AnswerReader:
         return GenerationChunk(text)
 
     def last(self) -> GenerationChunk:
-        """Return the chunk that ends the answer."""
+        """Return the chunk that ends the answer.
+
+        Raises:
+            EngineDiedError: the stream ended before the answer did.
+        """
+        if self._finish_reason is None:
+            raise EngineDiedError("the engine's answer ended in the middle: ask again")
         total_s = time.perf_counter() - self._started_s
         stats = self._plan.stats(self._usage, ttft_s=self._ttft_s, total_s=total_s)
         return GenerationChunk("", self._finish_reason, stats)

@@ -76,7 +76,7 @@ def launch_server(
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
         *("--disable-uvicorn-access-log", *cache_arguments(cache), *settings, *extra_args),
     ]
-    environment = server_environment(api_key, env)
+    environment = server_environment(api_key, cache, env)
     log = log_path or new_log_path(port)
     address = f"http://{_reachable(host)}:{port}"
     template = vllm_args.get("chat_template")

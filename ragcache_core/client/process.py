@@ -25,6 +25,7 @@ from ragcache_core.errors import EngineStartError
 
 SERVER_MODULE = "ragcache_core.vllm_plugin.server"
 GRACE_S = 20.0
+_KILL_POLL_S = 0.05
 _MAX_LAST_WORDS = 400
 _LAST_LINES = 3
 _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|error): .")
@@ -63,7 +64,9 @@ class ServerProcess:
         Raises:
             EngineStartError: the log file cannot be written.
         """
-        self.log_path = log_path
+        self.log_path = log_path = log_path.absolute()
+        self._owner_pid = os.getpid()
+        self._is_gone = False
         try:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             log = log_path.open("ab")
@@ -90,15 +93,19 @@ class ServerProcess:
         return self._popen.poll()
 
     def log_text(self) -> str:
-        """Return what this run has logged so far."""
-        with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
+        """Return what this run has logged so far; nothing if somebody removed the log."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read().decode(errors="replace")
+        except OSError:
+            return ""
 
     def last_words(self) -> str:
         """Return why it ended as far as its log tells, in one line, with the path of the log."""
         lines = [line.strip() for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
         errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(_unprefixed(line))]
+        errors = [i for i in errors if "See root cause above" not in lines[i]] or errors
         begin = errors[-1] if errors else max(len(lines) - 1, 0)
         said = " ".join(map(_unprefixed, lines[begin : begin + _LAST_LINES])) or "it logged nothing"
         return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
@@ -108,7 +115,12 @@ class ServerProcess:
         return self._popen.wait()
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """End the whole tree: SIGTERM, then after ``grace_s`` SIGKILL. Returns once all of it is gone. Idempotent."""
+        """End the whole tree: SIGTERM, then after ``grace_s`` SIGKILL. Returns once all of it is gone.
+
+        May be repeated. A fork of the owner does not own the server: there it does nothing.
+        """
+        if not self._is_ours():
+            return
         if self._popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._popen.send_signal(signal.SIGTERM)
@@ -117,11 +129,18 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the whole tree now. Returns once all of it is gone. Idempotent."""
+        """End the whole tree now. Returns once all of it is gone; may be repeated."""
+        if not self._is_ours():
+            return
+        self._popen.poll()
         kill_session(self._popen.pid)
         self._popen.wait()
         if self._popen.stdin is not None:
             self._popen.stdin.close()
+        self._is_gone = True  # from here on the number may be another process's
+
+    def _is_ours(self) -> bool:
+        return not self._is_gone and os.getpid() == self._owner_pid
 
 
 def _unprefixed(line: str) -> str:
@@ -130,32 +149,57 @@ def _unprefixed(line: str) -> str:
 
 
 def kill_session(session_id: int, timeout_s: float = 10.0) -> None:
-    """Kill every process of a session and wait until they are gone; resource trackers end by themselves."""
-    deadline = time.monotonic() + timeout_s
+    """Kill every process of a session but the calling one, and wait until they are gone.
+
+    Resource trackers are left to end by themselves: they do so when the others are gone (the calling one too, if it is
+    of that session), after they have unlinked their shared memory. Those that are left after ``timeout_s`` are killed.
+    """
+    deadline_s = time.monotonic() + timeout_s
     while members := _session_members(session_id):
-        for process in members:
-            with contextlib.suppress(psutil.Error):
-                if not _is_resource_tracker(process):
-                    process.kill()
-        if time.monotonic() > deadline:
-            for process in members:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            break
-        psutil.wait_procs(members, timeout=0.2)
+        is_late = time.monotonic() > deadline_s
+        doomed = members if is_late else [p for p in members if not _is_resource_tracker(p)]
+        if not doomed and os.getsid(0) == session_id:
+            return
+        _signal_all(doomed, signal.SIGKILL)
+        if is_late:
+            return
+        time.sleep(_KILL_POLL_S)
+
+
+def terminate_session(session_id: int, grace_s: float) -> None:
+    """Ask every process of a session but the calling one to end; return when they have, or after ``grace_s``."""
+    deadline_s = time.monotonic() + grace_s
+    _signal_all([p for p in _session_members(session_id) if not _is_resource_tracker(p)], signal.SIGTERM)
+    while time.monotonic() < deadline_s:
+        if all(map(_is_resource_tracker, _session_members(session_id))):
+            return
+        time.sleep(_KILL_POLL_S)
+
+
+def _signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
 
 
 def _session_members(session_id: int) -> list[psutil.Process]:
     members = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
-            if os.getsid(process.pid) == session_id and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.pid != os.getpid()
+                and os.getsid(process.pid) == session_id
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 members.append(process)
     return members
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
-    return any("resource_tracker" in part for part in process.cmdline())
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return True  # it is gone
 
 
 def _family(host: str) -> socket.AddressFamily:

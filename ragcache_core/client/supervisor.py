@@ -15,6 +15,8 @@ from ragcache_core.errors import EngineClosedError, EngineStartError
 
 _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 5.0
+_MAX_SLOW_CHECKS = 3
+"""A server that is busy may be slow to say that it is well; so many times in a row it counts as dead."""
 
 
 class Supervisor:
@@ -52,8 +54,15 @@ class Supervisor:
         self._alive_at_s = 0.0
         self._suspected_at_s = 0.0
         self._why_gone = ""
+        self._num_slow_checks = 0
         self._process: ServerProcess | None = None
-        self._run_once(progress)
+        # Loopback: no proxy of the environment, no certificates.
+        self._http = httpx.Client(transport=httpx.HTTPTransport(verify=False), timeout=_HEALTH_TIMEOUT_S)
+        try:
+            self._run_once(progress)
+        except BaseException:
+            self._http.close()
+            raise
         self._thread = threading.Thread(target=self._watch, name="ragcache-supervisor", daemon=True)
         self._thread.start()
 
@@ -86,24 +95,28 @@ class Supervisor:
         return self._alive_at_s > monotonic_s
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """End the server and everything it started. Idempotent."""
+        """End the server and everything it started. Idempotent; an interrupted call can be repeated."""
         self._closing.set()
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
         assert self._process is not None
-        self._process.stop(grace_s)
-        self._health = Health.GONE
-        self._why_gone = "the engine was closed: launch or connect again"
+        try:
+            self._process.stop(grace_s)
+        finally:
+            self._give_up("the engine was closed: launch or connect again")
+            self._http.close()
 
     def _watch(self) -> None:
-        while not self._closing.is_set():
-            self._wake.wait(_POLL_S)
-            self._wake.clear()
-            if self._has_died() and not self._closing.is_set():
-                self._restart()
-                if self._health is Health.GONE:
-                    return
+        try:
+            while not self._closing.is_set() and self._health is not Health.GONE:
+                self._wake.wait(_POLL_S)
+                self._wake.clear()
+                if self._has_died() and not self._closing.is_set():
+                    self._restart()
+        except BaseException as error:  # whoever waits for a restart must hear that there is none
+            self._give_up(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
+            raise
 
     def _has_died(self) -> bool:
         assert self._process is not None
@@ -111,16 +124,27 @@ class Supervisor:
             return True
         with self._lock:
             suspected = self._suspected_at_s > self._alive_at_s
-        return suspected and not self._answers()
+        return suspected and self._fails_its_check()
+
+    def _fails_its_check(self) -> bool:
+        try:
+            return not self._answers()
+        except httpx.TimeoutException:
+            self._num_slow_checks += 1
+            return self._num_slow_checks >= _MAX_SLOW_CHECKS
 
     def _answers(self) -> bool:
+        """Return whether the server says that it is well; a slow one raises ``httpx.TimeoutException``."""
         asked_at_s = time.monotonic()
         try:
-            alive = httpx.get(self._health_url, timeout=_HEALTH_TIMEOUT_S).status_code == 200
-        except httpx.HTTPError:
+            alive = self._http.get(self._health_url).status_code == 200
+        except httpx.TimeoutException:
+            raise
+        except (httpx.HTTPError, OSError):
             return False
         if alive:
             self._alive_at_s = asked_at_s
+            self._num_slow_checks = 0
         return alive
 
     def _restart(self) -> None:
@@ -133,7 +157,7 @@ class Supervisor:
             return
         try:
             self._run_once(LoadProgress.silent())
-        except (EngineStartError, EngineClosedError) as error:
+        except (EngineStartError, EngineClosedError, OSError) as error:
             self._give_up(f"{died}. Its restart failed: {error}")
 
     def _give_up(self, why: str) -> None:
@@ -153,9 +177,15 @@ class Supervisor:
             self._run += 1
             self._health = Health.READY
 
+    def _is_ready(self) -> bool:
+        try:
+            return self._answers()
+        except httpx.TimeoutException:
+            return False
+
     def _wait_until_ready(self, process: ServerProcess, progress: LoadProgress) -> None:
         deadline_s = time.monotonic() + self._startup_timeout_s
-        while not self._answers():
+        while not self._is_ready():
             if process.returncode is not None:
                 raise EngineStartError(
                     f"the engine ended with exit status {process.returncode} before it was ready: "

@@ -74,6 +74,12 @@ class _Attempt:
         self._failed_at_s = time.monotonic()
         self._watch.suspect(self._run)
 
+    def check_time(self, request: httpx.Request) -> None:
+        """Give up waiting for a restart when the request's own read timeout is over."""
+        timeout_s = request.extensions.get("timeout", {}).get("read")
+        if timeout_s is not None and time.monotonic() - self._failed_at_s > timeout_s:
+            raise httpx.ReadTimeout(f"the engine was not back after {timeout_s:g} s", request=request)
+
     def may_retry(self) -> bool:
         """Return whether the server is there (again); raise if it never will be."""
         assert self._watch is not None
@@ -126,6 +132,7 @@ class RetryingTransport(httpx.BaseTransport):
             except _BROKEN as error:
                 attempt.failed(error)
             while not attempt.may_retry():
+                attempt.check_time(request)
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -140,12 +147,16 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
     def __init__(self, watch: ServerWatch | None = None) -> None:
         self._watch = watch
         self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncHTTPTransport] = WeakKeyDictionary()
+        self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per event loop
         self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if self._closed:
             raise EngineClosedError("the engine was closed: launch or connect again")
-        inner = self._inner.setdefault(asyncio.get_running_loop(), httpx.AsyncHTTPTransport(limits=_ASYNC_LIMITS))
+        loop = asyncio.get_running_loop()
+        inner = self._inner.get(loop)
+        if inner is None:
+            inner = self._inner[loop] = httpx.AsyncHTTPTransport(limits=_ASYNC_LIMITS, verify=self._tls)
         await request.aread()
         attempt = _Attempt(self._watch)
         while True:
@@ -164,7 +175,8 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
                 return response
             except _BROKEN as error:
                 attempt.failed(error)
-            while not attempt.may_retry():  # noqa: ASYNC110 (the server's owner is a thread)
+            while not attempt.may_retry():
+                attempt.check_time(request)
                 await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:

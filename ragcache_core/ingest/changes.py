@@ -46,18 +46,26 @@ def compare(documents: Iterable[Document], stored: StoredDocuments) -> Changes:
     """Return what ``documents`` change in a store. Stored documents of other files are none of their business."""
     documents = tuple(documents)
     read_ids = {document.doc_id for document in documents}
-    read_texts = {_whole(doc_id) for doc_id in read_ids}
+    read_texts = {_text_of(document) for document in documents}
     stored_ids = set(stored.ids())
     before = {d.doc_id: d for d in stored.get([d.doc_id for d in documents if d.doc_id in stored_ids])}
     new = tuple(document for document in documents if document.doc_id not in stored_ids)
     changed = tuple(d for d in documents if d.doc_id in before and not _same(d, before[d.doc_id]))
-    left_over = sorted(doc_id for doc_id in stored_ids - read_ids if _whole(doc_id) in read_texts)
+    names = {name for _, name in read_texts}
+    suspects = sorted(i for i in stored_ids - read_ids if i in names or _CHUNK.sub("", i) in names)
+    left_over = [d.doc_id for d in stored.get(suspects) if _text_of(d) in read_texts]
     return Changes(new, changed, tuple(left_over), len(documents) - len(new) - len(changed))
 
 
-def _whole(doc_id: DocId) -> DocId:
-    """Return the id that the text of a chunk would have as one document."""
-    return _CHUNK.sub("", doc_id)
+def _text_of(document: Document) -> tuple[object, DocId]:
+    """Return which text a document is a chunk of: its file, and the id that the text has as one document.
+
+    An id may end in ``#7`` by itself: the chunk's own number tells.
+    """
+    number = document.metadata.get("chunk")
+    suffix = f"#{number}"
+    name = document.doc_id.removesuffix(suffix) if number is not None else document.doc_id
+    return document.metadata.get("source"), name
 
 
 def _same(one: Document, other: Document) -> bool:

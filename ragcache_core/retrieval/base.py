@@ -36,6 +36,7 @@ class IndexOptions:
     """How a store indexes its vectors, recorded in the manifest.
 
     ``nlist`` and ``nprobe`` (IVF), ``pq_m`` (bytes of a PQ code): ``None`` chooses from the number of vectors.
+    ``ef_search`` (HNSW) is the least number of candidates: ``k`` documents are searched with ``max(ef_search, k)``.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -70,6 +71,7 @@ class IndexOptions:
 
     @property
     def is_similarity(self) -> bool:
+        """Whether larger scores are nearer."""
         return self.metric == "ip"
 
 

@@ -97,11 +97,27 @@ def _can_be_stored(doc_id: object) -> bool:
         return False
 
 
+def _check_keys(metadata: dict[str, object]) -> None:
+    """Raise TypeError for a key that JSON would turn into a text."""
+    values: list[object] = [metadata]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    raise TypeError(f"the key {key!r} is not a str")
+            values.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            values.extend(value)
+
+
 def _metadata_json(document: Document) -> str:
     try:
         if not isinstance(document.metadata, Mapping):
             raise TypeError(f"{type(document.metadata).__name__} is not a mapping")
-        return json.dumps(dict(document.metadata), allow_nan=False)
+        text = json.dumps(dict(document.metadata), allow_nan=False)
+        _check_keys(dict(document.metadata))
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise DocumentError(
             f"the metadata of document {document.doc_id!r} is not plain JSON ({error}): convert it first"

@@ -44,16 +44,22 @@ class TrainableEmbedder(Embedder, Protocol):
     """An embedder that learns from documents. The store fits a copy of it and keeps its state."""
 
     @property
-    def is_fitted(self) -> bool: ...
+    def is_fitted(self) -> bool:
+        """Whether it has seen documents, and can embed."""
+        ...
 
-    def fit(self, texts: Sequence[str]) -> Self: ...
+    def fit(self, texts: Sequence[str]) -> Self:
+        """Return an embedder that has learned from ``texts``."""
+        ...
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Return what was learnt as plain arrays (no objects)."""
         ...
 
     @classmethod
-    def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Self: ...
+    def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Self:
+        """Return the embedder whose state was saved."""
+        ...
 
 
 class PrecomputedEmbedder:
@@ -65,9 +71,11 @@ class PrecomputedEmbedder:
         self.dimension = dimension
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        """Refuse: its vectors come with the documents."""
         raise ConfigError("this store has no embedder: call add(documents, embeddings=...)")
 
     def embed_query(self, text: str) -> Vectors:
+        """Refuse: its vectors come with the queries."""
         raise ConfigError("this store has no embedder: call search_vector, or make the store with an embedder")
 
 

@@ -76,8 +76,8 @@ def load_index(folder: Path, manifest: Manifest, documents: DocumentTable) -> tu
     """
     if manifest.dimension is None or not len(documents):
         return None, 0
-    live = documents.live_ids()
     if manifest.index is None:
+        live = documents.live_ids()
         return build_index(live, documents.vectors(live, manifest.dimension), manifest.options), len(live)
     path = verify_file(folder, manifest.index.file, _CURE)
     try:
@@ -85,7 +85,7 @@ def load_index(folder: Path, manifest: Manifest, documents: DocumentTable) -> tu
         index = _wrap(native, manifest.index, manifest.options)
     except (RuntimeError, MemoryError, TypeError, AttributeError) as error:
         raise StoreCorruptError(f"{path} cannot be read ({error}): {_CURE}") from error
-    saved = index.ids()
+    saved, live = index.ids(), documents.live_ids()  # only now: a writer may soon remove the file
     gone, missing = np.setdiff1d(saved, live), np.setdiff1d(live, saved)
     changed = index.without(gone) if len(gone) else index
     if changed is None or is_outgrown(changed, len(live)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +10,17 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from ragcache_core.errors import EmbedderMismatchError, StoreCorruptError
+from ragcache_core.errors import EmbedderMismatchError, StoreCorruptError, StoreError
 from ragcache_core.retrieval.adapters import MiniLMEmbedder
 from ragcache_core.retrieval.documents import DocumentTable, SegmentFile
 from ragcache_core.retrieval.embed import Embedder, PrecomputedEmbedder, TrainableEmbedder
 from ragcache_core.retrieval.indexing import load_index
-from ragcache_core.retrieval.manifest import Manifest, read_manifest, verify_file
+from ragcache_core.retrieval.manifest import FileEntry, Manifest, read_manifest, verify_file
 from ragcache_core.retrieval.snapshot import Snapshot
 from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
 
-_ATTEMPTS = 5
+_PATIENCE_S = 30.0
+_PAUSE_S = 0.005
 
 
 def load_snapshot(
@@ -28,19 +30,29 @@ def load_snapshot(
 
     Raises:
         StoreNotFoundError, StoreCorruptError, StoreVersionError, EmbedderMismatchError
+        StoreError: each state was replaced before it was read, for half a minute.
     """
-    for attempt in range(_ATTEMPTS):
+    deadline = time.monotonic() + _PATIENCE_S
+    opened: dict[FileEntry, SegmentFile] = {}  # a newer state has most of the older one's: each attempt is shorter
+    failed: int | None = None
+    while True:
         manifest = read_manifest(folder)
         try:
             embedder = choose_embedder(manifest)
-            documents = DocumentTable([(entry, SegmentFile.open(folder, entry)) for entry in manifest.segments])
+            for entry in manifest.segments:
+                if entry.file not in opened:
+                    opened[entry.file] = SegmentFile.open(folder, entry)
+            documents = DocumentTable([(entry, opened[entry.file]) for entry in manifest.segments])
             shown = replace(manifest, index=None) if rebuild_index else manifest
             index, num_unsaved = load_index(folder, shown, documents)
             return Snapshot(shown, documents, index, embedder, num_unsaved)
-        except StoreCorruptError:
-            if attempt == _ATTEMPTS - 1 or read_manifest(folder).generation == manifest.generation:
+        except StoreCorruptError as error:
+            if manifest.generation == failed:
                 raise
-    raise AssertionError("unreachable")
+            failed = manifest.generation
+            if time.monotonic() > deadline and read_manifest(folder).generation != failed:
+                raise StoreError(f"{folder} is being changed too fast: try again") from error
+            time.sleep(_PAUSE_S)
 
 
 def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> Embedder:

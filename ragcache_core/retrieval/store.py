@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,7 @@ from ragcache_core.retrieval.embed import Embedder, as_embedder, check_query
 from ragcache_core.retrieval.manifest import (
     MANIFEST_NAME,
     Manifest,
+    flush_folder,
     lock_folder,
     read_manifest,
     saving,
@@ -45,6 +46,8 @@ class DocumentStore:
     number read. All methods may be called from several threads and event loops at once. ``add`` and ``delete`` are
     atomic and durable: when they return, a crash cannot undo them; when they raise, nothing has changed.
 
+    A handle belongs to the process that made it: in a forked child it can only be closed, which leaves the store alone.
+
     A search keeps the state it began with. Every change copies the index in memory, so add in batches, not one by one.
     """
 
@@ -54,7 +57,9 @@ class DocumentStore:
         self._snapshot = snapshot
         self._writer = writer
         self._lock = lock
-        self._changing = threading.Lock()
+        self._process = os.getpid()
+        self._changing = threading.RLock()
+        self._is_changing = False  # by the thread that holds the lock
         self._is_closed = False
         self._threads = SearchThreads(str(folder))
         self._prepare_index()
@@ -79,7 +84,7 @@ class DocumentStore:
 
         ``embedder`` is one of ours, a LangChain ``Embeddings`` or a LlamaIndex ``BaseEmbedding``; by default the
         built-in one, which is fitted on the first documents that are added. What is ``None`` is chosen from the number
-        of documents.
+        of documents. HNSW looks among ``max(ef_search, k)`` candidates.
 
         Raises:
             ConfigError: a setting that cannot work. StoreExistsError: there is one already.
@@ -87,11 +92,15 @@ class DocumentStore:
         """
         options = IndexOptions(index, metric, encoding, nlist, nprobe, pq_m, hnsw_m, ef_construction, ef_search)
         chosen: Embedder = TfidfSvdEmbedder() if embedder is None else as_embedder(embedder)
-        folder = Path(path)
+        folder = Path(path).absolute()  # the process may change its working directory
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is a file: choose a folder for the store")
         with saving(folder):
+            missing = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
+            for made in missing:
+                with suppress(PermissionError):  # a parent that may not be read
+                    flush_folder(made.parent)
         lock = lock_folder(folder)
         try:
             if (folder / MANIFEST_NAME).exists() or any(folder.glob("documents-*.sqlite")):
@@ -121,7 +130,7 @@ class DocumentStore:
         Raises:
             StoreNotFoundError, StoreCorruptError, StoreVersionError, StoreLockedError, EmbedderMismatchError
         """
-        folder = Path(path)
+        folder = Path(path).absolute()  # the process may change its working directory
         given = None if embedder is None else as_embedder(embedder)
         if read_only or not (folder / MANIFEST_NAME).exists():  # the second: for its error
             snapshot = load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)
@@ -136,14 +145,20 @@ class DocumentStore:
             raise
 
     def close(self) -> None:
-        """Finish running searches, save the index and let others write. May be called twice."""
-        with self._changing:
-            if self._is_closed:
-                return
+        """Finish running searches, save the index and let others write. May be called twice.
+
+        An interrupt lets others write at once; what runs still is waited for by the next call.
+        """
+        if os.getpid() != self._process:  # the lock and the files are the parent's
             self._is_closed = True
-            self._threads.close()
+            return
+        with self._changing:
+            self._check_not_changing()
+            self._is_closed = True
+            is_owner = self._lock is not None and self._lock.is_locked
             try:
-                if self._writer is not None and self._snapshot.num_unsaved:
+                self._threads.close()
+                if self._writer is not None and is_owner and self._snapshot.num_unsaved:
                     self._writer.save_index(self._current())
             except StoreError as error:
                 _logger.warning("the index was not saved and will be brought up to date when it is opened: %s", error)
@@ -202,8 +217,7 @@ class DocumentStore:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size!r}: give a whole number of at least 1")
         batch = list(documents)
-        with self._changing:
-            writer = self._writable()
+        with self._change() as writer:
             if batch:
                 changed = writer.add(
                     self._current(),
@@ -223,11 +237,26 @@ class DocumentStore:
             UnknownDocumentError: one of them is not stored; nothing was removed. StoreFullError, StoreError
         """
         wanted = list(dict.fromkeys([doc_ids] if isinstance(doc_ids, str) else doc_ids))
-        with self._changing:
-            writer = self._writable()
+        with self._change() as writer:
             if wanted:
                 snapshot = self._current()
                 self._publish(writer.delete(snapshot, self._find(snapshot, wanted).values()))
+
+    @contextmanager
+    def _change(self) -> Iterator[Writer]:
+        """Let one thread at a time change the store."""
+        self._writable()  # in a forked child the lock may never become free
+        with self._changing:
+            self._check_not_changing()
+            try:
+                self._is_changing = True
+                yield self._writable()
+            finally:
+                self._is_changing = False
+
+    def _check_not_changing(self) -> None:
+        if self._is_changing:
+            raise StoreError(f"{self._folder} is being changed by this very call: change or close it when that is done")
 
     def _writable(self) -> Writer:
         self._check_open()
@@ -249,7 +278,8 @@ class DocumentStore:
     def _prepare_index(self) -> None:
         prepare = getattr(self._snapshot.index, "prepare", None)
         if prepare is not None:
-            self._threads.submit(prepare)
+            with suppress(StoreError):  # no thread to be had: the first staged search prepares it
+                self._threads.submit(prepare)
 
     # Looking up
 
@@ -282,12 +312,16 @@ class DocumentStore:
         return len(self._snapshot.documents)
 
     def __contains__(self, doc_id: object) -> bool:
+        self._check_process()
         return isinstance(doc_id, str) and bool(self._snapshot.documents.find([doc_id]))
 
     # Searching
 
     def search(self, query: str, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
         """Return the ``k`` nearest documents: the answer of the unmodified index, in one stage.
+
+        An HNSW index is searched with ``efSearch = max(ef_search, k)``, more while deleted documents are in its graph,
+        and its answer is that of the unmodified index with this value.
 
         With ``where``, the nearest that it accepts: more and more neighbours are looked at until ``k`` pass, and at
         last all documents, so that fewer than ``k`` come back only where fewer match.
@@ -362,7 +396,10 @@ class DocumentStore:
 
     @property
     def faiss_index(self) -> Any:
-        """The unmodified Faiss index of this moment, or ``None``. Its ids are internal. Do not change it."""
+        """The unmodified Faiss index of this moment, or ``None``. Its ids are internal. Do not change it.
+
+        To compare with :meth:`search`, search an HNSW index with ``efSearch = max(ef_search, k)``.
+        """
         index = self._snapshot.index
         return None if index is None else index.native
 
@@ -374,6 +411,11 @@ class DocumentStore:
         """Return what the store holds now."""
         return self._snapshot.stats()
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise StoreError(f"{self._folder} was opened before a fork: open it again in this process")
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._is_closed:
             raise closed_error(str(self._folder))

@@ -64,6 +64,7 @@ class TfidfSvdEmbedder:
 
     @property
     def is_fitted(self) -> bool:
+        """Whether it has seen documents, and can embed."""
         return self._buckets is not None
 
     def fit(self, texts: Sequence[str]) -> TfidfSvdEmbedder:

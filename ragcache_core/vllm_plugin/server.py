@@ -7,9 +7,7 @@ Run as ``python -m ragcache_core.vllm_plugin.server <arguments of vLLM's server>
 from __future__ import annotations
 
 import os
-import signal
 import threading
-import time
 
 _OWNER_POLL_S = 1.0
 _GRACE_S = 15.0
@@ -19,7 +17,7 @@ def end_with_owner(stdin_fd: int = 0) -> threading.Thread:
     """Start a thread that ends this process when its owner is gone, and return it.
 
     The owner is gone when standard input is at its end, or when our parent is no longer the process that started us
-    (a fork of the owner may keep the pipe open). We get SIGTERM, and after a grace period the session is killed.
+    (a fork of the owner may keep the pipe open). See :func:`end_session`.
     """
     owner_pid = os.getppid()
     gone = threading.Event()
@@ -36,16 +34,27 @@ def end_with_owner(stdin_fd: int = 0) -> threading.Thread:
         while not gone.wait(_OWNER_POLL_S):
             if os.getppid() != owner_pid:
                 break
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_GRACE_S)
-        from ragcache_core.client.process import kill_session
-
-        kill_session(os.getsid(0))
+        # Not a daemon: if the main thread ends first, the interpreter waits for it.
+        threading.Thread(target=end_session, name="ragcache-end", daemon=False).start()
 
     threading.Thread(target=read_until_closed, name="ragcache-owner-pipe", daemon=True).start()
     watcher = threading.Thread(target=watch, name="ragcache-owner-watch", daemon=True)
     watcher.start()
     return watcher
+
+
+def end_session() -> None:
+    """End all of this process's session, and then this process: does not return.
+
+    A main process that gets SIGTERM while vLLM loads ignores it, or dies of it and leaves its children behind. So the
+    others go first: SIGTERM, after a grace period SIGKILL.
+    """
+    from ragcache_core.client.process import kill_session, terminate_session
+
+    session_id = os.getsid(0)
+    terminate_session(session_id, _GRACE_S)
+    kill_session(session_id)
+    os._exit(0)
 
 
 def main() -> None:

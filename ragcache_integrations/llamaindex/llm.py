@@ -214,10 +214,6 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return client if self._open_streams is None else self._open_streams.awatch(client)
 
 
-def _set_keys(body: Mapping[str, Any]) -> set[str]:
-    return {key for key, value in body.items() if value is not None}
-
-
 def _closing(responses: Iterator[_T], streams: OpenStreams) -> Generator[_T, None, None]:
     try:
         yield from responses

@@ -66,14 +66,17 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     @property
     def retriever(self) -> BaseRetriever:
+        """What finds the nodes."""
         return self._retriever
 
     @property
     def llm(self) -> LLM:
+        """What answers."""
         return self._llm
 
     @property
     def layout(self) -> PromptLayout:
+        """How the prompt is laid out."""
         return self._layout
 
     def _get_prompt_modules(self) -> PromptMixinType:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples import demo
+from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
 
@@ -35,7 +36,13 @@ def test_every_example_is_tested() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_a_table_for_people(name: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f"examples.{name}").main(["--url", engine.base_url])
-    assert capsys.readouterr().out.startswith("question ")
+    printed = capsys.readouterr().out
+    heads, *rows = printed[printed.index("question ") :].splitlines()
+    assert heads.split() == ["question", "answer", "ttft", "ms", "prompt", "cached"]
+    assert len(rows) >= 4
+    if name == "llamaindex_query_engine":
+        expected = [q["answer"] for q in demo_questions("single")[:3]]
+        assert all(answer in printed for answer in expected)
 
 
 def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(
@@ -52,6 +59,7 @@ def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(
         *(("langchain", 2), ("langchain", 20), ("llamaindex", 2), ("llamaindex", 20)),
     }
     for r in results:
+        assert r["warm_is_same"]
         assert r["ttft_s"] > 0
         assert r["warm_cached_tokens"] == (r["prompt_tokens"] - 1) // 32 * 32
         assert 0 <= r["cached_tokens"] <= r["warm_cached_tokens"]

@@ -16,11 +16,12 @@ from ragcache_core.client.arguments import (
     cache_arguments,
     check_extra_args,
     check_model,
-    context_window,
     new_log_path,
     vllm_arguments,
 )
 from ragcache_core.client.failures import translate_errors
+from ragcache_core.client.generation import AnswerReader
+from ragcache_core.client.handshake import Handshake
 from ragcache_core.client.metrics import parse_metrics
 from ragcache_core.client.plan import (
     RememberedDocuments,
@@ -30,7 +31,7 @@ from ragcache_core.client.plan import (
     plan_chat,
     server_renders,
 )
-from ragcache_core.client.process import check_port_free, free_port
+from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.progress import STAGES, LoadProgress
 from ragcache_core.client.tokenizer import checked_tokenizer
 from ragcache_core.config import CacheConfig
@@ -134,10 +135,43 @@ def test_an_unreachable_server_is_reported_with_its_address(url: str) -> None:
         Engine.connect(url, timeout_s=2)
 
 
-@pytest.mark.parametrize("card", [{}, {"max_model_len": None}, {"max_model_len": 0}])
-def test_what_is_not_a_vllm_server_is_refused(card: Mapping[str, object]) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        httpx.Response(200, html="<p>hello"),
+        httpx.Response(200, json={"data": []}),
+        httpx.Response(200, json=[]),
+        httpx.Response(200, json={"data": [{"id": "m"}]}),
+        httpx.Response(200, json={"data": [{"id": "m", "max_model_len": 0}]}),
+        httpx.Response(404),
+    ],
+)
+def test_what_is_not_a_vllm_server_is_refused(page: httpx.Response) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        page.request = request
+        return page
+
+    http = httpx.Client(transport=httpx.MockTransport(answer))
     with pytest.raises(EngineError, match="no vLLM server"):
-        context_window(card, "http://x/v1")
+        Handshake(http, "http://x/v1", "key").model_card()
+
+
+def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> None:
+    reader = AnswerReader(RequestPlan())
+    with pytest.raises(EngineDiedError, match="ended in the middle"):
+        reader.last()
+
+
+def test_a_server_whose_log_was_removed_has_no_last_words(tmp_path: Path) -> None:
+    process = ServerProcess(["--help"], env={}, log_path=tmp_path / "log")
+    try:
+        process.log_path.unlink()
+        assert process.log_text() == ""
+        assert "logged nothing" in process.last_words()
+    finally:
+        process.kill()
+    process.kill()
+    assert process.returncode is not None
 
 
 REQUEST = httpx.Request("POST", "http://host:1/v1/completions")

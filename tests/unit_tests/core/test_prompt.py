@@ -121,6 +121,14 @@ def test_a_format_without_its_placeholder_is_refused(settings: dict[str, str]) -
         PromptLayout(**settings)
 
 
+def test_a_document_that_the_static_prefix_quotes_is_found_where_it_is_shown() -> None:
+    layout = PromptLayout(static_prefix="Like this. Document: zor is big.")
+    prompt = layout.render(WordTokenizer(), [Document("zor", "zor is big.")], "Who?")
+    (span,) = [s for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
+    chars = WordTokenizer().encode(prompt.text).offsets[span.start][0]
+    assert chars >= prompt.text.index("<user>")
+
+
 def test_an_empty_question_is_refused() -> None:
     with pytest.raises(PromptError, match="question is empty"):
         PromptLayout().messages([], "  \n")

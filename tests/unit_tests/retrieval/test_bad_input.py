@@ -71,6 +71,12 @@ BAD_CALLS: dict[str, tuple[Callable[[DocumentStore], object], type[Exception], s
         errors.DocumentError,
         "plain JSON",
     ),
+    "metadata key": (lambda s: s.add([new, Document("x", "a", {1: "b"})]), errors.DocumentError, "key 1 is not a str"),  # type: ignore[dict-item]
+    "deep metadata key": (
+        lambda s: s.add([new, Document("x", "a", {"b": [{"c": {None: 1}}]})]),
+        errors.DocumentError,
+        "key None is not a str",
+    ),
     "metadata no mapping": (lambda s: s.add([new, Document("x", "a", [1])]), errors.DocumentError, "not a mapping"),  # type: ignore[arg-type]
     "NaN embedding": (
         lambda s: s.add([new, Document("x", "a")], embeddings=[[0] * 128, [float("nan")] * 128]),
