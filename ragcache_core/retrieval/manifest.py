@@ -252,6 +252,20 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock:
     return lock
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, and flush their names to the disk.
+
+    Raises:
+        StoreFullError, StoreError
+    """
+    with saving(folder):
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            with suppress(PermissionError):  # a parent that may not be read
+                flush_folder(made.parent)
+
+
 def flush_folder(folder: Path) -> None:
     """Flush the names of a folder's files to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)

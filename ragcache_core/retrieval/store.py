@@ -24,10 +24,9 @@ from ragcache_core.retrieval.embed import Embedder, as_embedder, check_query
 from ragcache_core.retrieval.manifest import (
     MANIFEST_NAME,
     Manifest,
-    flush_folder,
     lock_folder,
+    make_folder,
     read_manifest,
-    saving,
 )
 from ragcache_core.retrieval.opening import load_snapshot, match_embedder
 from ragcache_core.retrieval.snapshot import Filter, Snapshot, StoreStats
@@ -95,12 +94,7 @@ class DocumentStore:
         folder = Path(path).absolute()  # the process may change its working directory
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is a file: choose a folder for the store")
-        with saving(folder):
-            missing = [path for path in (folder, *folder.parents) if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            for made in missing:
-                with suppress(PermissionError):  # a parent that may not be read
-                    flush_folder(made.parent)
+        make_folder(folder)
         lock = lock_folder(folder)
         try:
             if (folder / MANIFEST_NAME).exists() or any(folder.glob("documents-*.sqlite")):
@@ -374,6 +368,7 @@ class DocumentStore:
 
     @property
     def path(self) -> Path:
+        """The folder, as an absolute path."""
         return self._folder
 
     @property
@@ -388,10 +383,12 @@ class DocumentStore:
 
     @property
     def metric(self) -> Metric:
+        """How near two vectors are: ``l2`` or ``ip``."""
         return self._snapshot.manifest.options.metric
 
     @property
     def index_kind(self) -> IndexKind:
+        """The kind of index that was chosen: ``ivf``, ``hnsw`` or ``flat``."""
         return self._snapshot.manifest.options.kind
 
     @property
@@ -405,6 +402,7 @@ class DocumentStore:
 
     @property
     def is_read_only(self) -> bool:
+        """Whether it was opened to search only."""
         return self._writer is None
 
     def stats(self) -> StoreStats:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from ragcache_core import errors
-from ragcache_core.retrieval import DocumentStore, opening
-from ragcache_core.retrieval import store as store_module
+from ragcache_core.retrieval import DocumentStore, manifest, opening
 from ragcache_core.retrieval.documents import SegmentFile
 
 from .conftest import make_documents
@@ -199,9 +198,9 @@ def test_changing_the_store_from_a_progress_callback_is_refused(store: DocumentS
 
 def test_the_folders_that_create_makes_are_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[Path] = []
-    monkeypatch.setattr(store_module, "flush_folder", flushed.append)
+    monkeypatch.setattr(manifest, "flush_folder", flushed.append)
     DocumentStore.create(tmp_path / "a" / "store").close()
-    assert set(flushed) == {tmp_path, tmp_path / "a"}
+    assert {tmp_path, tmp_path / "a"} <= set(flushed)
 
 
 def test_hnsw_answers_as_the_unmodified_index_does_with_the_documented_ef(folder: Path) -> None:
