@@ -13,10 +13,12 @@ import pytest
 
 from ragcache_core.client import Engine, ModelTokenizer
 from ragcache_core.client.arguments import (
+    CPU_KV_CACHE_BYTES_ENV,
     cache_arguments,
     check_extra_args,
     check_model,
     new_log_path,
+    server_environment,
     vllm_arguments,
 )
 from ragcache_core.client.failures import translate_errors
@@ -80,6 +82,18 @@ def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
     connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert connector["kv_connector_module_path"] == "ragcache_core.vllm_plugin.connector"
     assert arguments[-4:] == ["--kv-cache-memory-bytes", str(1 << 30), "--block-size", "16"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "default"),
+    [(CacheConfig(), str(1 << 30)), (CacheConfig(kv_cache_bytes="2GiB"), None), (None, None)],
+)
+def test_a_cpu_server_is_told_how_much_memory_to_take_where_nobody_said(
+    cache: CacheConfig | None, default: str | None
+) -> None:
+    environment = server_environment("key", cache, {"MORE": "1"})
+    assert environment.get(CPU_KV_CACHE_BYTES_ENV) == default
+    assert (environment["VLLM_API_KEY"], environment["MORE"]) == ("key", "1")
 
 
 def test_old_logs_make_room_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

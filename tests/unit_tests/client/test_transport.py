@@ -194,6 +194,31 @@ def test_an_ordinary_server_error_is_not_taken_for_a_death(server: FakeServer, a
     assert watch.suspected == []
 
 
+class NeverBack(FakeWatch):
+    """A server's owner whose restart takes forever."""
+
+    def suspect(self, run: int) -> None:
+        self.suspected.append(run)
+        self._health = Health.RESTARTING
+
+
+def test_waiting_for_a_restart_ends_with_the_requests_own_timeout(server: FakeServer) -> None:
+    server.script, watch = [cut, cut], NeverBack("never")
+    with (
+        httpx.Client(transport=RetryingTransport(watch), timeout=0.2) as client,
+        pytest.raises(httpx.ReadTimeout, match=r"not back after 0\.2 s"),
+    ):
+        client.post(server.url, content=b"prompt")
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch), timeout=0.2) as client:
+            await client.post(server.url, content=b"prompt")
+
+    watch._health = Health.READY
+    with pytest.raises(httpx.ReadTimeout):
+        asyncio.run(ask())
+
+
 @both
 def test_without_an_owner_nothing_is_sent_again(server: FakeServer, ask: Ask) -> None:
     server.script = [cut, fine]
