@@ -64,3 +64,17 @@ class PromptSegment:
     def num_tokens(self) -> int:
         """Length of the segment."""
         return self.end - self.start
+
+
+class Tier(enum.IntEnum):
+    """Where a document's KV lies, the fastest first (RAGCache §5.1; the disk is the third tier of seed article 002)."""
+
+    GPU = 0
+    """The engine's own KV memory; main memory on a machine without a GPU."""
+    HOST = 1
+    DISK = 2
+
+    @property
+    def label(self) -> str:
+        """The name in statistics and metrics: ``gpu``, ``host``, ``disk``."""
+        return self.name.lower()

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WORDS = ["_version", "types", "errors", "config", "stats", "wire", "prompt"]
 FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
+    "algorithms": ["ragcache_core.policy", "ragcache_core.tree"],
     "matter": ["ragcache_core.retrieval", "ragcache_core.ingest"],
     "client": ["ragcache_core.client"],
     "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
@@ -28,6 +29,7 @@ FLOORS: dict[str, list[str]] = {
 
 FOREIGN: dict[str, list[str]] = {
     "words": ["numpy", "faiss", "httpx", "openai", "transformers"],
+    "algorithms": ["pydantic", "faiss", "httpx", "openai", "transformers", "platformdirs", "psutil"],
     "matter": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
     "client": ["faiss", "sklearn", "langchain_core", "llama_index"],
     "integrations": [],
@@ -102,8 +104,8 @@ def test_unpickling_happens_nowhere() -> None:
 
 PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {
-        *("CacheConfig", "Document", "DocumentStats", "EngineStats", "PromptLayout", "PromptSegment"),
-        *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "__version__"),
+        *("CacheConfig", "Document", "DocumentStats", "DocumentUse", "EngineStats", "PromptLayout", "PromptSegment"),
+        *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "__version__"),
     },
     "ragcache_core.client": {
         *("Engine", "Generation", "GenerationChunk", "ModelTokenizer", "RequestPlan", "translate_errors"),

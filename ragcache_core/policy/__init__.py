@@ -1,0 +1,50 @@
+"""Replacement policies: which document's KV a tier gives up first. A policy sees a node's numbers, never the tree."""
+
+from collections.abc import Callable
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.policy.base import NodeStats, ReplacementPolicy
+from ragcache_core.policy.gdsf import GDSFPolicy
+from ragcache_core.policy.hybrid import HybridPolicy
+from ragcache_core.policy.lfu import LFUPolicy
+from ragcache_core.policy.lru import LRUPolicy
+from ragcache_core.policy.pgdsf import PGDSFPolicy
+from ragcache_core.policy.prefill_cost import PrefillCostModel
+from ragcache_core.policy.tournament import DecayedFrequencyPolicy, TournamentPolicy
+
+POLICIES: dict[str, Callable[[PrefillCostModel], ReplacementPolicy]] = {
+    "pgdsf": lambda _: PGDSFPolicy(),
+    "gdsf": GDSFPolicy,
+    "lru": lambda _: LRUPolicy(),
+    "lfu": lambda _: LFUPolicy(),
+    "hybrid": lambda _: HybridPolicy(),
+    "tournament": lambda _: TournamentPolicy(),
+}
+"""Every policy by the name that configurations use."""
+
+
+def make_policy(name: str, prefill_cost: PrefillCostModel | None = None) -> ReplacementPolicy:
+    """Return a new policy of that name.
+
+    Raises:
+        ConfigError: there is none; the message lists those that there are.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"policy is {name!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[name](prefill_cost or PrefillCostModel.default())
+
+
+__all__ = [
+    "POLICIES",
+    "DecayedFrequencyPolicy",
+    "GDSFPolicy",
+    "HybridPolicy",
+    "LFUPolicy",
+    "LRUPolicy",
+    "NodeStats",
+    "PGDSFPolicy",
+    "PrefillCostModel",
+    "ReplacementPolicy",
+    "TournamentPolicy",
+    "make_policy",
+]

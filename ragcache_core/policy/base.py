@@ -1,0 +1,84 @@
+"""What a replacement policy sees, and what it answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+
+class NodeStats:
+    """The numbers of one node of the knowledge tree: all that a policy knows of it.
+
+    Attributes:
+        id: small integer that no other living node has: the place of a policy's own numbers in its columns.
+        num_tokens: the node's size; all KV of a model has the same bytes a token.
+        frequency: how often requests retrieved it.
+        total_cost_s: sum over the requests that had to compute it of their prefill seconds per new token
+            (RAGCache §5.1, Eq. 3 before the division by m).
+        num_computed: the number of those requests, m of Eq. 3.
+        last_request: the number of requests that the tree had seen when it was last retrieved.
+        is_transient: it must not be kept when anything else wants its place (a document beyond
+            ``max_cached_documents``).
+    """
+
+    __slots__ = ("frequency", "id", "is_transient", "last_request", "num_computed", "num_tokens", "total_cost_s")
+
+    def __init__(self, node_id: int, num_tokens: int) -> None:
+        self.id = node_id
+        self.num_tokens = num_tokens
+        self.frequency = 0
+        self.total_cost_s = 0.0
+        self.num_computed = 0
+        self.last_request = 0
+        self.is_transient = False
+
+    @property
+    def avg_cost_s(self) -> float:
+        """Seconds of prefill that a token of this node costs, Cost/Size of Eq. 3; 0 before it was computed."""
+        return self.total_cost_s / self.num_computed if self.num_computed else 0.0
+
+    def copy_stats_to(self, other: NodeStats) -> None:
+        """Give ``other`` the same numbers, but for its id and size."""
+        other.frequency = self.frequency
+        other.total_cost_s = self.total_cost_s
+        other.num_computed = self.num_computed
+        other.last_request = self.last_request
+        other.is_transient = self.is_transient
+
+
+class ReplacementPolicy(ABC):
+    """Says which of two nodes a tier should give up first.
+
+    A rank is computed when a node is retrieved and stands until it is retrieved again: that lets a tier keep its
+    nodes in a heap. Where time alone changes the order (:class:`~ragcache_core.policy.hybrid.HybridPolicy`), nodes
+    are put in buckets in which it does not, and only the first of each bucket are compared, by :meth:`score`.
+    """
+
+    name: ClassVar[str]
+    uses_clock: ClassVar[bool] = False
+    """Whether a rank depends on the tier's clock; one that does not may be computed again at any time."""
+
+    def on_access(self, stats: NodeStats, num_requests: int) -> None:  # noqa: B027 (most policies keep no numbers)
+        """Update the policy's own numbers of a node that a request retrieves.
+
+        ``stats.last_request`` is still that of the access before; ``stats.frequency`` counts this one already, and is
+        1 for a node that is new, whatever node had its id before.
+        """
+
+    def on_split(self, stats: NodeStats, lower: NodeStats) -> None:  # noqa: B027
+        """Give ``lower``, a new node that was cut off ``stats``, the same numbers of the policy's own."""
+
+    @abstractmethod
+    def rank(self, stats: NodeStats, clock: float) -> float:
+        """Return the worth of a node that was just retrieved; the lowest is evicted first.
+
+        ``clock`` is that of the tier (Eq. 2): the highest rank evicted so far.
+        """
+
+    def bucket(self, stats: NodeStats) -> int:
+        """Return the bucket of a node; within one, ranks keep their order over time."""
+        return 0
+
+    def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
+        """Return what the first nodes of the buckets are compared by; the lowest is evicted first."""
+        return rank

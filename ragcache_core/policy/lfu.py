@@ -1,0 +1,14 @@
+"""Least frequently used."""
+
+from __future__ import annotations
+
+from ragcache_core.policy.base import NodeStats, ReplacementPolicy
+
+
+class LFUPolicy(ReplacementPolicy):
+    """The node with the fewest retrievals goes first; among equals the least recently retrieved."""
+
+    name = "lfu"
+
+    def rank(self, stats: NodeStats, clock: float) -> float:
+        return float(stats.frequency)

@@ -1,0 +1,98 @@
+"""Several memories for frequency, and the one that saves most at the moment."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.policy.base import NodeStats, ReplacementPolicy
+
+_LEAST = 1e-12
+
+
+class DecayedFrequencyPolicy(ReplacementPolicy):
+    """Cost / Size of Eq. 3 x a frequency that halves every ``half_life`` requests.
+
+    All frequencies fade at the same pace, so in logarithms an access is worth more by 1 / half_life for every request
+    that it is younger: the rank stands until the next access, and no clock is needed.
+    """
+
+    name = "decayed"
+
+    def __init__(self, half_life: float) -> None:
+        self.half_life = half_life
+        self._weights = array("d")
+
+    def on_access(self, stats: NodeStats, num_requests: int) -> None:
+        weights = self._weights
+        if stats.id >= len(weights):
+            weights.extend([0.0] * (stats.id + 1 - len(weights)))
+        age = num_requests - stats.last_request
+        weights[stats.id] = 1.0 if stats.frequency == 1 else weights[stats.id] * 2.0 ** (-age / self.half_life) + 1.0
+
+    def on_split(self, stats: NodeStats, lower: NodeStats) -> None:
+        if lower.id >= len(self._weights):
+            self._weights.extend([0.0] * (lower.id + 1 - len(self._weights)))
+        self._weights[lower.id] = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
+
+    def rank(self, stats: NodeStats, clock: float) -> float:
+        weight = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
+        worth = max(weight, _LEAST) * max(stats.avg_cost_s, _LEAST)
+        return math.log2(worth) + stats.last_request / self.half_life
+
+
+class TournamentPolicy(ReplacementPolicy):
+    """The candidate that would have saved most tokens lately decides.
+
+    Popularity that stands still wants a long memory, popularity that drifts a short one, and no fixed choice is safe.
+    The tree runs one shadow, metadata only, for each of the :attr:`candidates` (``tree/shadow.py``), and tells every
+    ``window`` requests how many tokens each of them saved; the best one is adopted. A shadow must be better by
+    ``margin`` to replace the one that rules, because a change of order costs time.
+
+    Raises:
+        ConfigError: fewer than two half-lives, or a setting that is not positive.
+    """
+
+    name = "tournament"
+
+    def __init__(
+        self, half_lives: Sequence[float] = (400.0, 3000.0, 24000.0), window: int = 250, margin: float = 0.01
+    ) -> None:
+        if len(half_lives) < 2 or not all(h > 0.0 for h in half_lives):
+            raise ConfigError(
+                f"half_lives are {tuple(half_lives)!r}; at least two positive numbers of requests are needed"
+            )
+        if window < 1 or not 0.0 <= margin < 1.0:
+            raise ConfigError(
+                f"window is {window!r} and margin {margin!r}; a window of requests and a share are needed"
+            )
+        self.window = window
+        self.candidates = tuple(DecayedFrequencyPolicy(half_life) for half_life in half_lives)
+        self.ruling = len(half_lives) // 2
+        self._margin = margin
+        self._savings = [0.0] * len(half_lives)
+
+    def on_access(self, stats: NodeStats, num_requests: int) -> None:
+        for candidate in self.candidates:
+            candidate.on_access(stats, num_requests)
+
+    def on_split(self, stats: NodeStats, lower: NodeStats) -> None:
+        for candidate in self.candidates:
+            candidate.on_split(stats, lower)
+
+    def rank(self, stats: NodeStats, clock: float) -> float:
+        return self.candidates[self.ruling].rank(stats, clock)
+
+    def adopt(self, saved_tokens: Sequence[int]) -> bool:
+        """Take note of what each candidate saved in the last window, and return whether another one rules now.
+
+        Windows count half as much for every window that follows them.
+        """
+        self._savings = [0.5 * old + new for old, new in zip(self._savings, saved_tokens, strict=True)]
+        best = max(range(len(self._savings)), key=self._savings.__getitem__)
+        if self._savings[best] <= self._savings[self.ruling] * (1.0 + self._margin):
+            return False
+        self.ruling = best
+        return True

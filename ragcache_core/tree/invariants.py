@@ -1,0 +1,61 @@
+"""What must hold in a knowledge tree after every operation."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import or_
+
+from ragcache_core.tree.knowledge_tree import KnowledgeTree
+from ragcache_core.tree.node import TreeNode
+from ragcache_core.types import Tier
+
+
+def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
+    """Assert that ``tree`` is sound; for tests, O(units).
+
+    ``is_connected``: each resident unit's predecessors are resident in the same tier or a faster one, as long as
+    nobody adds a unit without its prefix or takes one out from under others (``remove``, ``evict_anything``).
+    """
+    located = 0
+    for node in tree.nodes():
+        assert node.parent is not None
+        assert node.parent.children is not None
+        assert node.parent.children[node.keys[0]] is node
+        assert node.start == node.parent.start + len(node.parent.keys)
+        assert node.keys
+        assert node.num_pins >= 0
+        assert node.num_users >= 0
+        for unit, key in enumerate(node.keys):
+            location = tree.locate(key)
+            assert location is not None
+            assert (location.node, location.unit) == (node, unit)
+            located += 1
+        for tier in Tier:
+            assert tree.resident_mask(node, tier) & ~node.full_mask == 0
+            if is_connected:
+                assert not _gaps(tree, node, tier), (node, tier)
+    for tier in Tier:
+        state = tree.tiers[tier]
+        assert state.num_units == sum(state.resident[n.id].bit_count() for n in tree.nodes())
+        for parent in (tree.root, *tree.nodes()):
+            resident = sum(1 for child in parent.iter_children() if state.resident[child.id])
+            assert state.num_resident_children[parent.id] == resident, (parent, tier)
+        for node in tree.nodes():
+            if state.is_evictable(node):
+                assert state.is_candidate(node), (node, tier)
+
+
+def _gaps(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> int:
+    """Return the units before the last resident one of ``node`` in ``tier`` that no tier up to it holds."""
+    mask = tree.resident_mask(node, tier)
+    if not mask:
+        return 0
+    gaps = ((1 << mask.bit_length()) - 1) & ~_available(tree, node, tier)
+    for ancestor in node.path()[:-1]:
+        gaps |= ancestor.full_mask & ~_available(tree, ancestor, tier)
+    return gaps
+
+
+def _available(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> int:
+    masks = [tree.resident_mask(node, faster) for faster in Tier if faster <= tier]
+    return reduce(or_, masks)

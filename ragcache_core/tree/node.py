@@ -1,0 +1,110 @@
+"""The knowledge tree's nodes, and the words to ask it with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ragcache_core.policy.base import NodeStats
+from ragcache_core.types import DocId
+
+
+@dataclass(frozen=True, slots=True)
+class PathSegment:
+    """A run of a prompt: the static prefix, a document, or what follows the documents.
+
+    ``keys`` name its units of storage in order, and they are chained: two runs with the same key at one place have the
+    same keys everywhere before it. In the engine a unit is a block of KV and its key vLLM's block hash, which covers
+    all tokens up to there; the simulator may take a whole document for one unit. ``num_tokens`` are spread evenly over
+    the units. ``is_transient`` marks what must not be kept at another's expense.
+    """
+
+    keys: Sequence[Hashable]
+    num_tokens: int
+    doc_id: DocId | None = None
+    is_transient: bool = False
+
+
+class TreeNode(NodeStats):
+    """Consecutive units of one document (or of a run without a name) after one particular prefix.
+
+    ::
+
+        root --[prefix]--[D1]--[D3]--[question]
+                           \\---[D2]
+
+    Attributes:
+        keys: of its units, in order.
+        start: number of units on the path before it.
+        children: by the first key of the child; None where there are none.
+        doc_id: the document, if the run has a name.
+        num_pins: while positive, no tier may evict it.
+        num_users: while positive, it stays in the tree, resident or not.
+        updated: sequence number of the last change of its numbers; breaks ties between equal ranks.
+    """
+
+    __slots__ = ("children", "doc_id", "keys", "num_pins", "num_users", "parent", "start", "updated")
+
+    def __init__(
+        self, node_id: int, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
+    ) -> None:
+        super().__init__(node_id, num_tokens)
+        self.parent = parent
+        self.keys = keys
+        self.start: int = 0 if parent is None else parent.start + len(parent.keys)
+        self.children: dict[Hashable, TreeNode] | None = None
+        self.doc_id = doc_id
+        self.num_pins = 0
+        self.num_users = 0
+        self.updated = 0
+
+    @property
+    def full_mask(self) -> int:
+        """A bit for each unit."""
+        return (1 << len(self.keys)) - 1
+
+    def iter_children(self) -> Iterator[TreeNode]:
+        """Yield the children."""
+        return iter(self.children.values() if self.children else ())
+
+    def path(self) -> list[TreeNode]:
+        """Return the nodes from below the root down to this one."""
+        nodes: list[TreeNode] = []
+        node: TreeNode | None = self
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def __repr__(self) -> str:
+        return f"TreeNode({self.id}, doc_id={self.doc_id!r}, units=[{self.start}, {self.start + len(self.keys)}))"
+
+
+class Location(NamedTuple):
+    """Where a unit stands: its node, and its number in it."""
+
+    node: TreeNode
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest prefix of a prompt that lies in some tier.
+
+    ``num_tokens_by_tier`` counts each token in the fastest tier that holds it, indexed by
+    :class:`~ragcache_core.types.Tier`.
+    """
+
+    nodes: tuple[TreeNode, ...] = ()
+    num_units: int = 0
+    num_tokens: int = 0
+    num_tokens_by_tier: tuple[int, ...] = (0, 0, 0)
+
+
+class EvictedUnit(NamedTuple):
+    """A unit that a tier gave up."""
+
+    node: TreeNode
+    unit: int
+    key: Hashable

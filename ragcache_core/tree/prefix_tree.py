@@ -1,0 +1,194 @@
+"""A prefix tree over chained keys, cut where documents begin: the shape of the knowledge tree, without tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from ragcache_core.tree.node import Location, PathSegment, TreeNode
+from ragcache_core.types import DocId
+
+
+class PrefixTree:
+    """Nodes below a root, each a run of units; runs that share a beginning share nodes.
+
+    What else is known of a node belongs to the subclass, which is told when one is made, cut or forgotten.
+    """
+
+    def __init__(self, num_root_tokens: int = 0) -> None:
+        self._nodes: list[TreeNode | None] = []
+        self._free_ids: list[int] = []
+        self._locations: dict[Hashable, Location] = {}
+        self._sequence = 0
+        self.root = self._new_node(None, [], num_root_tokens, None)
+
+    def __len__(self) -> int:
+        """Return the number of nodes below the root, resident or not."""
+        return len(self._nodes) - len(self._free_ids) - 1
+
+    def nodes(self) -> Iterator[TreeNode]:
+        """Yield every node below the root."""
+        return (node for node in self._nodes if node is not None and node is not self.root)
+
+    def locate(self, key: Hashable) -> Location | None:
+        """Return where a unit stands, resident or not."""
+        return self._locations.get(key)
+
+    def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:
+        """Return the nodes of a prompt from the root down, making those that are not there; none is resident yet.
+
+        Nodes begin and end where segments do: a node that spans more is split. A segment without keys is no node.
+        """
+        parent, path = self.root, []
+        for segment in segments:
+            for node in self._insert_run(parent, segment):
+                path.append(node)
+                parent = node
+        return path
+
+    def extend(self, after: Hashable | None, keys: Sequence[Hashable], num_tokens: int) -> TreeNode:
+        """Return the node of ``keys``, new units that follow the unit ``after`` (the root, if it is None).
+
+        They have no name: an answer, or a prompt without documents. A nameless leaf grows in place, so that an answer
+        is one node.
+        """
+        node, unit = self._locations[after] if after is not None else (self.root, -1)
+        if unit + 1 < len(node.keys):
+            self._split(node, unit + 1)
+        elif node.doc_id is None and node is not self.root and not node.children:
+            for i, key in enumerate(keys, len(node.keys)):
+                self._locations[key] = Location(node, i)
+            node.keys.extend(keys)
+            node.num_tokens += num_tokens
+            return node
+        return self._insert_run(node, PathSegment(keys, num_tokens))[-1]
+
+    def attach(self, after: Hashable | None, key: Hashable, num_tokens: int, doc_id: DocId | None) -> TreeNode | None:
+        """Return the node of one unit that follows ``after``; None where ``after`` is not in the tree.
+
+        Units of one document that arrive in order become one node: this is how a tree grows again from storage.
+        """
+        if (known := self._locations.get(key)) is not None:
+            return known.node
+        if after is not None and after not in self._locations:
+            return None
+        node, unit = self._locations[after] if after is not None else (self.root, -1)
+        if node is not self.root and node.doc_id == doc_id and not node.children and unit + 1 == len(node.keys):
+            self._locations[key] = Location(node, len(node.keys))
+            node.keys.append(key)
+            node.num_tokens += num_tokens
+            return node
+        if unit + 1 < len(node.keys):
+            self._split(node, unit + 1)
+        return self._insert_run(node, PathSegment([key], num_tokens, doc_id))[-1]
+
+    # For the subclass
+
+    def _on_new_id(self, node_id: int) -> None:
+        """Make room for a node of an id that no node had before."""
+
+    def _on_new(self, node: TreeNode) -> None:
+        """Take note of a new node, which is not resident anywhere."""
+
+    def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
+        """Divide what is known of ``node``, which kept its first units, with ``lower``, which has the others."""
+
+    def _next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    def _walk(self, keys: Sequence[Hashable]) -> Iterator[tuple[TreeNode, int]]:
+        """Yield the nodes along ``keys``, each with how many of its keys are common; stops after one that differs."""
+        node, at = self.root, 0
+        while at < len(keys) and node.children and (child := node.children.get(keys[at])) is not None:
+            num_common = _num_common(child.keys, keys, at)
+            yield child, num_common
+            if num_common < len(child.keys):
+                return
+            node, at = child, at + num_common
+
+    def _insert_run(self, parent: TreeNode, segment: PathSegment) -> list[TreeNode]:
+        """Return the nodes of one segment below ``parent``."""
+        keys, at, path = segment.keys, 0, []
+        tokens_per_unit = segment.num_tokens / len(keys) if keys else 0.0
+        while at < len(keys):
+            child = parent.children.get(keys[at]) if parent.children else None
+            if child is None:
+                num_tokens = segment.num_tokens - round(at * tokens_per_unit)
+                child = self._new_node(parent, list(keys[at:]), num_tokens, segment.doc_id)
+                child.is_transient = segment.is_transient
+                at = len(keys)
+            else:
+                num_common = _num_common(child.keys, keys, at)
+                if num_common < len(child.keys):
+                    self._split(child, num_common)
+                child.doc_id = child.doc_id or segment.doc_id
+                child.is_transient = child.is_transient and segment.is_transient
+                at += num_common
+            path.append(child)
+            parent = child
+        return path
+
+    def _new_node(
+        self, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
+    ) -> TreeNode:
+        node_id = self._free_ids.pop() if self._free_ids else len(self._nodes)
+        node = TreeNode(node_id, parent, keys, num_tokens, doc_id)
+        node.updated = self._next_sequence()
+        if node_id == len(self._nodes):
+            self._nodes.append(node)
+            self._on_new_id(node_id)
+        else:
+            self._nodes[node_id] = node
+        for unit, key in enumerate(keys):
+            self._locations[key] = Location(node, unit)
+        if parent is not None:
+            if parent.children is None:
+                parent.children = {}
+            parent.children[keys[0]] = node
+            self._on_new(node)
+        return node
+
+    def _split(self, node: TreeNode, num_units: int) -> None:
+        """Cut ``node`` after ``num_units`` units: it keeps those, a new child gets the others and the children."""
+        assert not node.num_pins, f"{node} is pinned: it cannot be cut"
+        keys = node.keys[num_units:]
+        num_tokens = node.num_tokens - round(node.num_tokens * num_units / len(node.keys))
+        children, node.children = node.children, None
+        del node.keys[num_units:]
+        node.num_tokens -= num_tokens
+        lower = self._new_node(node, keys, num_tokens, node.doc_id)
+        node.copy_stats_to(lower)
+        lower.children = children
+        for child in lower.iter_children():
+            child.parent = lower
+        self._on_split(node, lower)
+
+    def _remove_node(self, node: TreeNode) -> TreeNode:
+        """Take a leaf out of the tree, and return its parent."""
+        parent = node.parent
+        assert parent is not None
+        assert parent.children is not None
+        assert not node.children
+        del parent.children[node.keys[0]]
+        if not parent.children:
+            parent.children = None
+        for key in node.keys:
+            del self._locations[key]
+        self._nodes[node.id] = None
+        self._free_ids.append(node.id)
+        return parent
+
+
+def _num_common(node_keys: Sequence[Hashable], keys: Sequence[Hashable], at: int) -> int:
+    """Return how many of ``node_keys`` equal those from ``keys[at]`` on; O(log n), because keys are chained."""
+    high = min(len(node_keys), len(keys) - at)
+    if node_keys[high - 1] == keys[at + high - 1]:
+        return high
+    low = 1  # the first is known to be equal
+    while high - low > 1:
+        middle = (low + high) // 2
+        if node_keys[middle - 1] == keys[at + middle - 1]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,164 @@
+"""One tier's view of the tree: what is resident in it, and what it would give up first."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+from ragcache_core.policy.base import ReplacementPolicy
+from ragcache_core.tree.node import TreeNode
+
+_MIGRATED_AT_ONCE = 16
+
+_Entry = tuple[float, int, int]
+"""(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
+
+
+class TierState:
+    """Columns over node ids, and heaps of the nodes that can be evicted.
+
+    Attributes:
+        resident: bit i is set where unit i of the node lies in this tier.
+        num_resident_children: children of the node with any unit here; only a node with none may give up units.
+        ranks: the policy's, as of the node's last update.
+        in_use: units that a transfer or a running request holds; sparse.
+        clock: the highest rank evicted (RAGCache §5.1, Eq. 2), one for each tier.
+        num_units, num_evicted_units: resident now; given up since the start.
+        slower: the tiers below, whose units may stand on this tier's.
+
+    Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
+    whatever makes a node evictable again offers it again.
+    """
+
+    def __init__(self, policy: ReplacementPolicy, slower: Sequence[TierState] = ()) -> None:
+        self.policy = policy
+        self.slower = tuple(slower)
+        self.resident: list[int] = []
+        self.num_resident_children = array("l")
+        self.ranks = array("d")
+        self.in_use: dict[int, int] = {}
+        self.clock = 0.0
+        self.num_units = 0
+        self.num_evicted_units = 0
+        self._heaps: dict[int, list[_Entry]] = {}
+        self._stale: list[_Entry] = []
+        self._offered = array("q")
+
+    def add_column(self, node_id: int) -> None:
+        """Make room for a node of a new id."""
+        assert node_id == len(self.resident)
+        self.resident.append(0)
+        self.num_resident_children.append(0)
+        self.ranks.append(0.0)
+        self._offered.append(-1)
+
+    def is_evictable(self, node: TreeNode) -> bool:
+        """Return whether the last resident unit of ``node`` may go.
+
+        It may not while a child is here, a pin or a user holds it, or a slower tier has units that stand on this copy.
+        """
+        mask = self.resident[node.id]
+        if not mask or self.num_resident_children[node.id] or node.num_pins:
+            return False
+        unit = mask.bit_length() - 1
+        held = self.in_use.get(node.id)
+        return (held is None or not held >> unit & 1) and not self._is_base(node, unit)
+
+    def update_rank(self, node: TreeNode) -> None:
+        """Take note that a node was just retrieved."""
+        if node.is_transient:
+            self.ranks[node.id] = -math.inf
+        elif self.policy.uses_clock:
+            self.ranks[node.id] = self.policy.rank(node, self.clock)
+        self.offer(node)
+
+    def offer(self, node: TreeNode) -> None:
+        """Put a node among the candidates for eviction, if it can be evicted."""
+        if self._offered[node.id] == node.updated or not self.is_evictable(node):
+            return
+        if not self.policy.uses_clock and not node.is_transient:
+            self.ranks[node.id] = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
+        bucket = self.policy.bucket(node)
+        heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
+        self._offered[node.id] = node.updated
+
+    def candidate(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
+        """Return the node that should give up its last resident unit, or None. It stays a candidate."""
+        if self._stale:
+            self._migrate(nodes)
+        best: TreeNode | None = None
+        best_score = math.inf
+        for bucket in list(self._heaps):
+            node = self._first(bucket, nodes)
+            if node is None:
+                continue
+            if len(self._heaps) == 1:
+                return node
+            rank = self.ranks[node.id]
+            score = rank if node.is_transient else self.policy.score(node, rank, num_requests)
+            if best is None or score < best_score:
+                best, best_score = node, score
+        return best
+
+    def is_candidate(self, node: TreeNode) -> bool:
+        """Return whether :meth:`candidate` will come to this node; O(entries)."""
+        entries = [entry for heap in (*self._heaps.values(), self._stale) for entry in heap]
+        return any(self._node_of(entry, {node.id: node}) is node for entry in entries if entry[2] == node.id)
+
+    def rerank(self) -> None:
+        """Rank everything anew, a few candidates at a time, because the policy has changed its mind.
+
+        The candidates with the lowest old ranks come first, so what is evicted meanwhile is the lowest of them by the
+        new order.
+        """
+        heaps = [*self._heaps.values(), self._stale]
+        self._stale = max(heaps, key=len)
+        others = [entry for heap in heaps if heap is not self._stale for entry in heap]
+        if others:
+            self._stale.extend(others)
+            heapify(self._stale)
+        self._heaps = {}
+
+    def _is_base(self, node: TreeNode, unit: int) -> bool:
+        for state in self.slower:
+            mask = state.resident[node.id]
+            if mask >> unit & 1:
+                return False
+            if mask >> unit or state.num_resident_children[node.id]:
+                return True
+        return False
+
+    def _node_of(self, entry: _Entry, nodes: Sequence[TreeNode | None] | dict[int, TreeNode]) -> TreeNode | None:
+        rank, updated, node_id = entry
+        node = nodes[node_id]
+        if node is None or node.updated != updated or self.ranks[node_id] != rank or not self.is_evictable(node):
+            return None
+        return node
+
+    def _first(self, bucket: int, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
+        heap = self._heaps[bucket]
+        if len(heap) > 256 and len(heap) > 4 * len(nodes):
+            heap = self._heaps[bucket] = sorted(entry for entry in heap if self._keep(entry, nodes))
+        while heap:
+            if (node := self._keep(heap[0], nodes)) is not None:
+                return node
+            heappop(heap)
+        del self._heaps[bucket]
+        return None
+
+    def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
+        """Return the node of a valid entry; of another, note that it has to be offered again."""
+        node = self._node_of(entry, nodes)
+        if node is None and self._offered[entry[2]] == entry[1]:
+            self._offered[entry[2]] = -1
+        return node
+
+    def _migrate(self, nodes: Sequence[TreeNode | None]) -> None:
+        migrated = 0
+        while self._stale and (migrated < _MIGRATED_AT_ONCE or not self._heaps):
+            if (node := self._keep(heappop(self._stale), nodes)) is not None:
+                self._offered[node.id] = -1
+                self.offer(node)
+                migrated += 1

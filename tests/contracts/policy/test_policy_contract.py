@@ -1,0 +1,215 @@
+"""What every replacement policy promises."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.policy import (
+    POLICIES,
+    GDSFPolicy,
+    HybridPolicy,
+    LFUPolicy,
+    LRUPolicy,
+    NodeStats,
+    PGDSFPolicy,
+    PrefillCostModel,
+    ReplacementPolicy,
+    TournamentPolicy,
+    make_policy,
+)
+from ragcache_core.tree import KnowledgeTree, PathSegment
+from ragcache_core.types import Tier
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> ReplacementPolicy:
+    return make_policy(request.param)
+
+
+def retrieve(
+    policy: ReplacementPolicy, stats: NodeStats, at: int, cost_s: float = 2e-4, is_missed: bool = True
+) -> None:
+    stats.frequency += 1
+    if is_missed:
+        stats.total_cost_s += cost_s
+        stats.num_computed += 1
+    policy.on_access(stats, at)
+    stats.last_request = at
+
+
+def worth(policy: ReplacementPolicy, stats: NodeStats, now: int) -> float:
+    return policy.score(stats, policy.rank(stats, 0.0), now)
+
+
+def serve(tree: KnowledgeTree, doc: str, capacity: int, num_tokens: int = 16, cost_s: float = 1e-3) -> bool:
+    segments = [PathSegment([(doc,)], num_tokens, doc)]
+    (node,) = tree.insert(segments)
+    is_hit = bool(tree.resident_mask(node, Tier.GPU))
+    tree.record_access(
+        [node], num_hit_units=int(is_hit), num_missed_tokens=0 if is_hit else num_tokens, cost_s=cost_s * num_tokens
+    )
+    if not is_hit:
+        if tree.tiers[Tier.GPU].num_units >= capacity:
+            tree.evict(Tier.GPU)
+        tree.add(node, 1, Tier.GPU)
+    return is_hit
+
+
+def test_a_rank_is_a_finite_number(policy: ReplacementPolicy) -> None:
+    stats = NodeStats(0, 512)
+    for at in range(1, 200):
+        retrieve(policy, stats, at, cost_s=10.0 ** random.Random(at).uniform(-9, 3), is_missed=at % 3 == 0)
+        assert math.isfinite(worth(policy, stats, at))
+
+
+def test_more_recent_and_as_frequent_is_worth_at_least_as_much(policy: ReplacementPolicy) -> None:
+    old, new = NodeStats(0, 512), NodeStats(1, 512)
+    for at in (1, 3):
+        retrieve(policy, old, at)
+    for at in (2, 40):
+        retrieve(policy, new, at)
+    assert worth(policy, new, 41) >= worth(policy, old, 41)
+
+
+def test_more_frequent_and_as_recent_is_worth_at_least_as_much(policy: ReplacementPolicy) -> None:
+    rare, frequent = NodeStats(0, 512), NodeStats(1, 512)
+    for at in (1, 2, 3):
+        retrieve(policy, frequent, at)
+    retrieve(policy, rare, 4)
+    retrieve(policy, frequent, 4)
+    assert worth(policy, frequent, 5) >= worth(policy, rare, 5)
+
+
+def test_order_within_a_bucket_does_not_depend_on_the_time(policy: ReplacementPolicy) -> None:
+    nodes = [NodeStats(i, 64 * (i + 1)) for i in range(12)]
+    rng = random.Random(7)
+    for at in range(1, 120):
+        retrieve(policy, rng.choice(nodes), at, cost_s=rng.uniform(1e-5, 1e-3))
+    ranks = {id(n): policy.rank(n, 0.0) for n in nodes}
+    for bucket in {policy.bucket(n) for n in nodes}:
+        inside = sorted((n for n in nodes if policy.bucket(n) == bucket), key=lambda n: ranks[id(n)])
+        for now in (120, 500, 100_000):
+            scores = [policy.score(n, ranks[id(n)], now) for n in inside]
+            assert scores == sorted(scores)
+
+
+def test_a_tree_evicts_what_the_policy_scores_lowest(policy: ReplacementPolicy) -> None:
+    tree = KnowledgeTree(policy)
+    rng = random.Random(3)
+    for _ in range(400):
+        serve(tree, f"d{min(int(rng.paretovariate(0.7)), 60)}", capacity=20, num_tokens=rng.choice([16, 64, 256]))
+    state = tree.tiers[Tier.GPU]
+    residents = [n for n in tree.nodes() if state.resident[n.id]]
+    scores = {n.id: policy.score(n, state.ranks[n.id], tree.num_requests) for n in residents}
+    evicted = tree.evict(Tier.GPU)
+    assert evicted is not None
+    assert scores[evicted[0].node.id] == min(scores.values())
+
+
+def test_a_skewed_popularity_is_learned(policy: ReplacementPolicy) -> None:
+    rng = random.Random(11)
+    docs = [f"d{min(int(rng.paretovariate(0.8)), 300)}" for _ in range(4000)]
+    tree = KnowledgeTree(policy, shadow_tokens=16 * 16)
+    hits = sum(serve(tree, doc, capacity=16) for doc in docs)
+    fifo: list[str] = []
+    baseline = 0
+    for doc in docs:
+        baseline += doc in fifo
+        if doc not in fifo:
+            fifo = [*fifo, doc][-16:]
+    assert hits > baseline
+
+
+def test_pgdsf_follows_equations_1_to_3() -> None:
+    stats = NodeStats(0, 100)
+    policy = PGDSFPolicy()
+    retrieve(policy, stats, 1, cost_s=2e-4)
+    retrieve(policy, stats, 2, cost_s=4e-4)
+    retrieve(policy, stats, 3, is_missed=False)
+    assert policy.rank(stats, 5.0) == pytest.approx(5.0 + 3 * (2e-4 + 4e-4) / 2)
+
+
+def test_pgdsf_in_a_tree_follows_algorithm_1_to_the_letter() -> None:
+    """Against a transcription of lines 1 to 23, over random requests for single documents of one unit."""
+    rng = random.Random(5)
+    tree = KnowledgeTree(PGDSFPolicy(), keeps_frequency=False)
+    capacity, clock = 6, 0.0
+    nodes: dict[str, dict[str, float]] = {}
+    in_gpu: dict[str, int] = {}  # in order of the last update
+    for i in range(600):
+        doc = f"d{min(int(rng.paretovariate(0.9)), 20)}"
+        cost = rng.uniform(1e-4, 1e-2)
+        if doc not in in_gpu:
+            nodes[doc] = {"frequency": 0, "total": 0.0, "computed": 0}
+        node = nodes[doc]
+        node["frequency"] += 1
+        if doc not in in_gpu:
+            node["total"] += cost
+            node["computed"] += 1
+        node["priority"] = clock + node["total"] / node["computed"] * node["frequency"]
+        if doc not in in_gpu and len(in_gpu) >= capacity:
+            victim = min(in_gpu, key=lambda d: (nodes[d]["priority"], in_gpu[d]))
+            clock = max(clock, nodes[victim]["priority"])
+            del in_gpu[victim]
+        in_gpu[doc] = i
+        serve(tree, doc, capacity, cost_s=cost)
+        assert {n.doc_id for n in tree.nodes() if tree.resident_mask(n, Tier.GPU)} == set(in_gpu)
+        assert tree.tiers[Tier.GPU].clock == pytest.approx(clock)
+
+
+def test_gdsf_knows_no_prefix() -> None:
+    cost = PrefillCostModel.default()
+    policy = GDSFPolicy(cost)
+    alone, after_others = NodeStats(0, 400), NodeStats(1, 400)
+    retrieve(policy, alone, 1, cost_s=1e-3)
+    retrieve(policy, after_others, 1, cost_s=9e-3)
+    assert policy.rank(alone, 0.0) == policy.rank(after_others, 0.0) == pytest.approx(cost.estimate_s(0, 400) / 400)
+
+
+def test_hybrid_weighs_frequency_and_recency() -> None:
+    policy = HybridPolicy(alpha=0.6, age_requests=100.0)
+    stats = NodeStats(0, 64)
+    for at in (1, 2):
+        retrieve(policy, stats, at)
+    other = NodeStats(1, 64)
+    for at in range(3, 7):
+        retrieve(policy, other, at)
+    assert policy.score(stats, policy.rank(stats, 0.0), 102) == pytest.approx(0.6 * 2 / 4 + 0.4 / (1 + 100 / 100))
+
+
+def test_recency_and_frequency_alone_are_what_their_names_say() -> None:
+    lru, lfu = LRUPolicy(), LFUPolicy()
+    often, lately = NodeStats(0, 64), NodeStats(1, 64)
+    for at in (1, 2, 3):
+        retrieve(lru, often, at)
+    retrieve(lru, lately, 4)
+    assert lru.rank(lately, 0.0) > lru.rank(often, 0.0)
+    assert lfu.rank(often, 0.0) > lfu.rank(lately, 0.0)
+
+
+def test_the_tournament_changes_its_mind_only_for_a_better_candidate() -> None:
+    policy = TournamentPolicy(half_lives=(10.0, 100.0), margin=0.1)
+    assert policy.ruling == 1
+    assert not policy.adopt([105, 100])
+    assert policy.adopt([300, 100])
+    assert policy.ruling == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (lambda: PGDSFPolicy(frequency_exponent=0.0), "0.0"),
+        (lambda: HybridPolicy(alpha=1.5), "1.5"),
+        (lambda: HybridPolicy(age_requests=0.0), "0.0"),
+        (lambda: TournamentPolicy(half_lives=(5.0,)), "5.0"),
+        (lambda: TournamentPolicy(window=0), "0"),
+        (lambda: make_policy("clairvoyant"), "clairvoyant"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_with_its_value(make: object, value: str) -> None:
+    with pytest.raises(ConfigError, match=value):
+        make()  # type: ignore[operator]

@@ -1,0 +1,320 @@
+"""The knowledge tree: matching, growing, and giving up the tail of the lowest-ranked leaf first."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragcache_core.policy import LRUPolicy, PGDSFPolicy, TournamentPolicy
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
+from ragcache_core.types import Tier
+
+BLOCK = 16
+
+
+def chain(*names: str) -> list[tuple[str, ...]]:
+    """Keys as the engine's hashes are: each covers everything before it."""
+    return [tuple(names[: i + 1]) for i in range(len(names))]
+
+
+def prompt(*documents: str, blocks: int = 2, question: str | None = None) -> list[PathSegment]:
+    """A prompt of documents of ``blocks`` blocks each, and perhaps a question of one."""
+    keys = chain(*[f"{doc}.{i}" for doc in documents for i in range(blocks)], *([question] if question else []))
+    segments = [
+        PathSegment(keys[n * blocks : (n + 1) * blocks], blocks * BLOCK, doc) for n, doc in enumerate(documents)
+    ]
+    return [*segments, PathSegment(keys[len(documents) * blocks :], BLOCK)] if question else segments
+
+
+def cache(tree: KnowledgeTree, segments: list[PathSegment], tier: Tier = Tier.GPU) -> list[TreeNode]:
+    """Serve a prompt: everything that was missing is computed and put into ``tier``."""
+    path = tree.insert(segments)
+    num_hit = tree.match_prefix(segments).num_units
+    missed = sum(s.num_tokens for s in segments) - num_hit * BLOCK
+    tree.record_access(path, num_hit_units=num_hit, num_missed_tokens=missed, cost_s=missed * 1e-3)
+    for node in path:
+        tree.add(node, node.full_mask, tier)
+    check_invariants(tree)
+    return path
+
+
+def new_tree(**settings: object) -> KnowledgeTree:
+    return KnowledgeTree(LRUPolicy(), **settings)  # type: ignore[arg-type]
+
+
+def test_a_prompt_matches_as_far_as_its_documents_come_in_the_same_order() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A", "B", "C"))
+    assert tree.match_prefix(prompt("A", "B", "D")).num_units == 4
+    assert tree.match_prefix(prompt("B", "A")).num_units == 0
+    assert tree.match_prefix(prompt("A", "B", "C")).num_tokens == 6 * BLOCK
+
+
+def test_matching_changes_nothing() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B"))
+    before = [(n.frequency, n.updated, n.last_request) for n in path]
+    tree.match_prefix(prompt("A", "B"))
+    tree.match_prefix(prompt("A", "X"))
+    assert [(n.frequency, n.updated, n.last_request) for n in path] == before
+    assert len(tree) == 2
+
+
+def test_the_same_document_after_other_documents_is_another_node() -> None:
+    tree = new_tree()
+    first = cache(tree, prompt("A", "C"))
+    second = cache(tree, prompt("B", "C"))
+    assert first[1] is not second[1]
+    assert first[1].doc_id == second[1].doc_id == "C"
+
+
+def test_another_text_under_the_same_name_is_another_node() -> None:
+    tree = new_tree()
+    cache(tree, [PathSegment(chain("A.0", "A.1"), 32, "A")])
+    changed = [PathSegment(chain("A.0", "A.1 changed"), 32, "A")]
+    assert tree.match_prefix(changed).num_units == 1
+    cache(tree, changed)
+    assert tree.match_prefix(prompt("A")).num_units == 2
+
+
+def test_runs_that_share_a_beginning_share_a_node() -> None:
+    tree = new_tree()
+    keys = chain("a", "b", "c", "d")
+    cache(tree, [PathSegment(keys, 64)])
+    path = cache(tree, [PathSegment([*keys[:2], ("a", "b", "x")], 48)])
+    assert [len(n.keys) for n in path] == [2, 1]
+    assert tree.match_prefix([PathSegment(keys, 64)]).num_units == 4
+
+
+def test_a_document_learned_later_cuts_a_nameless_run_and_names_it() -> None:
+    tree = new_tree()
+    segments = prompt("A", "B")
+    cache(tree, [PathSegment([*segments[0].keys, *segments[1].keys], 4 * BLOCK)])
+    path = cache(tree, segments)
+    assert [n.doc_id for n in path] == ["A", "B"]
+    assert tree.match_prefix(segments).num_units == 4
+
+
+def test_the_tail_of_a_document_goes_first_and_the_rest_still_serves() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A", "B", blocks=3))
+    evicted = tree.evict(Tier.GPU)
+    assert evicted is not None
+    assert evicted[0].key == prompt("A", "B", blocks=3)[1].keys[2]
+    assert tree.match_prefix(prompt("A", "B", blocks=3)).num_units == 5
+    check_invariants(tree)
+
+
+def test_a_parent_outlives_its_children_however_little_it_is_used() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    cache(tree, prompt("A", "B"))
+    for _ in range(5):
+        cache(tree, prompt("C"))
+    order = [unit.node.doc_id for _ in range(6) for unit in tree.evict(Tier.GPU) or ()]
+    assert order == ["B", "B", "A", "A", "C", "C"]
+
+
+def test_eviction_is_atomic() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B"))
+    tree.pin(path[:1])
+    clock = tree.tiers[Tier.GPU].clock
+    assert tree.evict(Tier.GPU, 3) is None
+    assert tree.match_prefix(prompt("A", "B")).num_units == 4
+    assert tree.tiers[Tier.GPU].clock == clock
+    assert tree.tiers[Tier.GPU].num_evicted_units == 0
+    check_invariants(tree)
+    assert len(tree.evict(Tier.GPU, 2) or ()) == 2
+
+
+def test_pinned_node_survives_eviction_until_it_is_unpinned() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A"))
+    tree.pin(path)
+    tree.pin(path)
+    assert tree.evict(Tier.GPU) is None
+    tree.unpin(path)
+    assert tree.evict(Tier.GPU) is None
+    tree.unpin(path)
+    assert tree.evict(Tier.GPU) is not None
+
+
+def test_a_held_unit_keeps_all_before_it_and_lets_the_tail_go() -> None:
+    tree = new_tree()
+    (node,) = cache(tree, prompt("A", blocks=3))
+    tree.hold(node, 1, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [2]
+    assert tree.evict(Tier.GPU) is None
+    tree.let_go(node, 1, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU, 2) or ()] == [1, 0]
+
+
+def test_protected_keys_stay_for_this_eviction_only() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A"))
+    cache(tree, prompt("B"))
+    keys = prompt("A")[0].keys
+    assert {unit.node.doc_id for unit in tree.evict(Tier.GPU, 2, protected=keys) or ()} == {"B"}
+    assert tree.evict(Tier.GPU, 1, protected=keys) is None
+    assert tree.evict(Tier.GPU, 1) is not None
+
+
+def test_what_a_slower_tier_stands_on_stays() -> None:
+    tree = new_tree()
+    first, second = cache(tree, prompt("A", "B"))
+    tree.add(second, second.full_mask, Tier.HOST)
+    assert [unit.node for unit in tree.evict(Tier.GPU, 2) or ()] == [second, second]
+    assert tree.evict(Tier.GPU) is None, "B on the host stands on A on the GPU"
+    tree.add(first, first.full_mask, Tier.HOST)
+    assert tree.evict(Tier.GPU) is not None
+    check_invariants(tree)
+
+
+def test_each_token_is_counted_in_the_fastest_tier_that_holds_it() -> None:
+    tree = new_tree()
+    first, second = cache(tree, prompt("A", "B"))
+    for node in (first, second):
+        tree.add(node, node.full_mask, Tier.HOST)
+        tree.add(node, node.full_mask, Tier.DISK)
+    tree.evict(Tier.GPU, 3)
+    tree.evict(Tier.HOST, 1)
+    match = tree.match_prefix(prompt("A", "B"))
+    assert match.num_tokens_by_tier == (BLOCK, 2 * BLOCK, BLOCK)
+    assert match.num_tokens == 4 * BLOCK
+
+
+def test_an_evicted_document_keeps_its_count_unless_told_otherwise() -> None:
+    for keeps, expected in ((True, 2), (False, 1)):
+        tree = KnowledgeTree(LRUPolicy(), keeps_frequency=keeps)
+        cache(tree, prompt("A"))
+        tree.evict(Tier.GPU, 2)
+        (node,) = cache(tree, prompt("A"))
+        assert node.frequency == expected
+
+
+def test_ghosts_are_bounded_and_the_oldest_is_forgotten() -> None:
+    tree = new_tree(ghost_size=2)
+    for doc in "ABCD":
+        cache(tree, prompt(doc))
+    tree.evict(Tier.GPU, 8)
+    tree.insert([])
+    assert {n.doc_id for n in tree.nodes()} == {"C", "D"}
+    check_invariants(tree)
+
+
+def test_a_nameless_run_is_forgotten_once_it_is_evicted() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A", question="why?"))
+    tree.evict(Tier.GPU, 3)
+    tree.insert([])
+    assert [n.doc_id for n in tree.nodes()] == ["A"]
+
+
+def test_a_retained_node_stays_even_when_it_is_cut() -> None:
+    tree = new_tree(ghost_size=0)
+    keys = chain("a", "b", "c")
+    tree.insert([PathSegment(keys, 48)])
+    tree.retain(keys[2])
+    tree.insert([PathSegment([keys[0], ("a", "x")], 32)])
+    tree.insert([])
+    assert tree.locate(keys[2]) is not None
+    assert tree.locate(("a", "x")) is None
+    tree.release(keys[2])
+    tree.insert([])
+    assert len(tree) == 0
+    check_invariants(tree)
+
+
+def test_an_answer_grows_the_last_nameless_leaf() -> None:
+    tree = new_tree()
+    keys = chain("q", "a1", "a2", "b2")
+    tree.insert([PathSegment(keys[:1], BLOCK)])
+    node = tree.extend(keys[0], [keys[1]], BLOCK)
+    assert len(tree) == 1
+    assert node.num_tokens == 2 * BLOCK
+    other = tree.extend(keys[0], [("q", "b1")], BLOCK)
+    assert other is not node
+    assert len(tree) == 3
+    check_invariants(tree)
+
+
+def test_a_tree_grows_again_from_stored_units() -> None:
+    tree, copy = new_tree(), new_tree()
+    cache(tree, prompt("A", "B", blocks=3, question="?"))
+    cache(tree, prompt("A", "C", blocks=3))
+    stored = sorted(
+        (
+            (
+                n.start + i,
+                key,
+                n.keys[i - 1] if i else (n.parent.keys[-1] if n.parent and n.parent.keys else None),
+                n.doc_id,
+            )
+            for n in tree.nodes()
+            for i, key in enumerate(n.keys)
+        ),
+        key=lambda unit: unit[0],
+    )
+    for _, key, after, doc_id in stored:
+        assert copy.attach(after, key, BLOCK, doc_id) is not None
+    check_invariants(copy)
+    assert sorted((n.doc_id or "", n.start, len(n.keys)) for n in copy.nodes()) == sorted(
+        (n.doc_id or "", n.start, len(n.keys)) for n in tree.nodes()
+    )
+    assert copy.attach(("unknown",), ("unknown", "x"), BLOCK, None) is None
+
+
+def test_transient_documents_go_first() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    keys = chain("L.0", "L.1")
+    for _ in range(9):
+        cache(tree, [PathSegment(keys, 32, "L", is_transient=True)])
+    cache(tree, prompt("A"))
+    assert {unit.node.doc_id for unit in tree.evict(Tier.GPU, 2) or ()} == {"L"}
+
+
+def test_the_last_resort_takes_what_nobody_holds() -> None:
+    tree = new_tree()
+    first, second = cache(tree, prompt("A", "B"))
+    tree.hold(second, 1, Tier.GPU)
+    assert tree.evict(Tier.GPU) is None
+    unit = tree.evict_anything(Tier.GPU)
+    assert unit is not None
+    assert unit.node in (first, second)
+    tree.hold(second, 0, Tier.GPU)
+    for number in (0, 1):
+        tree.hold(first, number, Tier.GPU)
+    assert tree.evict_anything(Tier.GPU) is None
+
+
+def test_clearing_a_tier_leaves_the_others() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B"))
+    for node in path:
+        tree.add(node, node.full_mask, Tier.HOST)
+    tree.clear_tier(Tier.GPU)
+    match = tree.match_prefix(prompt("A", "B"))
+    assert match.num_tokens_by_tier == (0, 4 * BLOCK, 0)
+    check_invariants(tree)
+
+
+def test_the_tournament_adopts_the_memory_that_fits_the_traffic() -> None:
+    policy = TournamentPolicy(half_lives=(5.0, 1e6), window=50)
+    tree = KnowledgeTree(policy, shadow_tokens=8 * BLOCK)
+    for i in range(400):  # one favourite among many that come once: a long memory is right
+        cache(tree, prompt("favourite" if i % 12 == 0 else f"once {i}"))
+        if tree.tiers[Tier.GPU].num_units > 8:
+            tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
+    assert policy.ruling == 1
+    for i in range(1200):  # a new favourite every 30 requests: a short memory is right
+        cache(tree, prompt(f"fashion {i // 30}.{i % 3}"))
+        if tree.tiers[Tier.GPU].num_units > 8:
+            tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
+    assert policy.ruling == 0
+
+
+def test_a_pinned_node_cannot_be_cut() -> None:
+    tree = new_tree()
+    keys = chain("a", "b")
+    tree.pin(cache(tree, [PathSegment(keys, 32)]))
+    with pytest.raises(AssertionError, match="pinned"):
+        tree.insert([PathSegment([keys[0], ("a", "x")], 32)])

@@ -1,0 +1,133 @@
+"""Random operations on a knowledge tree, against a model that knows nothing but sets of units."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ragcache_core.policy import POLICIES, PrefillCostModel
+from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
+from ragcache_core.types import Tier
+
+Key = tuple[str, ...]
+LENGTHS = {"A": 1, "B": 3, "C": 2, "D": 5}
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Requests come, units enter and leave the tiers; the model holds the sets of resident, held and retained keys."""
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), ghost_size=st.integers(0, 6), keeps=st.booleans())
+    def start(self, policy: str, ghost_size: int, keeps: bool) -> None:
+        self.tree = KnowledgeTree(
+            POLICIES[policy](PrefillCostModel.default()),
+            ghost_size=ghost_size,
+            keeps_frequency=keeps,
+            shadow_tokens=8,
+        )
+        self.resident: dict[Tier, set[Key]] = {tier: set() for tier in Tier}
+        self.held: dict[Tier, set[Key]] = {tier: set() for tier in Tier}
+        self.retained: list[Key] = []
+
+    def _segments(self, documents: list[str], tail: int, has_names: bool) -> list[PathSegment]:
+        segments: list[PathSegment] = []
+        names: list[str] = []
+        for doc in documents:
+            first = len(names)
+            names += [f"{doc}{i}" for i in range(LENGTHS[doc])]
+            keys = [tuple(names[: i + 1]) for i in range(first, len(names))]
+            segments.append(PathSegment(keys, len(keys), doc if has_names else None, is_transient=doc == "D"))
+        if tail:
+            names.append(f"question {tail}")
+            segments.append(PathSegment([tuple(names)], 1))
+        return segments if has_names else [PathSegment([k for s in segments for k in s.keys], len(names))]
+
+    @rule(
+        documents=st.lists(st.sampled_from("ABCD"), min_size=1, max_size=3),
+        tail=st.integers(0, 2),
+        has_names=st.booleans(),
+        tier=st.sampled_from(Tier),
+        stays=st.booleans(),
+    )
+    def request(self, documents: list[str], tail: int, has_names: bool, tier: Tier, stays: bool) -> None:
+        segments = self._segments(documents, tail, has_names)
+        keys = [key for s in segments for key in s.keys]
+        expected = 0
+        while expected < len(keys) and any(keys[expected] in self.resident[t] for t in Tier):
+            expected += 1
+        match = self.tree.match_prefix(segments)
+        assert match.num_units == expected
+        assert sum(match.num_tokens_by_tier) == match.num_tokens
+        path = self.tree.insert(segments)
+        assert [key for node in path for key in node.keys] == keys
+        self.tree.record_access(path, num_hit_units=expected, num_missed_tokens=len(keys) - expected, cost_s=1e-3)
+        if stays:
+            self.tree.retain(keys[-1])
+            self.retained.append(keys[-1])
+        for key in keys:  # what is missing in this tier and the faster ones is written, from the front
+            if not any(key in self.resident[t] for t in Tier if t <= tier):
+                location = self.tree.locate(key)
+                assert location is not None
+                self.tree.add(location.node, 1 << location.unit, tier)
+                self.resident[tier].add(key)
+
+    @rule(tier=st.sampled_from(Tier), num_units=st.integers(1, 6), shields=st.booleans())
+    def evict(self, tier: Tier, num_units: int, shields: bool) -> None:
+        protected = sorted(self.resident[tier])[:2] if shields else []
+        evicted = self.tree.evict(tier, num_units, protected)
+        if evicted is None:
+            return
+        assert len(evicted) == num_units
+        for unit in evicted:
+            assert unit.key in self.resident[tier] - self.held[tier] - set(protected)
+            self.resident[tier].remove(unit.key)
+
+    @rule(tier=st.sampled_from(Tier), data=st.data())
+    def hold(self, tier: Tier, data: st.DataObject) -> None:
+        if keys := sorted(self.resident[tier]):
+            key = data.draw(st.sampled_from(keys))
+            location = self.tree.locate(key)
+            assert location is not None
+            self.tree.hold(location.node, location.unit, tier)
+            self.held[tier].add(key)
+
+    @rule(tier=st.sampled_from(Tier), data=st.data())
+    def let_go(self, tier: Tier, data: st.DataObject) -> None:
+        if keys := sorted(self.held[tier]):
+            key = data.draw(st.sampled_from(keys))
+            location = self.tree.locate(key)
+            assert location is not None
+            self.tree.let_go(location.node, location.unit, tier)
+            self.held[tier].remove(key)
+
+    @precondition(lambda self: self.retained)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(set(self.retained))))
+        self.retained.remove(key)
+        self.tree.release(key)
+
+    @rule()
+    def reset_the_gpu(self) -> None:
+        if not self.resident[Tier.HOST] and not self.resident[Tier.DISK]:
+            self.tree.clear_tier(Tier.GPU)
+            self.resident[Tier.GPU].clear()
+            self.held[Tier.GPU].clear()
+
+    @invariant()
+    def the_tree_is_sound_and_holds_what_the_model_holds(self) -> None:
+        check_invariants(self.tree)
+        for tier in Tier:
+            found = {
+                key
+                for node in self.tree.nodes()
+                for i, key in enumerate(node.keys)
+                if self.tree.resident_mask(node, tier) >> i & 1
+            }
+            assert found == self.resident[tier]
+        for key in self.retained:
+            assert self.tree.locate(key) is not None
+
+
+TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestTree = TreeMachine.TestCase
