@@ -10,6 +10,7 @@ from ragcache_core._version import __version__
 from ragcache_core.cli.ask import ask
 from ragcache_core.cli.command import Group
 from ragcache_core.cli.index import index
+from ragcache_core.cli.profile import profile
 from ragcache_core.cli.serve import serve
 from ragcache_core.cli.stats import stats
 
@@ -28,7 +29,7 @@ def cli() -> None:
     """
 
 
-for command in (index, ask, serve, stats):
+for command in (index, ask, serve, stats, profile):
     cli.add_command(command)
 
 

@@ -1,0 +1,192 @@
+"""Measured prefill times on disk: one file for each model on each hardware."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import platformdirs
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.policy.prefill_cost import PrefillCostModel
+
+FORMAT = 1
+_KIND = "ragcache profile"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+_SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A cost model, and what it was measured on.
+
+    ``model`` is a :func:`model_identity`, ``hardware`` a :func:`hardware_name`, ``measured_at`` a date and time in
+    ISO 8601. ``spread`` is how far the times of a point lie apart, as a share of their median: the median of the
+    points.
+    """
+
+    model: str
+    hardware: str
+    measured_at: str
+    vllm_version: str
+    dtype: str
+    num_repeats: int
+    spread: float
+    cost_model: PrefillCostModel
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        facts = {key: value for key, value in asdict(self).items() if key != "cost_model"}
+        return {"kind": _KIND, "format": FORMAT, **facts, "cost_model": self.cost_model.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Return the profile that :meth:`to_dict` wrote.
+
+        Raises:
+            ConfigError: ``data`` is something else, or of another version.
+        """
+        match data:
+            case {"kind": kind, "format": int(version)} if kind == _KIND and version != FORMAT:
+                raise ConfigError(f"it has format {version}, this RAGCache reads {FORMAT}")
+            case {
+                "kind": kind,
+                "model": str(model),
+                "hardware": str(hardware),
+                "measured_at": str(measured_at),
+                "vllm_version": str(vllm_version),
+                "dtype": str(dtype),
+                "num_repeats": int(num_repeats),
+                "spread": int(spread) | float(spread),
+                "cost_model": cost_model,
+            } if kind == _KIND:
+                times = PrefillCostModel.from_dict(cost_model)
+                return cls(model, hardware, measured_at, vllm_version, dtype, num_repeats, spread, times)
+        raise ConfigError("it is no profile")
+
+
+def hardware_name(proc: Path = Path("/proc")) -> str:
+    """Return what the times of a model on this machine depend on: its GPUs, or else its processor and cores.
+
+    It is read from ``proc``, so that it needs no CUDA and is the same in every process.
+    """
+    gpus = Counter(
+        model
+        for path in proc.glob("driver/nvidia/gpus/*/information")
+        if (model := _first_value(path, "Model")) is not None
+    )
+    if gpus:
+        return ", ".join(f"{count} x {model}" for model, count in sorted(gpus.items()))
+    processor = _first_value(proc / "cpuinfo", "model name") or platform.machine() or "unknown processor"
+    return f"{processor}, {os.cpu_count() or 1} cores"
+
+
+def model_identity(model: str) -> str:
+    """Return what tells the weights of ``model`` from others.
+
+    For a folder its name and a digest of its configuration and of the names, sizes, first and last bytes of the
+    weights' files, which is a matter of milliseconds for any size; for a name of the hub that name.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return model
+    folder = folder.resolve()
+    digest = hashlib.sha256()
+    config = folder / "config.json"
+    _add(digest, config.read_bytes() if config.is_file() else b"")
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS and path.is_file()):
+        with path.open("rb") as file:
+            first = file.read(_SAMPLE_BYTES)
+            num_bytes = file.seek(0, os.SEEK_END)
+            file.seek(max(num_bytes - _SAMPLE_BYTES, 0))
+            last = file.read(_SAMPLE_BYTES)
+        for part in (os.fsencode(path.name), str(num_bytes).encode(), first, last):
+            _add(digest, part)
+    return f"{folder.name}-{digest.hexdigest()[:16]}"
+
+
+def profile_path(model: str, hardware: str | None = None) -> Path:
+    """Return where the profile of ``model`` on this hardware is kept, whether there is one or not."""
+    identity, hardware = model_identity(model), hardware or hardware_name()
+    digest = hashlib.sha256(f"{identity}\0{hardware}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    name = f"{_slug(identity)}--{_slug(hardware)}-{digest}.json"
+    return Path(platformdirs.user_data_dir("ragcache")) / "profiles" / name
+
+
+def find_profile(model: str) -> Path | None:
+    """Return where the profile of ``model`` on this hardware lies, or ``None`` if it was not measured."""
+    path = profile_path(model)
+    return path if path.is_file() else None
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place where no profile can be written, before anything is measured for it.
+
+    Raises:
+        ConfigError: it is a folder, or below a file or a folder that cannot be written to.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name a file for the profile")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"no profile can be written to {path}: {folder} is no writable folder; name another file")
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write ``profile`` to ``path``, and make its folder. Atomic: when this raises, what was there before still is.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(profile.to_dict(), file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_profile(path: Path) -> PrefillCostModel:
+    """Return the cost model of the profile at ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read, is damaged, or was written by another version.
+    """
+    try:
+        return Profile.from_dict(json.loads(path.read_text(encoding="utf-8"))).cost_model
+    except (OSError, ValueError, RecursionError) as error:  # a JSONDecodeError and a ConfigError are ValueErrors
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"the profile {path} cannot be used ({reason}): run 'ragcache profile' again") from error
+
+
+def _first_value(path: Path, key: str) -> str | None:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    values = (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key)
+    return next(filter(None, values), None)
+
+
+def _add(digest: Any, part: bytes) -> None:
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:80]

@@ -1,0 +1,240 @@
+"""Measure on a running engine how long a prefill takes, by cached and new tokens."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ragcache_core.client.engine import Engine
+from ragcache_core.client.failures import translate_errors
+from ragcache_core.client.handshake import Handshake
+from ragcache_core.errors import ConfigError, EngineError
+from ragcache_core.policy.prefill_cost import PrefillCostModel
+from ragcache_core.prompt import RenderedPrompt
+
+SMALLEST_NEW = 32
+"""Fewest new tokens that are measured: a short question behind documents that are all cached."""
+_SMALLEST_CACHED = 128
+_ATTEMPTS = 3
+_ORDINARY_TEXT = (
+    "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ 0123456789 the of and to in is that it was for on"
+)
+_LOGGED_DTYPE = re.compile(r"Initializing a V1 LLM engine.*?\bdtype=torch\.(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How long a prompt took, and how many of its tokens were in the engine's own KV memory."""
+
+    time_s: float
+    num_cached_tokens: int
+
+
+Ask = Callable[[Sequence[int]], Answer]
+"""Sends a prompt of token ids, and lets one token be generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The lengths to measure: every pair whose prompt has at most ``max_tokens`` tokens."""
+
+    cached_tokens: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    max_tokens: int
+
+    def new_behind(self, num_cached_tokens: int) -> tuple[int, ...]:
+        """Return the new lengths that fit behind ``num_cached_tokens``."""
+        return tuple(new for new in self.new_tokens if num_cached_tokens + new <= self.max_tokens)
+
+    def points(self) -> tuple[tuple[int, int], ...]:
+        """Return the pairs (cached, new)."""
+        return tuple((cached, new) for cached in self.cached_tokens for new in self.new_behind(cached))
+
+    def num_tokens(self, num_repeats: int) -> int:
+        """Return how many tokens the engine computes for it."""
+        return self.max_tokens + num_repeats * (sum(self.cached_tokens) + sum(new for _, new in self.points()))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The times of one point of the grid."""
+
+    num_cached_tokens: int
+    num_new_tokens: int
+    times_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.times_s)
+
+    @property
+    def spread(self) -> float:
+        """The difference between the longest and the shortest time, as a share of their median."""
+        return (max(self.times_s) - min(self.times_s)) / self.median_s
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a server says of itself: where its model came from, how long a prompt can be, its version.
+
+    ``token_ids`` are ids of ordinary text, to make prompts of.
+    """
+
+    model_root: str
+    block_size: int
+    max_prompt_tokens: int
+    vllm_version: str
+    token_ids: tuple[int, ...]
+
+
+def make_grid(*, block_size: int, max_tokens: int) -> Grid:
+    """Return lengths that double, up to prompts of ``max_tokens``; cached ones are multiples of ``block_size``.
+
+    Raises:
+        ConfigError: prompts that short leave nothing to measure.
+    """
+    least = block_size + 2 * SMALLEST_NEW
+    if max_tokens < least:
+        raise ConfigError(
+            f"prompts of at most {max_tokens} tokens leave nothing to measure, {least} are needed with blocks of "
+            f"{block_size}: raise --max-tokens, the context window (-- --max-model-len) or --kv-cache-bytes"
+        )
+    first_cached = -(-_SMALLEST_CACHED // block_size) * block_size
+    last_cached = (max_tokens - SMALLEST_NEW) // block_size * block_size
+    return Grid((0, *_doubling(first_cached, last_cached)), _doubling(SMALLEST_NEW, max_tokens), max_tokens)
+
+
+def read_facts(engine: Engine) -> EngineFacts:
+    """Return what profiling must know of ``engine``.
+
+    Raises:
+        EngineError: it is busy, or not a vLLM server that tells.
+    """
+    load = engine.stats()
+    if load.num_running + load.num_waiting:
+        raise EngineError(
+            f"the engine at {engine.base_url} is busy with {load.num_running + load.num_waiting} requests, which would "
+            "be measured as well: profile it while it serves nobody"
+        )
+    http, root = engine.http_client(), engine.base_url.removesuffix("/v1")
+    key = {"Authorization": f"Bearer {engine.api_key}"}
+    text = {"model": engine.model, "prompt": _ORDINARY_TEXT, "add_special_tokens": False}
+    with translate_errors():
+        page = http.get(f"{root}/metrics").raise_for_status().text
+        version = http.get(f"{root}/version").raise_for_status()
+        tokenized = http.post(f"{root}/tokenize", json=text, headers=key).raise_for_status()
+    try:
+        block_size, num_kv_tokens = _kv_memory(page)
+        return EngineFacts(
+            model_root=Handshake(http, engine.base_url, engine.api_key).model_card().root,
+            block_size=block_size,
+            max_prompt_tokens=min(engine.max_model_len, num_kv_tokens) - 1,  # one token is generated
+            vllm_version=str(version.json()["version"]),
+            token_ids=tuple(sorted(set(tokenized.json()["tokens"]))),
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        raise EngineError(
+            f"the engine at {engine.base_url} does not say what its KV memory, version or tokens are ({error!r}): "
+            "profile a server of vLLM 0.32"
+        ) from error
+
+
+def asker(engine: Engine) -> Ask:
+    """Return what asks ``engine``."""
+
+    def ask(token_ids: Sequence[int]) -> Answer:
+        stats = engine.generate(RenderedPrompt((), "", tuple(token_ids), ()), max_tokens=1).stats
+        in_kv_memory = stats.num_cached_tokens if stats.num_gpu_tokens is None else stats.num_gpu_tokens
+        return Answer(stats.total_s, in_kv_memory)
+
+    return ask
+
+
+def measure(
+    ask: Ask,
+    grid: Grid,
+    token_ids: Sequence[int],
+    *,
+    num_repeats: int,
+    rng: random.Random,
+    report: Callable[[int], object],
+) -> tuple[Measurement, ...]:
+    """Return the times of every point of ``grid``, each ``num_repeats`` times with tokens of its own.
+
+    A prefix is put into the engine's cache by a request of its own and is then used by every point of its row; the
+    engine frees it last, so that it stays in GPU memory, whatever tiers lie below. ``report`` is told how many tokens
+    each step has computed.
+
+    Raises:
+        EngineError: the engine does not keep what was put into its cache.
+    """
+
+    def fresh(num_tokens: int) -> list[int]:
+        return rng.choices(token_ids, k=num_tokens)
+
+    ask(fresh(grid.max_tokens))
+    report(grid.max_tokens)
+    times_s: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for _ in range(num_repeats):
+        for num_cached_tokens in grid.cached_tokens:
+            prefix = fresh(num_cached_tokens)
+            if prefix:
+                ask(prefix)
+                report(num_cached_tokens)
+            for num_new_tokens in grid.new_behind(num_cached_tokens):
+                time_s = _time_behind(ask, prefix, num_new_tokens, fresh)
+                times_s[num_cached_tokens, num_new_tokens].append(time_s)
+                report(num_new_tokens)
+    return tuple(Measurement(*point, tuple(times_s[point])) for point in grid.points())
+
+
+def cost_model(measurements: Sequence[Measurement]) -> PrefillCostModel:
+    """Return the model that interpolates the medians of ``measurements``."""
+    return PrefillCostModel.from_measured({(m.num_cached_tokens, m.num_new_tokens): m.median_s for m in measurements})
+
+
+def logged_dtype(log_path: Path | None) -> str:
+    """Return the data type that a launched server computes with, as it logs it; ``unknown`` for one without a log."""
+    if log_path is None:
+        return "unknown"
+    found = _LOGGED_DTYPE.search(log_path.read_text(encoding="utf-8", errors="replace"))
+    return found[1] if found else "unknown"
+
+
+def _time_behind(ask: Ask, prefix: list[int], num_new_tokens: int, fresh: Callable[[int], list[int]]) -> float:
+    reported = []
+    for _ in range(_ATTEMPTS):
+        answer = ask(prefix + fresh(num_new_tokens))
+        if answer.num_cached_tokens == len(prefix):
+            return answer.time_s
+        reported.append(answer.num_cached_tokens)
+        if prefix:
+            ask(prefix)  # something else has pushed it out
+    raise EngineError(
+        f"{len(prefix)} tokens were put into the cache, and the engine found {reported} of them: profile it while it "
+        "serves nobody else, with prefix caching on and --enable-prompt-tokens-details"
+    )
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    """Return ``first`` and its doubles, and ``last`` in the place of one that lies close to it."""
+    values = []
+    while first * 1.5 <= last:
+        values.append(first)
+        first *= 2
+    return (*values, last)
+
+
+def _kv_memory(page: str) -> tuple[int, int]:
+    """Return the block size, and how many tokens fit into the KV memory, from the text of ``/metrics``."""
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    (told,) = {sample.name: sample.labels for sample in samples if sample.name == "vllm:cache_config_info"}.values()
+    block_size, num_blocks = int(told["block_size"]), int(told["num_gpu_blocks"])
+    return block_size, (num_blocks - 1) * block_size  # vLLM keeps one block as "no block"
