@@ -6,13 +6,14 @@ The public names of the core; framework integrations are in :mod:`ragcache_integ
 from ragcache_core._version import __version__
 from ragcache_core.config import CacheConfig
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
-from ragcache_core.stats import DocumentStats, EngineStats, RequestStats
+from ragcache_core.stats import DocumentStats, DocumentUse, EngineStats, RequestStats, TierStats
 from ragcache_core.types import Document, PromptSegment, RetrievalUpdate, SegmentKind
 
 __all__ = [
     "CacheConfig",
     "Document",
     "DocumentStats",
+    "DocumentUse",
     "EngineStats",
     "PromptLayout",
     "PromptSegment",
@@ -20,5 +21,6 @@ __all__ = [
     "RequestStats",
     "RetrievalUpdate",
     "SegmentKind",
+    "TierStats",
     "__version__",
 ]

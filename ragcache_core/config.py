@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import shutil
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+import platformdirs
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from ragcache_core.errors import ConfigError
 
+PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
+"""What decides which document leaves a full tier."""
+FrequencyScope = Literal["ghost", "cached"]
+"""How long a document's use is remembered: beyond its eviction, or as long as it is cached."""
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a mount of memory, not a place for files)
+_MAX_DEFAULT_HOST_BYTES = 8 << 30
+_MIB = 1 << 20
+
 
 def _parse_bytes(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError("a size is a number of bytes, or text such as '64GiB'")  # noqa: TRY004 (pydantic wraps it)
     return value.strip() if isinstance(value, str) else value
+
+
+def _parse_directory(value: object) -> object:
+    if value == "":
+        raise ValueError("name a directory, or leave it out")
+    return value
 
 
 Bytes = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(gt=0)]
 """A positive number of bytes: 1073741824, "1GiB", "512 MiB"."""
+BytesOrNone = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(ge=0)]
+"""A number of bytes; 0 is none."""
 
 
 class CacheConfig(BaseModel):
-    """What the engine keeps of the documents that it has read.
+    """What the engine keeps of the documents that it has read, and where.
 
-    ``CacheConfig()`` caches in the engine's own KV memory with vLLM's defaults; ``cache=None`` at
-    :meth:`Engine.launch <ragcache_core.client.Engine.launch>` runs plain vLLM.
+    ``CacheConfig()`` keeps documents in the engine's own KV memory and in a share of host memory; ``cache=None`` at
+    :meth:`Engine.launch <ragcache_core.client.Engine.launch>` runs plain vLLM. :meth:`from_toml` reads a file.
 
     Raises:
-        ConfigError: a field has a value that cannot work.
+        ConfigError: a field has a value that cannot work, or two contradict each other.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,10 +60,159 @@ class CacheConfig(BaseModel):
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Tokens in a KV block; a document is cached in whole blocks. ``None`` leaves it to vLLM."""
 
+    host_bytes: BytesOrNone | None = None
+    """Host memory for the KV of documents that left the engine's own: "64GiB". 0 keeps none there. ``None`` is decided
+    at launch: an eighth of the memory that is available, at most 8 GiB and at most half of what is free in /dev/shm,
+    where it lies."""
+
+    disk_bytes: BytesOrNone = ByteSize(0)
+    """Disk space for the KV of documents that left host memory; it outlives the engine. 0 keeps none there."""
+
+    directory: Annotated[Path, BeforeValidator(_parse_directory)] | None = None
+    """Where the disk tier keeps its files; made if it is missing, and used by one engine at a time. ``None`` is
+    ``kv`` in the user's cache folder. From a TOML file, a relative path is relative to that file."""
+
+    policy: PolicyName = "tournament"
+    """What decides which document leaves a full tier: ``pgdsf`` by uses, cost of a recomputation and size (RAGCache
+    §5.1), ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by the uses,
+    ``hybrid`` by both; ``tournament`` tries several half-lives on the side and follows the best of them."""
+
+    frequency: FrequencyScope = "ghost"
+    """Whether the uses of a document count on after its eviction (``ghost``) or start anew (``cached``)."""
+
+    max_cached_documents: Annotated[int, Field(ge=1)] | None = None
+    """Of a prompt with many documents only the first so many are kept; ``None`` keeps all."""
+
+    ghost_size: Annotated[int, Field(ge=0)] = 100_000
+    """Evicted documents whose uses are remembered (under 1 KiB each); 0 remembers none."""
+
     def __init__(self, **data: object) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"]) or "CacheConfig"
-            raise ConfigError(f"CacheConfig.{field} is {first['input']!r:.80}: {first['msg']}") from error
+            raise ConfigError(_first_problem(error)) from error
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        if self.directory is not None and not self.disk_bytes:
+            raise ValueError(
+                f"CacheConfig.directory is {str(self.directory)!r:.80} but disk_bytes is 0: set disk_bytes to keep "
+                "documents on disk, or leave directory out"
+            )
+        if self.disk_bytes and self.host_bytes == 0:
+            raise ValueError(
+                f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)} but host_bytes is 0: documents reach the disk "
+                "through host memory, so set host_bytes or leave disk_bytes out"
+            )
+        return self
+
+    @classmethod
+    def from_toml(cls, path: str | Path, **overrides: object) -> Self:
+        """Return the configuration of the ``[cache]`` table of a TOML file; ``overrides`` win over the file.
+
+        ::
+
+            [cache]
+            host_bytes = "64GiB"
+            disk_bytes = "1TiB"
+            directory = "/var/cache/ragcache"
+
+        Raises:
+            ConfigError: there is no such file or table, or it holds a value that cannot work.
+        """
+        path = Path(path)
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8")).get("cache")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror}): name a TOML file with a [cache] table"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not TOML ({error}): mend it; it holds a [cache] table") from error
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path} has no [cache] table: begin it with the line [cache]")
+        if isinstance(directory := table.get("directory"), str) and directory and not directory.startswith("~"):
+            table["directory"] = path.parent / directory
+        try:
+            return cls(**{**table, **overrides})
+        except ConfigError as error:
+            beside = f" (with {', '.join(overrides)} from elsewhere)" if overrides else ""
+            raise ConfigError(f"{path}{beside}: {error}") from error
+
+    def resolved(self) -> Self:
+        """Return this configuration with everything that was left open decided for this machine, and checked on it.
+
+        ``host_bytes`` is a number then; with a disk tier ``directory`` is absolute, exists, and can be written to.
+        Resolving again changes nothing.
+
+        Raises:
+            ConfigError: a capacity is larger than this machine's memory or disk, or the directory is unwritable.
+        """
+        decided: dict[str, object] = {"host_bytes": _host_bytes(self.host_bytes)}
+        if self.disk_bytes:
+            if not decided["host_bytes"]:
+                raise ConfigError(
+                    f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)}, but {_SHARED_MEMORY} has no room for the "
+                    "host tier that documents pass through: set host_bytes, or make room there"
+                )
+            directory = self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
+            decided["directory"] = _writable(directory, self.disk_bytes)
+        return type(self)(**{**self.model_dump(exclude_unset=True), **decided})
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    said = first["msg"]
+    if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):
+        said = str(cause)
+    if not first["loc"]:
+        return said
+    if first["type"] == "extra_forbidden":
+        said = f"there is no such setting, use one of {', '.join(CacheConfig.model_fields)}"
+    return f"CacheConfig.{first['loc'][0]} is {first['input']!r:.80}: {said}"
+
+
+def _shown(num_bytes: int) -> str:
+    return ByteSize(num_bytes).human_readable()
+
+
+def _host_bytes(wanted: int | None) -> int:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    shared = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
+    if wanted is None:
+        free = memory.available if shared is None else shared.free
+        return min(memory.available // 8, _MAX_DEFAULT_HOST_BYTES, free // 2) // _MIB * _MIB
+    if wanted > memory.total:
+        raise ConfigError(
+            f"CacheConfig.host_bytes is {_shown(wanted)}, this machine has {_shown(memory.total)} of memory: "
+            "lower host_bytes"
+        )
+    if shared is not None and wanted > shared.total:
+        raise ConfigError(
+            f"CacheConfig.host_bytes is {_shown(wanted)}, {_SHARED_MEMORY} holds {_shown(shared.total)}: lower "
+            "host_bytes, or enlarge it (docker run --shm-size)"
+        )
+    return wanted
+
+
+def _writable(directory: Path, disk_bytes: int) -> Path:
+    """Return the absolute path of a directory that is there, can be written to, and lies on a disk large enough."""
+    try:
+        path = directory.expanduser().absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        total_bytes = shutil.disk_usage(path).total
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"CacheConfig.directory is {str(directory)!r:.200}, which cannot be written to ({error}): choose another "
+            "directory, or change its owner"
+        ) from error
+    if disk_bytes > total_bytes:
+        raise ConfigError(
+            f"CacheConfig.disk_bytes is {_shown(disk_bytes)}, the disk of {path} holds {_shown(total_bytes)}: "
+            "lower disk_bytes, or choose another directory"
+        )
+    return path

@@ -29,8 +29,14 @@
     │   ├── UndecodableDocumentError         binary, or not UTF-8
     │   ├── DuplicateDocumentError
     │   └── UnknownDocumentError (KeyError)
-    └── SearchError (ValueError)             a query that cannot be answered
-        └── TooFewDocumentsError             k is larger than the store
+    ├── SearchError (ValueError)             a query that cannot be answered
+    │   └── TooFewDocumentsError             k is larger than the store
+    └── CacheTierError                       the cache of KV chunks on disk
+        ├── CacheDirectoryError              missing and not to be made, unwritable, not a directory
+        ├── CacheLockedError                 another engine keeps its cache there
+        ├── CacheVersionError                written by a newer RAGCache
+        ├── CacheCapacityError (ValueError)  zero, negative, larger than the disk; or the cache is full
+        └── CacheWriteError                  no space left, a failing disk; what was stored before is intact
 
 A message holds the value, the limit and the cure. Errors that are a caller's mistake are also ``ValueError``
 (or ``KeyError``), so that code which knows nothing of RAGCache handles them as usual. A lost or damaged *cache*
@@ -157,3 +163,27 @@ class SearchError(RAGCacheError, ValueError):
 
 class TooFewDocumentsError(SearchError):
     """More documents were asked for than the store holds."""
+
+
+class CacheTierError(RAGCacheError):
+    """The cache of KV chunks on disk failed, or could not be used."""
+
+
+class CacheDirectoryError(CacheTierError):
+    """The cache's directory cannot be made or written, or is not a directory."""
+
+
+class CacheLockedError(CacheTierError):
+    """Another engine keeps its cache in the same directory."""
+
+
+class CacheVersionError(CacheTierError):
+    """The cache was written by a newer version of RAGCache."""
+
+
+class CacheCapacityError(CacheTierError, ValueError):
+    """The capacity of the cache cannot work, or has no room for what is to be written."""
+
+
+class CacheWriteError(CacheTierError):
+    """The cache could not be written: no space left, read-only, a failing disk. What was stored before is intact."""

@@ -19,10 +19,15 @@ class DocumentStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What one request cost: tokens by origin and times in seconds.
+    """What one request cost: tokens by origin, bytes moved, and times in seconds.
 
-    ``num_cached_tokens`` is what the engine reported as served from its KV cache. ``ttft_s`` is measured at the
-    client, from sending the request to its first token; it is ``None`` where the answer was not streamed.
+    ``num_cached_tokens`` is what the engine reported as served from its KV cache. ``num_gpu_tokens``,
+    ``num_host_tokens`` and ``num_disk_tokens`` say from which tier they came; ``num_loaded_bytes`` were brought from
+    host and disk for them, ``num_stored_bytes`` written there afterwards, and the request waited ``queue_s`` seconds to
+    be scheduled. These are ``None`` where the engine did not say: plain vLLM does not.
+
+    ``ttft_s`` is measured at the client, from sending the request to its first token. Where the answer was not
+    streamed it is the engine's own figure, from the request's arrival there; ``None`` without one.
     """
 
     num_prompt_tokens: int
@@ -31,6 +36,12 @@ class RequestStats:
     ttft_s: float | None
     total_s: float
     documents: tuple[DocumentStats, ...] = ()
+    num_gpu_tokens: int | None = None
+    num_host_tokens: int | None = None
+    num_disk_tokens: int | None = None
+    num_loaded_bytes: int | None = None
+    num_stored_bytes: int | None = None
+    queue_s: float | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -56,11 +67,48 @@ def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) ->
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier of the engine's cache, counted since the engine started.
+
+    ``name`` is ``gpu``, ``host`` or ``disk``. ``num_hit_tokens`` are prompt tokens that were served from here. A tier
+    that failed (a full or broken disk) is switched off: ``is_enabled`` is false, and the others go on.
+    """
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    num_blocks: int
+    num_evicted_blocks: int
+    num_hit_tokens: int
+    is_enabled: bool
+
+    @property
+    def usage(self) -> float:
+        """Share of the capacity that is in use; 0 for a tier without any."""
+        return self.used_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentUse:
+    """A cached document: how often requests use it, as the policy counts, its length, and the tiers that hold it."""
+
+    doc_id: DocId
+    frequency: float
+    num_tokens: int
+    tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A reading of the server's counters since it started.
 
     ``kv_cache_usage`` is the share of GPU (or CPU-platform) KV blocks in use, 0 to 1. ``num_prefix_query_tokens``
     and ``num_prefix_hit_tokens`` are prompt tokens that were looked up in, and found in, the prefix cache.
+
+    The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
+    from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
+    announced documents that contradicted their prompt; ``num_corrupt_chunks`` and ``num_lost_chunks`` of the disk tier
+    were damaged or gone, and computed again.
     """
 
     num_running: int
@@ -72,15 +120,30 @@ class EngineStats:
     num_prefix_hit_tokens: int
     num_preemptions: int
     num_restarts: int = 0
+    policy: str | None = None
+    tiers: tuple[TierStats, ...] = ()
+    hottest_documents: tuple[DocumentUse, ...] = ()
+    num_ignored_metadata: int = 0
+    num_corrupt_chunks: int = 0
+    num_lost_chunks: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of looked-up prompt tokens that were in the cache; 0 before the first look-up."""
+        """Share of looked-up prompt tokens that were in the engine's own KV memory; 0 before the first look-up."""
         return self.num_prefix_hit_tokens / self.num_prefix_query_tokens if self.num_prefix_query_tokens else 0.0
+
+    def tier_hit_rate(self, tier: TierStats) -> float:
+        """Return the share of looked-up prompt tokens that ``tier`` served; 0 before the first look-up."""
+        return tier.num_hit_tokens / self.num_prefix_query_tokens if self.num_prefix_query_tokens else 0.0
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
-        return {**asdict(self), "prefix_hit_rate": self.prefix_hit_rate}
+        return {
+            **asdict(self),
+            "tiers": [{**asdict(t), "hit_rate": self.tier_hit_rate(t)} for t in self.tiers],
+            "hottest_documents": [{**asdict(d), "tiers": list(d.tiers)} for d in self.hottest_documents],
+            "prefix_hit_rate": self.prefix_hit_rate,
+        }
 
 
 def request_stats_from_dict(data: Mapping[str, object]) -> RequestStats:

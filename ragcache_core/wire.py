@@ -95,13 +95,24 @@ def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[Pr
 def _document(raw: object, index: int) -> PromptSegment:
     match raw:
         case {"id": str(doc_id), "start": int(start), "end": int(end)} if (
-            0 < len(doc_id) <= MAX_DOC_ID_CHARS and not isinstance(start, bool) and not isinstance(end, bool)
+            0 < len(doc_id) <= MAX_DOC_ID_CHARS
+            and not isinstance(start, bool)
+            and not isinstance(end, bool)
+            and _is_text(doc_id)
         ):
             return PromptSegment(SegmentKind.DOCUMENT, start, end, doc_id)
     raise ConfigError(
         f"document {index} of the ragcache metadata is {raw!r:.120}; it must hold an id of 1 to {MAX_DOC_ID_CHARS} "
-        "characters and integer start and end"
+        "characters of Unicode text and integer start and end"
     )
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def _size(value: object) -> str:

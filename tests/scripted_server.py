@@ -13,6 +13,8 @@ Each answer comes from the first of: the script (in order), the rules given (the
 :func:`answer_like_a_model`. The server itself answers 401 to a wrong key, 404 to an unknown model and 400 to a prompt
 that is too long, with vLLM's words. It counts a word as a token, and keeps a prefix cache: ``cached_tokens`` of a
 prompt is what it shares with an earlier one, in whole blocks.
+
+It is plain vLLM until ``cache`` is set, to :data:`THREE_TIERS` for example; then it has RAGCache's routes as well.
 """
 
 from __future__ import annotations
@@ -44,9 +46,36 @@ from tests.scripted_answers import (
     words_of,
 )
 
-__all__ = ["ENGINE_DEAD", "Refusal", "Reply", "Rule", "ScriptedServer", "Seen", "answer_like_a_model", "text_of"]
+__all__ = [
+    "ENGINE_DEAD",
+    "THREE_TIERS",
+    "Refusal",
+    "Reply",
+    "Rule",
+    "ScriptedServer",
+    "Seen",
+    "answer_like_a_model",
+    "text_of",
+]
 
 BLOCK_SIZE = 16
+BYTES_PER_TOKEN = 1024
+THREE_TIERS: JsonObject = {
+    "policy": "tournament", "num_ignored_metadata": 1, "num_corrupt_chunks": 2, "num_lost_chunks": 3,
+    "tiers": [
+        {"name": "gpu", "capacity_bytes": 1 << 30, "used_bytes": 1 << 29, "num_blocks": 512, "num_evicted_blocks": 9,
+         "num_hit_tokens": 4096, "is_enabled": True},
+        {"name": "host", "capacity_bytes": 8 << 30, "used_bytes": 6 << 30, "num_blocks": 6144, "num_evicted_blocks": 4,
+         "num_hit_tokens": 2048, "is_enabled": True},
+        {"name": "disk", "capacity_bytes": 1 << 40, "used_bytes": 0, "num_blocks": 0, "num_evicted_blocks": 0,
+         "num_hit_tokens": 0, "is_enabled": False},
+    ],
+    "hottest_documents": [
+        {"doc_id": "mel.txt", "frequency": 12.5, "num_tokens": 300, "tiers": ["gpu", "host"]},
+        {"doc_id": "zor.md", "frequency": 3, "num_tokens": 1200, "tiers": ["disk"]},
+    ],
+}  # fmt: skip
+"""What an engine with three tiers, whose disk failed, says of its cache."""
 
 
 @dataclass
@@ -64,10 +93,19 @@ class ScriptedServer:
     max_model_len: int = 2048
     is_healthy: bool = True
     requests: list[Seen] = field(default_factory=list)
+    cache: JsonObject | None = None
+    """What ``/v1/ragcache/stats`` answers; ``None`` is plain vLLM, which has no such route."""
+    cache_status: int = 200
+    """The status of RAGCache's routes; other than 200 they answer with nothing but it."""
+    cache_wait_s: float = 0.0
+    """Seconds before RAGCache's routes answer."""
+    cache_questions: list[str] = field(default_factory=list)
+    """What RAGCache's routes were asked, whether or not they are there: paths without ``/v1/ragcache/``."""
 
     def __post_init__(self) -> None:
         self._script: deque[Reply | Refusal] = deque()
         self._prompts: deque[tuple[object, ...]] = deque(maxlen=256)
+        self._figures: dict[str, JsonObject] = {}
         self._lock = threading.Lock()
         self._ids = count(1)
         self._running: set[int] = set()
@@ -109,6 +147,7 @@ class ScriptedServer:
         """Forget requests, script and prompts, so that the next prompt is cold."""
         with self._lock:
             self.requests.clear()
+            self.cache_questions.clear()
             self._script.clear()
             self._prompts.clear()
 
@@ -129,7 +168,7 @@ class ScriptedServer:
                 return self._script.popleft()
         return next((a for rule in self.rules if (a := rule(request))), None) or answer_like_a_model(request)
 
-    def _usage(self, request: Seen, reply: Reply, num_output_tokens: int) -> dict[str, Any]:
+    def _usage(self, request: Seen, reply: Reply, num_output_tokens: int, response_id: str) -> dict[str, Any]:
         tokens = prompt_tokens(request)
         with self._lock:
             shared = max((sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(tokens, seen, strict=False)))
@@ -139,12 +178,25 @@ class ScriptedServer:
             cached = cached if reply.num_cached_tokens is None else reply.num_cached_tokens
             added = {"prompt": len(tokens), "output": num_output_tokens, "query": len(tokens), "hit": cached}
             self.counters = {key: value + added[key] for key, value in self.counters.items()}
+            host = disk = cached // 4
+            self._figures[response_id] = {
+                "num_gpu_tokens": cached - host - disk, "num_host_tokens": host, "num_disk_tokens": disk,
+                "num_loaded_bytes": (host + disk) * BYTES_PER_TOKEN,
+                "num_stored_bytes": (len(tokens) - cached) * BYTES_PER_TOKEN, "queue_s": 0.001, "ttft_s": 0.002,
+            }  # fmt: skip
         return {
             "prompt_tokens": len(tokens),
             "completion_tokens": num_output_tokens,
             "total_tokens": len(tokens) + num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
         }
+
+    def _cache_answer(self, question: str) -> JsonObject | None:
+        """Return what a route of RAGCache's says; ``None`` where it does not know."""
+        self.cache_questions.append(question)
+        if self.cache is None:
+            return None
+        return self.cache if question == "stats" else self._figures.get(question.removeprefix("requests/"))
 
     def _metrics(self) -> str:
         values = {
@@ -196,10 +248,24 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, {"version": "0.32.0"})
             case "/metrics":
                 self._send(200, owner._metrics())
-            case "/v1/models" if self._is_allowed():
-                self._send(200, {"object": "list", "data": [card]})
+            case "/v1/models":
+                if self._is_allowed():
+                    self._send(200, {"object": "list", "data": [card]})
+            case path if path.startswith("/v1/ragcache/"):
+                if self._is_allowed():
+                    self._answer_of_the_cache(path.removeprefix("/v1/ragcache/"))
             case _:
                 self._send(404, {"detail": "Not Found"})
+
+    def _answer_of_the_cache(self, question: str) -> None:
+        owner = self.server_of
+        answer = owner._cache_answer(question)
+        with contextlib.suppress(_HungUpError, OSError):
+            self._wait(owner.cache_wait_s)
+            if answer is None or owner.cache_status != 200:
+                self._send(404 if answer is None else owner.cache_status, {"detail": "Not Found"})
+            else:
+                self._send(200, answer)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
@@ -236,9 +302,11 @@ class _Handler(BaseHTTPRequestHandler):
                   "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}}
                  for i, (name, arguments) in enumerate(answer.tool_calls)]  # fmt: skip
         finish_reason = "tool_calls" if calls else finish_reason
-        usage = self.server_of._usage(request, answer, len(pieces) + sum(len(c["function"]) for c in calls))
         is_chat = self.path == "/v1/chat/completions"
-        head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": self.server_of.model}
+        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
+        num_output_tokens = len(pieces) + sum(len(c["function"]) for c in calls)
+        usage = self.server_of._usage(request, answer, num_output_tokens, response_id)
+        head = {"id": response_id, "created": int(time.time()), "model": self.server_of.model}
         self._wait(answer.wait_s)
         if not request.body.get("stream"):
             if answer.cut_after_tokens is not None:

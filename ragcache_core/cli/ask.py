@@ -15,9 +15,11 @@ from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import (
     EmbedderName,
     api_key_option,
+    cache_config_option,
     check_vllm_args,
     embedder_option,
     open_store,
+    read_cache_config,
     store_option,
     tokenizer_option,
     vllm_args_argument,
@@ -51,6 +53,7 @@ _DEFAULT_MAX_TOKENS = 256
 @click.option("--url", metavar="URL", help="Ask the server at this address instead.")
 @api_key_option
 @tokenizer_option
+@cache_config_option
 @embedder_option
 @click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
@@ -68,6 +71,7 @@ def ask(
     url: str | None,
     api_key: str | None,
     tokenizer: str | None,
+    cache_config: Path | None,
     embedder: EmbedderName | None,
     k: int | None,
     max_tokens: int | None,
@@ -93,6 +97,9 @@ def ask(
         raise click.UsageError("--stream prints text and --json an object: give one of them.")
     if url is not None and vllm_args:
         raise click.UsageError("A server that runs already takes no options of vLLM: leave out what follows '--'.")
+    if url is not None and cache_config is not None:
+        raise click.UsageError("A server that runs already has its cache: leave out --cache-config, or give --model.")
+    cache = read_cache_config(cache_config)
     layout = PromptLayout(static_prefix, document_format, question_format=question_format)
 
     def join() -> Engine:
@@ -100,7 +107,7 @@ def ask(
 
         if url is not None:
             return Engine.connect(url, api_key=api_key, tokenizer=tokenizer)
-        return Engine.launch(str(model), api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
+        return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
 
     with ExitStack() as stack:
         documents = stack.enter_context(open_store(store, embedder, read_only=True))
@@ -174,10 +181,13 @@ def _show_documents(found: RetrievalUpdate) -> None:
 
 def _summary(found: RetrievalUpdate, answer: Generation) -> str:
     stats = answer.stats
+    tiers = ((stats.num_gpu_tokens, "GPU"), (stats.num_host_tokens, "host"), (stats.num_disk_tokens, "disk"))
+    told = ", ".join(f"{num_tokens} from {tier}" for num_tokens, tier in tiers if num_tokens)
     first = "" if stats.ttft_s is None else f"; first token after {stats.ttft_s:.3f} s"
     names = ", ".join(document.doc_id for document in found.documents)
     return (
-        f"[{names}] {stats.num_prompt_tokens} prompt tokens, {stats.num_cached_tokens} of them cached{first}, "
+        f"[{names}] {stats.num_prompt_tokens} prompt tokens, {stats.num_cached_tokens} of them cached"
+        f"{f' ({told})' if told else ''}{first}, "
         f"all after {stats.total_s:.3f} s"
     )
 

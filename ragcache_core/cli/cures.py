@@ -14,6 +14,13 @@ _AS_TYPED = {
     "raise startup_timeout_s": "raise --startup-timeout",
     "set log_path": "set --log",
     "pass tokenizer=": "pass --tokenizer",
+    "set disk_bytes": "set --disk-bytes",
+    "lower disk_bytes": "lower --disk-bytes",
+    "leave disk_bytes out": "leave --disk-bytes out",
+    "set host_bytes": "set --host-bytes",
+    "lower host_bytes": "lower --host-bytes",
+    "leave directory out": "leave --cache-dir out",
+    "choose another directory": "choose another --cache-dir",
 }
 """A phrase of the library that is reworded without this table stays as it is."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
+from ragcache_core.config import CacheConfig, FrequencyScope, PolicyName
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +30,67 @@ api_key_option = click.option(
 tokenizer_option = click.option(
     "--tokenizer", metavar="PATH", help="The model's tokenizer, where the server's model path is not on this machine."
 )
+cache_config_option = click.option(
+    "--cache-config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A TOML file whose [cache] table says what to keep; options win over it.",
+)
+_CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+    cache_config_option,
+    click.option(
+        "--kv-cache-bytes", metavar="SIZE", help="KV memory of the engine, as 512MiB. [default: vLLM's choice]"
+    ),
+    click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]"),
+    click.option(
+        "--host-bytes",
+        metavar="SIZE",
+        help="Host memory for documents, as 64GiB; 0 for none. [default: an eighth of what is free, at most 8GiB]",
+    ),
+    click.option(
+        "--disk-bytes", metavar="SIZE", help="Disk space for documents, as 1TiB; it outlives the server. [default: 0]"
+    ),
+    click.option(
+        "--cache-dir",
+        "directory",
+        metavar="DIR",
+        help="Where the disk space is; with --disk-bytes. [default: kv in your cache folder]",
+    ),
+    click.option(
+        "--policy",
+        type=click.Choice(get_args(PolicyName)),
+        help="What decides which document leaves a full tier. [default: tournament]",
+    ),
+    click.option(
+        "--frequency",
+        type=click.Choice(get_args(FrequencyScope)),
+        help="Count a document's uses beyond its eviction (ghost), or as long as it is cached. [default: ghost]",
+    ),
+    click.option(
+        "--max-cached-documents", type=int, metavar="N", help="Keep the first N documents of a prompt. [default: all]"
+    ),
+    click.option(
+        "--ghost-size", type=int, metavar="N", help="Evicted documents whose uses are remembered. [default: 100000]"
+    ),
+)
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
+
+
+def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an option for every setting of the cache; the command gets them under the settings' own names."""
+    for option in reversed(_CACHE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] | None = None) -> CacheConfig:
+    """Return the configuration of the cache: that of the file, where no setting was given in its stead.
+
+    Raises:
+        ConfigError: a value that cannot work, or two that contradict each other.
+    """
+    given: dict[str, Any] = {name: value for name, value in (settings or {}).items() if value is not None}
+    return CacheConfig(**given) if cache_config is None else CacheConfig.from_toml(cache_config, **given)
 
 
 def open_store(

@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import api_key_option, check_vllm_args, tokenizer_option, vllm_args_argument
+from ragcache_core.cli.options import (
+    api_key_option,
+    cache_options,
+    check_vllm_args,
+    read_cache_config,
+    tokenizer_option,
+    vllm_args_argument,
+)
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine
@@ -23,6 +30,8 @@ _POLL_S = 1.0
     examples=[
         "ragcache serve examples/demo_model",
         "ragcache serve examples/demo_model --port 8000 --kv-cache-bytes 512MiB",
+        "ragcache serve org/model --host-bytes 64GiB --disk-bytes 1TiB --cache-dir /var/cache/ragcache",
+        "ragcache serve org/model --cache-config cache.toml --policy pgdsf",
         "ragcache serve org/model --api-key KEY -- --max-model-len 8192 --dtype bfloat16",
     ],
 )
@@ -30,9 +39,8 @@ _POLL_S = 1.0
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="The port to listen on; 0 takes a free one.")
 @api_key_option
-@click.option("--kv-cache-bytes", metavar="SIZE", help="KV memory of the engine, as 512MiB. [default: vLLM's choice]")
-@click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]")
-@click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache's connector.")
+@cache_options
+@click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache.")
 @tokenizer_option
 @click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a death.")
 @click.option(
@@ -45,8 +53,7 @@ def serve(
     host: str,
     port: int,
     api_key: str | None,
-    kv_cache_bytes: str | None,
-    block_size: int | None,
+    cache_config: Path | None,
     no_cache: bool,
     tokenizer: str | None,
     max_restarts: int,
@@ -54,6 +61,7 @@ def serve(
     log: Path | None,
     vllm_args: tuple[str, ...],
     as_json: bool,
+    **cache_settings: Any,
 ) -> None:
     """Serve MODEL over the OpenAI protocol until Ctrl-C (exit status 0) or SIGTERM (143).
 
@@ -62,12 +70,11 @@ def serve(
     key.
     """
     check_vllm_args(vllm_args)
-    if no_cache and (kv_cache_bytes is not None or block_size is not None):
-        raise click.UsageError("--no-cache runs plain vLLM: leave out --kv-cache-bytes and --block-size.")
+    if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
+        raise click.UsageError(f"--no-cache runs plain vLLM: leave out {', '.join(given)}.")
+    cache = None if no_cache else read_cache_config(cache_config, cache_settings)
     from ragcache_core.client import Engine
-    from ragcache_core.config import CacheConfig
 
-    cache = None if no_cache else CacheConfig(kv_cache_bytes=kv_cache_bytes, block_size=block_size)
     engine = Engine.launch(
         model,
         cache=cache,
@@ -88,6 +95,14 @@ def serve(
             click.echo("ragcache: stopping", err=True)
 
 
+def _flags_of(settings: dict[str, object]) -> list[str]:
+    """Return the options that were given, as they are typed."""
+    names = (
+        param for param in click.get_current_context().command.params if settings.get(param.name or "") is not None
+    )
+    return [param.opts[0] for param in names]
+
+
 def _announce(engine: Engine, as_json: bool) -> None:
     facts = {
         "url": engine.base_url,
@@ -106,10 +121,10 @@ def _announce(engine: Engine, as_json: bool) -> None:
 
 def _watch(engine: Engine) -> None:
     """Return never: tell of restarts, and raise when the server has died for good."""
-    num_restarts = 0
+    num_told = 0
     while True:
         time.sleep(_POLL_S)
-        stats = engine.stats()
-        if stats.num_restarts > num_restarts:
-            num_restarts = stats.num_restarts
+        num_restarts = engine.num_restarts()
+        if num_restarts > num_told:
+            num_told = num_restarts
             click.echo(f"ragcache: the engine died and was started again ({num_restarts} so far)", err=True)

@@ -1,43 +1,116 @@
-"""``ragcache stats``: what a running server says about its cache."""
+"""``ragcache stats``: what a running server says about its cache, once or again and again."""
 
 from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import api_key_option
+from ragcache_core.cli.reading import lines_of
+from ragcache_core.errors import EngineDiedError, EngineTimeoutError, EngineUnreachableError
+from ragcache_core.stats import EngineStats
+
+if TYPE_CHECKING:
+    from ragcache_core.client import Engine
+
+_WATCH_S = 2.0
+_MIN_WATCH_S = 0.1
+
+_Show = Callable[[str, EngineStats], None]
+"""Shows the name of a model and a reading of its engine."""
 
 
 @click.command(
     cls=Command,
     examples=[
         "ragcache stats --url http://127.0.0.1:8000 --api-key KEY",
-        "ragcache stats --url http://127.0.0.1:8000 --json",
+        "ragcache stats --url http://127.0.0.1:8000 --watch",
+        "ragcache stats --url http://127.0.0.1:8000 --watch 10 --json",
     ],
 )
 @click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
 @api_key_option
-def stats(url: str, api_key: str | None, as_json: bool) -> None:
-    """Print the counters of the server at URL since it started."""
+@click.option(
+    "--watch",
+    "watch_s",
+    type=click.FloatRange(min=_MIN_WATCH_S),
+    is_flag=False,
+    flag_value=_WATCH_S,
+    metavar="[SECONDS]",
+    help=f"Read again every so many seconds, until Ctrl-C. [without a number: {_WATCH_S:g}]",
+)
+def stats(url: str, api_key: str | None, watch_s: float | None, as_json: bool) -> None:
+    """Print the counters of the server at URL since it started: hit rates, tiers, hottest documents.
+
+    With --watch they are drawn again in place on a terminal; with --json each reading is one line. Ctrl-C ends the
+    watch with exit status 0.
+    """
     from ragcache_core.client import Engine
 
-    with Engine.connect(url, api_key=api_key) as engine:
-        reading, model = engine.stats(), engine.model
+    try:
+        with Engine.connect(url, api_key=api_key) as engine:
+            if watch_s is not None:
+                _watch(engine, watch_s, _way_to_watch(as_json))
+            show = _show_json if as_json else _show
+            show(engine.model, engine.stats())
+    except KeyboardInterrupt:
+        if watch_s is None:
+            raise
+        click.echo("ragcache: stopping", err=True)  # the way to end a watch: no error
+
+
+def _watch(engine: Engine, watch_s: float, show: _Show) -> NoReturn:
+    """Return never: show readings until the server is gone."""
+    num_readings = 0
+    while True:
+        try:
+            reading = engine.stats()
+        except (EngineUnreachableError, EngineDiedError, EngineTimeoutError) as error:
+            if not num_readings:
+                raise
+            raise EngineUnreachableError(
+                f"the server at {engine.base_url} went away after reading {num_readings}: start it again with "
+                f"'ragcache serve', then watch it again ({error})"
+            ) from error
+        show(engine.model, reading)
+        num_readings += 1
+        time.sleep(watch_s)
+
+
+def _way_to_watch(as_json: bool) -> _Show:
     if as_json:
-        print_json({"model": model, **reading.to_dict()})
-        return
-    rows = [
-        ("model", model),
-        ("requests", f"{reading.num_running} running, {reading.num_waiting} waiting"),
-        ("KV cache in use", f"{reading.kv_cache_usage:.1%}"),
-        ("prompt tokens", f"{reading.num_prompt_tokens:,}"),
-        ("output tokens", f"{reading.num_output_tokens:,}"),
-        (
-            "found in cache",
-            f"{reading.num_prefix_hit_tokens:,} of {reading.num_prefix_query_tokens:,} tokens "
-            f"({reading.prefix_hit_rate:.1%})",
-        ),
-        ("preemptions", f"{reading.num_preemptions:,}"),
-    ]
-    for name, value in rows:
-        click.echo(f"{name:<16} {value}")
+        return _show_json
+    return _Redrawn() if sys.stdout.isatty() else _show_apart
+
+
+def _show(model: str, reading: EngineStats) -> None:
+    click.echo("\n".join(lines_of(model, reading)))
+
+
+def _show_apart(model: str, reading: EngineStats) -> None:
+    _show(model, reading)
+    click.echo("")
+
+
+def _show_json(model: str, reading: EngineStats) -> None:
+    print_json({"model": model, **reading.to_dict()})
+
+
+class _Redrawn:
+    """Draws each reading over the one before; what the terminal has no room for is left out."""
+
+    def __init__(self) -> None:
+        self._num_lines = 0
+
+    def __call__(self, model: str, reading: EngineStats) -> None:
+        size = shutil.get_terminal_size()
+        lines = [line[: size.columns - 1] for line in lines_of(model, reading)][: size.lines - 1]
+        over_the_last = f"\x1b[{self._num_lines}A\x1b[J" if self._num_lines else ""
+        click.echo(over_the_last + "\n".join(lines))
+        self._num_lines = len(lines)

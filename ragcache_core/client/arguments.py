@@ -21,16 +21,15 @@ _RESERVED = {
     "port": "port=",
     "api_key": "api_key=",
     "kv_transfer_config": "cache=, which sets it",
+    "scheduler_cls": "cache=, which sets it",
 }
 _MAX_LOGS = 50
 CPU_KV_CACHE_BYTES_ENV = "RAGCACHE_CPU_KV_CACHE_BYTES"
 """Tells the server how much KV memory to take where it runs on a CPU and nobody said how much: vLLM would take 92 % of
 the machine's memory, and refuse to start where less is free."""
-_CONNECTOR = {
-    "kv_connector": "DocumentConnector",
-    "kv_connector_module_path": "ragcache_core.vllm_plugin.connector",
-    "kv_role": "kv_both",
-}
+ENGINE_ID_ENV = "RAGCACHE_ENGINE_ID"
+"""Tells the server which regions of shared memory are its own, for it to remove when its owner dies."""
+_PLUGIN = "ragcache_core.vllm_plugin"
 
 
 def check_model(model: str) -> None:
@@ -52,16 +51,63 @@ def check_model(model: str) -> None:
         )
 
 
-def cache_arguments(cache: CacheConfig | None) -> list[str]:
-    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override."""
+def cache_arguments(cache: CacheConfig | None, *, engine_id: str, profile: Path | None = None) -> list[str]:
+    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
+
+    Args:
+        cache: what to keep, resolved for this machine.
+        engine_id: names the host tier's region of shared memory, so that a restart finds it.
+        profile: measured prefill times of the model.
+    """
     if cache is None:
         return []
-    arguments = ["--kv-transfer-config", json.dumps(_CONNECTOR)]
+    arguments = [
+        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile))),
+        *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
+    ]
     if cache.kv_cache_bytes is not None:
         arguments += ["--kv-cache-memory-bytes", str(int(cache.kv_cache_bytes))]
     if cache.block_size is not None:
         arguments += ["--block-size", str(cache.block_size)]
     return arguments
+
+
+def _transfer_config(cache: CacheConfig, engine_id: str, profile: Path | None) -> dict[str, object]:
+    """Return vLLM's ``kv_transfer_config``: our connector, and what lies below the GPU."""
+    extra: dict[str, object] = {
+        "ragcache": {
+            "policy": cache.policy,
+            "keeps_frequency": cache.frequency == "ghost",
+            "ghost_size": cache.ghost_size,
+            "max_cached_documents": cache.max_cached_documents,
+            "profile": None if profile is None else str(profile),
+        }
+    }
+    if cache.host_bytes:
+        extra |= {
+            "cpu_bytes_to_use": int(cache.host_bytes),
+            "spec_name": "RAGCacheSpec",
+            "spec_module_path": f"{_PLUGIN}.offload",
+            "eviction_policy": "TreeCachePolicy",
+            "cache_policy_module_path": f"{_PLUGIN}.host_policy",
+        }
+    if cache.disk_bytes:
+        extra["secondary_tiers"] = [
+            {
+                "type": "DiskTier",
+                "module_path": f"{_PLUGIN}.disk",
+                "directory": str(cache.directory),
+                "capacity_bytes": int(cache.disk_bytes),
+            }
+        ]
+    return {
+        "kv_connector": "RAGCacheConnector" if cache.host_bytes else "DocumentConnector",
+        "kv_connector_module_path": f"{_PLUGIN}.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # a lost block is a miss
+        "engine_id": engine_id,
+        "kv_connector_extra_config": extra,
+    }
 
 
 def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
@@ -106,10 +152,19 @@ def check_extra_args(extra_args: Sequence[str]) -> None:
             raise ConfigError(f"{argument} cannot be passed to vLLM directly: use {_RESERVED[name]}")
 
 
-def server_environment(api_key: str, cache: CacheConfig | None, extra: Mapping[str, str] | None) -> dict[str, str]:
+def server_environment(
+    api_key: str, cache: CacheConfig | None, extra: Mapping[str, str] | None, *, engine_id: str
+) -> dict[str, str]:
     """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
     default = {} if cache is None or cache.kv_cache_bytes is not None else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
-    return {**os.environ, **default, "VLLM_API_KEY": api_key, "PYTHONUNBUFFERED": "1", **(extra or {})}
+    return {
+        **os.environ,
+        **default,
+        ENGINE_ID_ENV: engine_id,
+        "VLLM_API_KEY": api_key,
+        "PYTHONUNBUFFERED": "1",
+        **(extra or {}),
+    }
 
 
 def new_log_path(port: int) -> Path:

@@ -1,4 +1,4 @@
-"""The engine's door: launch vLLM's server as a child, or connect to one that runs elsewhere; then ask it."""
+"""The engine: launch vLLM's server as a child, or connect to one that runs elsewhere; then ask it, and end it."""
 
 from __future__ import annotations
 
@@ -6,44 +6,28 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
-import openai
 
-from ragcache_core.client.failures import translate_errors
-from ragcache_core.client.generation import (
-    AnswerReader,
-    Generation,
-    GenerationChunk,
-    Prompt,
-    streamed_body,
-    whole,
-)
-from ragcache_core.client.handshake import Handshake
+from ragcache_core.client.asking import ServerDoor
 from ragcache_core.client.launch import launch_server
-from ragcache_core.client.metrics import parse_metrics
-from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, plan_rendered, server_renders
 from ragcache_core.client.process import GRACE_S
 from ragcache_core.client.supervisor import Supervisor
-from ragcache_core.client.tokenizer import ModelTokenizer, checked_tokenizer
-from ragcache_core.client.transport import AsyncRetryingTransport, RetryingTransport
+from ragcache_core.client.tokenizer import ModelTokenizer
+from ragcache_core.client.transport import Health
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import EngineUnreachableError, TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt
-from ragcache_core.stats import EngineStats
-from ragcache_core.types import Document
+from ragcache_core.errors import EngineDiedError, EngineUnreachableError
+from ragcache_core.prompt import PromptTokenizer
 
-_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _open_engines: set[Engine] = set()
 """Engines that own a server, until they are closed: the end of the program closes them."""
 
 
-class Engine:
+class Engine(ServerDoor):
     """A running vLLM server, and the one way to ask it.
 
     Make one with :meth:`launch` or :meth:`connect`. Both kinds do the same; a launched engine owns its server and ends
@@ -71,29 +55,13 @@ class Engine:
 
         ``tokenizer`` is told the model that the server runs.
         """
-        self.base_url = base_url
-        self.api_key = api_key
+        super().__init__(base_url, api_key, supervisor)
         self.log_path = log_path
         self._supervisor = supervisor
-        self._transport = RetryingTransport(supervisor)
-        self._async_transport = AsyncRetryingTransport(supervisor)
-        self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
-        self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
-        self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)
-        self._openai_async = openai.AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
-        )
-        self._remembered = RememberedDocuments()
         self._closing = threading.Lock()
         _open_engines.add(self)
         try:
-            server = Handshake(self._http, base_url, api_key)
-            card = server.model_card()
-            self.model: str = card.name
-            self.max_model_len: int = card.max_model_len
-            self._tokenizer = checked_tokenizer(
-                lambda: tokenizer(card.root), lambda messages: server.token_ids(card.name, messages)
-            )
+            self._shake_hands(tokenizer)
         except BaseException:
             self.close()
             raise
@@ -212,130 +180,6 @@ class Engine:
         """Do :meth:`connect` without blocking the event loop."""
         return await asyncio.to_thread(cls.connect, url, **settings)
 
-    # Asking
-
-    def generate(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
-    ) -> Generation:
-        """Return the whole answer to ``prompt``; see :meth:`stream`."""
-        return whole(list(self.stream(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)))
-
-    def stream(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
-    ) -> Generator[GenerationChunk]:
-        """Yield the answer to ``prompt`` as it is generated; closing the iterator ends the request in the engine.
-
-        Args:
-            prompt: a text to continue, a :class:`RenderedPrompt`, or messages of the OpenAI protocol.
-            max_tokens: the most tokens to generate; fewer where the context window ends before.
-            temperature: 0 is greedy.
-            **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``.
-
-        Raises:
-            PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError, ...
-        """
-        plan, body = self._request(prompt, max_tokens, temperature, sampling)
-        reader = AnswerReader(plan)
-        create: Any = self._openai.chat.completions.create if "messages" in body else self._openai.completions.create
-        with translate_errors(), create(**body) as events:
-            for event in events:
-                if (chunk := reader.read(event)) is not None:
-                    yield chunk
-        yield reader.last()
-
-    async def agenerate(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
-    ) -> Generation:
-        """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
-        async with aclosing(self.astream(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)) as chunks:
-            return whole([chunk async for chunk in chunks])
-
-    async def astream(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
-    ) -> AsyncGenerator[GenerationChunk]:
-        """Yield the answer to ``prompt`` as it is generated; see :meth:`stream`."""
-        plan, body = self._request(prompt, max_tokens, temperature, sampling)
-        reader = AnswerReader(plan)
-        api = self._openai_async
-        create: Any = api.chat.completions.create if "messages" in body else api.completions.create
-        with translate_errors():
-            async with await create(**body) as events:
-                async for event in events:
-                    if (chunk := reader.read(event)) is not None:
-                        yield chunk
-        yield reader.last()
-
-    def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
-
-        Raises:
-            TokenizerUnavailableError: the model's tokenizer is not at hand here.
-        """
-        tokenizer = self.tokenizer
-        if isinstance(prompt, str):
-            return list(tokenizer.encode(prompt, add_special_tokens=True).token_ids)
-        return list(tokenizer.encode(tokenizer.render(prompt)).token_ids)
-
-    def stats(self) -> EngineStats:
-        """Return the server's counters."""
-        with translate_errors():
-            page = self._http.get(self._metrics_url()).raise_for_status().text
-        return parse_metrics(page, num_restarts=self._num_restarts())
-
-    async def astats(self) -> EngineStats:
-        """Return the server's counters."""
-        with translate_errors():
-            page = (await self._http_async.get(self._metrics_url())).raise_for_status().text
-        return parse_metrics(page, num_restarts=self._num_restarts())
-
-    # For the frameworks' doors
-
-    @property
-    def tokenizer(self) -> PromptTokenizer:
-        """The model's tokenizer and chat template.
-
-        Raises:
-            TokenizerUnavailableError: it is not at hand here.
-        """
-        if isinstance(self._tokenizer, TokenizerUnavailableError):
-            raise self._tokenizer
-        return self._tokenizer
-
-    def http_client(self) -> httpx.Client:
-        """Return the client to ask the server with: it sends again what a death cut off. The engine closes it."""
-        return self._http
-
-    def http_async_client(self) -> httpx.AsyncClient:
-        """Return the asynchronous client, good for any event loop. The engine closes it."""
-        return self._http_async
-
-    def remember_documents(self, documents: Iterable[Document], shown: Callable[[Document], str] | None = None) -> None:
-        """Note what was retrieved: a later chat request that holds such a text is known to show that document."""
-        self._remembered.add(documents, shown)
-
-    def plan_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        documents: Iterable[Document] | None = None,
-        settings: Mapping[str, Any] | None = None,
-    ) -> RequestPlan:
-        """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
-
-        ``documents`` are found by their text, and so are those that were remembered. ``settings`` are the other fields
-        of the request (tools, ``extra_body``, ...). Requests with tools or settings of the chat template, messages
-        other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty.
-
-        Raises:
-            PromptTooLongError: the prompt does not fit into the context window.
-        """
-        if isinstance(self._tokenizer, TokenizerUnavailableError) or server_renders(messages, settings or {}):
-            return RequestPlan()
-        given = [(d.doc_id, d.text) for d in documents or ()]
-        known = {doc_id for doc_id, _ in given}
-        shown = given + [(doc_id, text) for doc_id, text in self._remembered.shown() if doc_id not in known]
-        return plan_chat(self._tokenizer, messages, shown, max_model_len=self.max_model_len)
-
     # Ending
 
     @property
@@ -343,15 +187,26 @@ class Engine:
         """Process id of a launched server."""
         return self._supervisor.pid if self._supervisor is not None else None
 
+    def num_restarts(self) -> int:
+        """Return how often a launched server was started again after it had died. Asks the server nothing.
+
+        Raises:
+            EngineDiedError: it died, and is not started again any more.
+        """
+        if self._supervisor is None:
+            return 0
+        if self._supervisor.health() is Health.GONE:
+            raise EngineDiedError(self._supervisor.why_gone())
+        return self._supervisor.num_restarts
+
     def close(self, grace_s: float = GRACE_S) -> None:
         """Close the connections, and end a launched server with everything it started.
 
         May be called twice, by several threads (each returns when it is done), and again after an interruption.
         """
         with self._closing:
-            self._async_transport.close()
             try:
-                self._transport.close()
+                self._close_connections()
             finally:
                 if self._supervisor is not None:
                     self._supervisor.close(grace_s)
@@ -374,30 +229,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    def __repr__(self) -> str:
-        return f"Engine(model={self.model!r}, base_url={self.base_url!r})"
-
-    def _request(
-        self, prompt: Prompt, max_tokens: int, temperature: float, sampling: Mapping[str, Any]
-    ) -> tuple[RequestPlan, dict[str, Any]]:
-        match prompt:
-            case str():
-                plan = RequestPlan()
-            case RenderedPrompt():
-                plan = plan_rendered(prompt, max_model_len=self.max_model_len)
-            case _:
-                plan = self.plan_chat(prompt, settings=sampling)
-        if plan.num_prompt_tokens is not None:
-            max_tokens = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
-        settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
-        return plan, streamed_body(prompt, plan, settings)
-
-    def _metrics_url(self) -> str:
-        return f"{self.base_url.removesuffix('/v1')}/metrics"
-
-    def _num_restarts(self) -> int:
-        return self._supervisor.num_restarts if self._supervisor is not None else 0
 
 
 def _close_result(launching: asyncio.Future[Any]) -> None:

@@ -53,9 +53,10 @@ def streamed_body(prompt: Prompt, plan: RequestPlan, settings: Mapping[str, Any]
 
 
 class AnswerReader:
-    """Reads the events of one streamed completion or chat completion; keeps its times and its usage."""
+    """Reads the events of one streamed completion or chat completion; keeps its times, its usage and its id."""
 
     def __init__(self, plan: RequestPlan) -> None:
+        self.response_id: str | None = None
         self._plan = plan
         self._started_s = time.perf_counter()
         self._ttft_s: float | None = None
@@ -64,6 +65,7 @@ class AnswerReader:
 
     def read(self, event: Any) -> GenerationChunk | None:
         """Return the piece of text that an event of the OpenAI SDK brings, if it brings any."""
+        self.response_id = event.id
         if event.usage is not None:
             self._usage = event.usage.model_dump()
         if not event.choices:
@@ -78,8 +80,8 @@ class AnswerReader:
             self._ttft_s = time.perf_counter() - self._started_s
         return GenerationChunk(text)
 
-    def last(self) -> GenerationChunk:
-        """Return the chunk that ends the answer.
+    def stats(self) -> RequestStats:
+        """Return what was measured of the answer, and what the server counted.
 
         Raises:
             EngineDiedError: the stream ended before the answer did.
@@ -87,7 +89,10 @@ class AnswerReader:
         if self._finish_reason is None:
             raise EngineDiedError("the engine's answer ended in the middle: ask again")
         total_s = time.perf_counter() - self._started_s
-        stats = self._plan.stats(self._usage, ttft_s=self._ttft_s, total_s=total_s)
+        return self._plan.stats(self._usage, ttft_s=self._ttft_s, total_s=total_s)
+
+    def last(self, stats: RequestStats) -> GenerationChunk:
+        """Return the chunk that ends the answer."""
         return GenerationChunk("", self._finish_reason, stats)
 
 

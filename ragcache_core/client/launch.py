@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,9 @@ from ragcache_core.client.arguments import (
     vllm_arguments,
 )
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
+from ragcache_core.client.profiles import find_profile
 from ragcache_core.client.progress import LoadProgress
+from ragcache_core.client.shared_memory import new_engine_id, remove_regions
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer, preload
 from ragcache_core.config import CacheConfig
@@ -72,11 +75,16 @@ def launch_server(
         settings += ["--tokenizer", tokenizer]
     if "served_model_name" not in vllm_args:
         settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
+    engine_id = new_engine_id(os.getpid())
+    cache = None if cache is None else cache.resolved()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
-        *("--disable-uvicorn-access-log", *cache_arguments(cache), *settings, *extra_args),
+        "--disable-uvicorn-access-log",
+        *cache_arguments(cache, engine_id=engine_id, profile=find_profile(model)),
+        *settings,
+        *extra_args,
     ]
-    environment = server_environment(api_key, cache, env)
+    environment = server_environment(api_key, cache, env, engine_id=engine_id)
     log = log_path or new_log_path(port)
     address = f"http://{_reachable(host)}:{port}"
     template = vllm_args.get("chat_template")
@@ -90,6 +98,7 @@ def launch_server(
             startup_timeout_s=startup_timeout_s,
             progress=LoadProgress.of(progress),
             closing=cancel or threading.Event(),
+            on_end=lambda: remove_regions(engine_id),
         )
     except EngineStartError as error:
         if Path(model).exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,5 +27,5 @@ def parse_metrics(page: str, *, num_restarts: int = 0) -> EngineStats:
         for sample in family.samples:
             totals[sample.name].append(sample.value)
     usage = totals["vllm:kv_cache_usage_perc"]
-    counts = {field: int(sum(totals[name])) for field, name in _COUNTERS.items()}
+    counts: dict[str, Any] = {field: int(sum(totals[name])) for field, name in _COUNTERS.items()}
     return EngineStats(**counts, kv_cache_usage=sum(usage) / len(usage) if usage else 0.0, num_restarts=num_restarts)

@@ -35,8 +35,9 @@ class Supervisor:
         startup_timeout_s: float,
         progress: LoadProgress,
         closing: threading.Event,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the server and wait until it is ready.
+        """Start the server and wait until it is ready. ``on_end`` is called when it will not be started again.
 
         Raises:
             EngineStartError: it ended, or was not ready in time.
@@ -47,6 +48,7 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._startup_timeout_s = startup_timeout_s
         self._closing = closing
+        self._on_end = on_end
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._health = Health.RESTARTING
@@ -62,6 +64,7 @@ class Supervisor:
             self._run_once(progress)
         except BaseException:
             self._http.close()
+            on_end()
             raise
         self._thread = threading.Thread(target=self._watch, name="ragcache-supervisor", daemon=True)
         self._thread.start()
@@ -163,6 +166,7 @@ class Supervisor:
     def _give_up(self, why: str) -> None:
         self._why_gone = why
         self._health = Health.GONE
+        self._on_end()
 
     def _run_once(self, progress: LoadProgress) -> None:
         """Start a run and wait until it is ready; on failure nothing of it is left."""

@@ -25,6 +25,9 @@ _MAX_RETRIES = 3
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
 _ASYNC_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """An idle connection would outlive its event loop, and nobody could close it; a new one costs 0.2 ms on loopback."""
+SENT_ONCE = {"ragcache_sent_once": True}
+"""Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
+that the server has died."""
 _BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
@@ -60,8 +63,8 @@ class ServerWatch(Protocol):
 class _Attempt:
     """Decides, for one request, whether it may be sent again. Holds no connection."""
 
-    def __init__(self, watch: ServerWatch | None) -> None:
-        self._watch = watch
+    def __init__(self, watch: ServerWatch | None, request: httpx.Request) -> None:
+        self._watch = watch = None if SENT_ONCE.keys() <= request.extensions.keys() else watch
         self._run = watch.run if watch else 0
         self._failed_at_s = 0.0
         self._retries_left = _MAX_RETRIES
@@ -114,7 +117,7 @@ class RetryingTransport(httpx.BaseTransport):
         if self._inner is None:
             raise EngineClosedError("the engine was closed: launch or connect again")
         request.read()
-        attempt = _Attempt(self._watch)
+        attempt = _Attempt(self._watch, request)
         while True:
             try:
                 response = self._inner.handle_request(request)
@@ -158,7 +161,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         if inner is None:
             inner = self._inner[loop] = httpx.AsyncHTTPTransport(limits=_ASYNC_LIMITS, verify=self._tls)
         await request.aread()
-        attempt = _Attempt(self._watch)
+        attempt = _Attempt(self._watch, request)
         while True:
             try:
                 response = await inner.handle_async_request(request)

@@ -153,6 +153,14 @@ class KnowledgeTree(PrefixTree):
             for state in self.tiers:
                 state.rerank()
 
+    def restore(self, node: TreeNode, *, frequency: int, cost_s: float) -> None:
+        """Give a node that grew again from storage the numbers that were stored with it; the largest win."""
+        if frequency > node.frequency:
+            node.frequency, node.num_computed, node.total_cost_s = frequency, 1, cost_s
+        self.policy.on_access(node, self.num_requests)
+        for state in self._states:
+            state.update_rank(node)
+
     def pin(self, nodes: Iterable[TreeNode]) -> None:
         """Keep nodes in their tiers until :meth:`unpin`."""
         for node in nodes:

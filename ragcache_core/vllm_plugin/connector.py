@@ -1,71 +1,254 @@
-"""The engine's end of the wire: reads which tokens of a request are which document.
+"""The engine's end of the wire, and vLLM's door to the tiers.
 
-vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. It moves no KV: vLLM's own prefix cache
-serves the documents. Metadata that contradicts the prompt is ignored for that request and logged once per reason,
-never an error: it distorts what is kept at most, and correctness never depends on it.
+vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. :class:`RAGCacheConnector` adds host and disk
+by vLLM's own offloading; :class:`DocumentConnector` is for an engine whose GPU memory is its only tier. Metadata that
+contradicts the prompt is ignored for that request, counted, and logged once per reason, never an error: it distorts
+what is kept at most, and correctness never depends on it.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.types import PromptSegment
-from ragcache_core.vllm_plugin.compat import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
-from ragcache_core.wire import decode_kv_transfer_params
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    OffloadingConnector,
+    SupportsHMA,
+    host_policy_of,
+    kv_bytes_per_block,
+    resolve_kv_cache_block_sizes,
+)
+from ragcache_core.vllm_plugin.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.disk import DiskTier
+from ragcache_core.vllm_plugin.identity import building_with
+from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import KEY, decode_kv_transfer_params, tile
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
+
+_REPORT_EVERY_S = 0.2
+_TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
 
 
-class DocumentConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the segments of every request that is in the engine."""
+class _DocumentAware:
+    """What both connectors do on the scheduler's side: tell the controller of each request's life."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.segments: dict[str, tuple[PromptSegment, ...]] = {}
-        self.num_ignored = 0
+    controller: CacheController | None = None
+    _num_local_tokens: dict[str, int]
+    _reported_s = 0.0
+
+    def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
+        self.controller = controller
+        self._num_local_tokens = {}
+        block_bytes = kv_bytes_per_block(kv_cache_config)
+        controller.tiers[Tier.GPU] = TierReport(kv_cache_config.num_blocks * block_bytes, block_bytes)
 
     @property
     def requires_kv_delivery(self) -> bool:
         return False
 
-    # Scheduler side
-
     def on_new_request(self, request: Request) -> None:
         """Read the request's documents."""
+        assert self.controller is not None
         try:
             segments = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
         except ConfigError as error:
-            self.num_ignored += 1
+            self.controller.counters.num_ignored_metadata += 1
             logger.warning_once("Ignoring the documents of a request: %s", error)
-            return
-        self.segments[request.request_id] = segments
+            segments = tile([], request.num_prompt_tokens)
+        self.controller.on_new_request(
+            request.request_id, segments, request.block_hashes, request.num_prompt_tokens, time.monotonic()
+        )
+        self._limit_storing(request)
+        super().on_new_request(request)  # type: ignore[misc]
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._num_local_tokens[request.request_id] = num_computed_tokens
+        return self._match_below(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        assert self.controller is not None
+        num_by_tier = self._load(request, blocks, num_external_tokens)
+        num_local = self._num_local_tokens.pop(request.request_id, 0)
+        self.controller.on_admitted(
+            request.request_id, request.block_hashes, {Tier.GPU: num_local, **num_by_tier}, time.monotonic()
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request, super().request_finished(request, block_ids))  # type: ignore[misc]
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request, self._finish_below(request, block_ids))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what the server's process should know: of requests that ended, and of the tiers."""
+        if self.controller is None:
+            return None
+        now_s, finished = time.monotonic(), self.controller.take_finished()
+        is_due = finished or self.controller.is_idle or now_s - self._reported_s > _REPORT_EVERY_S
+        report = self.controller.take_report() if is_due else None
+        if report is not None:
+            self._reported_s = now_s
+        stats = RAGCacheStats.of(requests=finished, engine=report, offload=self._stats_below())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return RAGCacheStats() if data is None else RAGCacheStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
+        return RAGCachePromMetrics(*args, **kwargs)
+
+    # What differs
+
+    def _limit_storing(self, request: Request) -> None:
+        """Say how much of a prompt is worth storing below the GPU."""
+
+    def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
         assert num_external_tokens == 0
+        return {}
+
+    def _finish_below(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def _stats_below(self) -> KVConnectorStats | None:
+        return None
+
+    def _finish(
+        self, request: Request, outcome: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self.controller is not None
+        self._num_local_tokens.pop(request.request_id, None)
+        figures = self.controller.on_finished(request.request_id)
+        is_ours = KEY in (request.kv_transfer_params or {})
+        delays, params = outcome
+        return delays, {**(params or {}), KEY: figures} if is_ours and figures is not None else params
+
+
+class RAGCacheConnector(_DocumentAware, OffloadingConnector):
+    """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.RAGCacheSpec`."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        with building_with(vllm_config):
+            super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._policy = host_policy_of(self.scheduler.manager)
+            self._begin(self._policy.controller, kv_cache_config)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        assert self.controller is not None
+        for job in meta.store_jobs.values():
+            self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
+        return meta
+
+    def reset_cache(self) -> bool | None:
+        is_reset: bool | None = super().reset_cache()
+        for tier in self.scheduler.manager.secondary_tiers:
+            if isinstance(tier, DiskTier):
+                tier.clear()
+        return is_reset
+
+    @property
+    def _block_bytes(self) -> int:
+        assert self.controller is not None
+        return self.controller.tiers[Tier.GPU].block_bytes
+
+    def _limit_storing(self, request: Request) -> None:
+        assert self.controller is not None
+        limit = self.controller.num_storable_tokens(request.request_id)
+        if request.lora_request is not None and Tier.DISK in self.controller.tiers:
+            limit = 0  # keys name an adapter, not its weights, which another start may have under the same name
+        if limit is None:
+            return
+        params = dict(request.kv_transfer_params or {})
+        asked = params.get("max_offload_tokens")
+        params["max_offload_tokens"] = min(limit, asked) if type(asked) is int and asked >= 0 else limit
+        request.kv_transfer_params = params
+
+    def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._policy.begin_lookup(request.request_id)
+        try:
+            matched: tuple[int | None, bool] = OffloadingConnector.get_num_new_matched_tokens(
+                self, request, num_computed_tokens
+            )
+        finally:
+            self._policy.end_lookup()
+        if matched[0] == 0:
+            self._policy.forget_promises(request.request_id)
+        return matched
+
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
+        OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
+        self._policy.forget_promises(request.request_id)
+        if not num_external_tokens:
+            return {}
+        assert self.controller is not None
+        num_blocks = -(-num_external_tokens // self.controller.tokens_per_block)
+        self.controller.on_loaded(request.request_id, num_blocks * self._block_bytes)
+        by_tier: dict[Tier, int] = {}
+        for source, num_tokens in self.get_external_cache_hit_sources(request, num_external_tokens).items():
+            tier = _TIER_OF_SOURCE.get(source, Tier.HOST)
+            by_tier[tier] = by_tier.get(tier, 0) + num_tokens
+        return by_tier
+
+    def _finish_below(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        self._policy.forget_promises(request.request_id)
+        outcome: tuple[bool, dict[str, Any] | None] = OffloadingConnector.request_finished_all_groups(
+            self, request, block_ids
+        )
+        return outcome
+
+    def _stats_below(self) -> KVConnectorStats | None:
+        return OffloadingConnector.get_kv_connector_stats(self)
+
+
+class DocumentConnector(_DocumentAware, KVConnectorBase_V1, SupportsHMA):
+    """The GPU tier alone: reads which tokens are which document, and moves no KV."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            assert vllm_config.kv_transfer_config is not None
+            settings = PluginSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+            controller = CacheController(
+                settings,
+                tokens_per_block=tokens_per_hash,
+                shadow_blocks=kv_cache_config.num_blocks,
+                prefill_cost=settings.prefill_cost(),
+            )
+            self._begin(controller, kv_cache_config)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return KVConnectorMetadata()
-
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
-        self.segments.pop(request.request_id, None)
-        return False, None
-
-    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
-        return self.request_finished(request, [])
 
     # Worker side: nothing to move
 

@@ -49,18 +49,22 @@ def end_session() -> None:
     A main process that gets SIGTERM while vLLM loads ignores it, or dies of it and leaves its children behind. So the
     others go first: SIGTERM, after a grace period SIGKILL.
     """
+    from ragcache_core.client.arguments import ENGINE_ID_ENV
     from ragcache_core.client.process import kill_session, terminate_session
+    from ragcache_core.client.shared_memory import remove_regions
 
     session_id = os.getsid(0)
     terminate_session(session_id, _GRACE_S)
     kill_session(session_id)
+    if engine_id := os.environ.get(ENGINE_ID_ENV):
+        remove_regions(engine_id)
     os._exit(0)
 
 
 def main() -> None:
     """Watch the owner, then run vLLM's server with the arguments of the command line."""
     end_with_owner()
-    from ragcache_core.vllm_plugin.compat import run_api_server
+    from ragcache_core.vllm_plugin.api_server import run_api_server
 
     run_api_server()
 

@@ -27,9 +27,11 @@ class DocumentHits:
 
 @dataclass(frozen=True, slots=True)
 class CacheSummary:
-    """Sums over requests. ``ttft_s`` holds the times to first token of those that were streamed, oldest first.
+    """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` over those of which the engine told them.
 
-    ``num_unfinished`` counts model calls without statistics: they failed, were closed early, or ran elsewhere.
+    ``ttft_s`` holds the times to first token that are known, and ``queue_s`` the times before the engine scheduled a
+    request, oldest first. ``num_unfinished`` counts model calls without statistics: they failed, were closed early, or
+    ran elsewhere.
     """
 
     num_requests: int = 0
@@ -37,7 +39,13 @@ class CacheSummary:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_gpu_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
     ttft_s: tuple[float, ...] = ()
+    queue_s: tuple[float, ...] = ()
     documents: dict[DocId, DocumentHits] = field(default_factory=dict)
 
     @property
@@ -49,6 +57,13 @@ class CacheSummary:
     def hit_rate(self) -> float:
         """Share of prompt tokens that came out of the cache; 0 before the first request."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+
+_SUMMED = (
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_loaded_bytes", "num_stored_bytes"),
+)
+"""Fields of the request's statistics that are summed up under their own names."""
 
 
 class CacheStatsCallbackHandler(BaseCallbackHandler):
@@ -81,7 +96,8 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         """Return the sums up to now."""
         with self._lock:
             ttft_s = tuple(stats.ttft_s for _, stats in self._runs if stats.ttft_s is not None)
-            return CacheSummary(**self._sums, ttft_s=ttft_s, documents=dict(self._documents))
+            queue_s = tuple(stats.queue_s for _, stats in self._runs if stats.queue_s is not None)
+            return CacheSummary(**self._sums, ttft_s=ttft_s, queue_s=queue_s, documents=dict(self._documents))
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         """Take the statistics out of a finished model run."""
@@ -99,12 +115,8 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
 
     def _add(self, run_id: UUID, stats: RequestStats) -> None:
         self._runs.append((run_id, stats))
-        self._sums.update(
-            num_requests=1,
-            num_prompt_tokens=stats.num_prompt_tokens,
-            num_cached_tokens=stats.num_cached_tokens,
-            num_output_tokens=stats.num_output_tokens,
-        )
+        self._sums["num_requests"] += 1
+        self._sums.update({name: getattr(stats, name) or 0 for name in _SUMMED})
         for document in stats.documents:
             old = self._documents.get(document.doc_id, DocumentHits(0, 0, 0))
             self._documents[document.doc_id] = DocumentHits(
@@ -115,10 +127,12 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
 
     def __repr__(self) -> str:
         s = self.summary()
+        tiers = ((s.num_gpu_tokens, "GPU"), (s.num_host_tokens, "host"), (s.num_disk_tokens, "disk"))
+        told = ": " + ", ".join(f"{n} {name}" for n, name in tiers) if any(n for n, _ in tiers) else ""
         ttft = f", ttft {sum(s.ttft_s) / len(s.ttft_s):.3f} s on average" if s.ttft_s else ""
         return (
             f"<{type(self).__name__}: {s.num_requests} requests, {s.num_cached_tokens} of {s.num_prompt_tokens} prompt "
-            f"tokens cached ({s.hit_rate:.0%}){ttft}>"
+            f"tokens cached ({s.hit_rate:.0%}{told}){ttft}>"
         )
 
 

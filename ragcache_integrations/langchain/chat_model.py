@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr, SecretStr
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.plan import merge_bodies
 from ragcache_core.errors import ConfigError
+from ragcache_core.stats import RequestStats
 from ragcache_core.types import Document
 from ragcache_integrations.langchain.documents import to_core
 
@@ -33,6 +34,7 @@ STATS_KEY = "ragcache"
 """Key of ``response_metadata`` for the request's statistics, :meth:`RequestStats.to_dict()
 <ragcache_core.stats.RequestStats.to_dict>`."""
 
+_RESPONSE_ID = "ragcache_response_id"
 _NO_KEY = "EMPTY"  # what vLLM's clients send to a server without a key; OPENAI_API_KEY must not reach it
 
 
@@ -49,7 +51,7 @@ class ChatRAGCache(BaseChatOpenAI):
     that a :class:`~ragcache_integrations.langchain.retriever.RAGCacheRetriever` with the same engine returned lately.
 
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
-    the rest (in a stream: of the last chunk).
+    the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
 
     Raises:
         ConfigError: neither an engine nor an address (``base_url``, or ``RAGCACHE_BASE_URL`` in the environment).
@@ -144,7 +146,9 @@ class ChatRAGCache(BaseChatOpenAI):
     ) -> ChatResult:
         with translate_errors():
             call = self._plan(messages, stop, kwargs)
-            return call.finish(super()._generate(messages, stop, run_manager, **call.kwargs))
+            result = super()._generate(messages, stop, run_manager, **call.kwargs)
+        stats = call.read(result)
+        return call.finish(result, call.engine.complete_stats(stats, call.response_id))
 
     async def _agenerate(
         self,
@@ -155,7 +159,9 @@ class ChatRAGCache(BaseChatOpenAI):
     ) -> ChatResult:
         with translate_errors():
             call = await run_in_executor(None, self._plan, messages, stop, kwargs)
-            return call.finish(await super()._agenerate(messages, stop, run_manager, **call.kwargs))
+            result = await super()._agenerate(messages, stop, run_manager, **call.kwargs)
+        stats = call.read(result)
+        return call.finish(result, await call.engine.acomplete_stats(stats, call.response_id))
 
     def _stream(
         self,
@@ -172,7 +178,7 @@ class ChatRAGCache(BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 chunks.close()  # type: ignore[attr-defined]  # a generator: closes the response, which ends the request
-        last = call.last_chunk()
+        last = call.last_chunk(call.engine.complete_stats(call.stats(), call.response_id))
         if run_manager is not None:
             run_manager.on_llm_new_token("", chunk=last)
         yield last
@@ -192,10 +198,19 @@ class ChatRAGCache(BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
-        last = call.last_chunk()
+        last = call.last_chunk(await call.engine.acomplete_stats(call.stats(), call.response_id))
         if run_manager is not None:
             await run_manager.on_llm_new_token("", chunk=last)
         yield last
+
+    def _convert_chunk_to_generation_chunk(
+        self, chunk: dict[str, Any], default_chunk_class: type, base_generation_info: dict[str, Any] | None
+    ) -> ChatGenerationChunk | None:
+        """Do what the parent does, and keep the response's id, which it drops, where the answer is at its end."""
+        converted = super()._convert_chunk_to_generation_chunk(chunk, default_chunk_class, base_generation_info)
+        if converted is not None and converted.generation_info and "finish_reason" in converted.generation_info:
+            converted.generation_info[_RESPONSE_ID] = chunk.get("id") or chunk.get("chunk", {}).get("id")
+        return converted
 
     def _plan(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Call:
         engine = self._ready_engine()
@@ -205,7 +220,7 @@ class ChatRAGCache(BaseChatOpenAI):
         plan = engine.plan_chat(payload["messages"], documents=documents or None, settings=payload)
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
-        return _Call(plan, kwargs)
+        return _Call(engine, plan, kwargs)
 
     def _ready_engine(self) -> Engine:
         """Return the engine, connecting at the first call."""
@@ -241,39 +256,49 @@ _ALIASES = {
 
 
 class _Call:
-    """One request: its plan, its clock, and the usage that the server reported."""
+    """One request: its engine, its plan, its clock, and the usage and the id that the server reported."""
 
-    def __init__(self, plan: RequestPlan, kwargs: dict[str, Any]) -> None:
+    def __init__(self, engine: Engine, plan: RequestPlan, kwargs: dict[str, Any]) -> None:
+        self.engine = engine
         self.kwargs = kwargs
+        self.response_id: str | None = None
         self._plan = plan
         self._started_s = time.perf_counter()
         self._ttft_s: float | None = None
         self._usage: UsageMetadata | None = None
 
-    def finish(self, result: ChatResult) -> ChatResult:
-        """Add the statistics to a whole answer."""
-        self._usage = _note_cached_tokens(result.generations[0].message)
+    def read(self, result: ChatResult) -> RequestStats:
+        """Return the statistics of a whole answer."""
         for generation in result.generations:
-            _note_cached_tokens(generation.message)
-            generation.message.response_metadata[STATS_KEY] = self._stats()
+            self._usage = _note_cached_tokens(generation.message)
+        self.response_id = (result.llm_output or {}).get("id")
+        return self.stats()
+
+    def finish(self, result: ChatResult, stats: RequestStats) -> ChatResult:
+        """Add the statistics to a whole answer."""
+        for generation in result.generations:
+            generation.message.response_metadata[STATS_KEY] = stats.to_dict()
         return result
 
     def observe(self, chunk: ChatGenerationChunk) -> ChatGenerationChunk:
-        """Note the time of the first token, and the usage."""
+        """Note the time of the first token, the usage, and the response's id."""
         message = chunk.message
         if self._ttft_s is None and (message.content or getattr(message, "tool_call_chunks", None)):
             self._ttft_s = time.perf_counter() - self._started_s
         self._usage = _note_cached_tokens(message) or self._usage
+        if chunk.generation_info is not None:
+            self.response_id = chunk.generation_info.pop(_RESPONSE_ID, None) or self.response_id
         return chunk
 
-    def last_chunk(self) -> ChatGenerationChunk:
+    def last_chunk(self, stats: RequestStats) -> ChatGenerationChunk:
         """Return the chunk that ends a stream. Only it holds the statistics: merging chunks would add them up."""
-        metadata = {STATS_KEY: self._stats()}
+        metadata = {STATS_KEY: stats.to_dict()}
         return ChatGenerationChunk(
             message=AIMessageChunk(content="", response_metadata=metadata, chunk_position="last")
         )
 
-    def _stats(self) -> dict[str, object]:
+    def stats(self) -> RequestStats:
+        """Return what was measured of the answer up to now, and what the server counted."""
         usage: Mapping[str, Any] | None = None
         if self._usage is not None:
             cached = self._usage.get("input_token_details", {}).get("cache_read", 0)
@@ -283,7 +308,7 @@ class _Call:
                 "prompt_tokens_details": {"cached_tokens": cached},
             }
         total_s = time.perf_counter() - self._started_s
-        return self._plan.stats(usage, ttft_s=self._ttft_s, total_s=total_s).to_dict()
+        return self._plan.stats(usage, ttft_s=self._ttft_s, total_s=total_s)
 
 
 def _note_cached_tokens(message: BaseMessage) -> UsageMetadata | None:

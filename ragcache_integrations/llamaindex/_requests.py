@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 from llama_index_instrumentation.span import active_span_id
 
-from ragcache_core.client import RequestPlan, translate_errors
+from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.stats import RequestStats
 from ragcache_integrations.llamaindex.events import CacheStatsEvent, dispatcher
 
 STATS_KEY = "ragcache"
@@ -21,8 +22,9 @@ _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 class MeasuredRequest:
     """One request; ``body`` is what it adds to what LlamaIndex sends. Made in the span that the request belongs to."""
 
-    def __init__(self, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
+    def __init__(self, engine: Engine, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
         self.body = body
+        self._engine = engine
         self._plan = plan
         self._model = model
         self._span_id = active_span_id.get()
@@ -36,9 +38,9 @@ class MeasuredRequest:
         self._started_s = time.perf_counter()  # a stream is asked for when it is read
         with translate_errors():
             for last in responses:
-                yield self._seen(last)
+                yield self.finish(last) if self._is_end(last) else last
         if last is not None and not self._is_finished:
-            yield self._end_after(last)
+            yield self.finish(_end_after(last))
 
     async def ameasured(self, responses: AsyncIterator[_Response]) -> AsyncGenerator[_Response, None]:
         """Yield ``responses``; the last one has the statistics."""
@@ -46,18 +48,27 @@ class MeasuredRequest:
         self._started_s = time.perf_counter()
         with translate_errors():
             async for last in responses:
-                yield self._seen(last)
+                yield await self.afinish(last) if self._is_end(last) else last
         if last is not None and not self._is_finished:
-            yield self._end_after(last)
+            yield await self.afinish(_end_after(last))
 
     def finish(self, response: _Response) -> _Response:
         """Return the response with its statistics, which are published too."""
+        return self._publish(response, self._engine.complete_stats(self._stats(response), _id_of(response)))
+
+    async def afinish(self, response: _Response) -> _Response:
+        """Return the response with its statistics, which are published too."""
+        return self._publish(response, await self._engine.acomplete_stats(self._stats(response), _id_of(response)))
+
+    def _stats(self, response: _Response) -> RequestStats:
         usage = getattr(response.raw, "usage", None)
-        stats = self._plan.stats(
+        return self._plan.stats(
             {"prompt_tokens": self._plan.num_prompt_tokens} if usage is None else usage.model_dump(),
             ttft_s=self._ttft_s,
             total_s=time.perf_counter() - self._started_s,
         )
+
+    def _publish(self, response: _Response, stats: RequestStats) -> _Response:
         self._is_finished = True
         response.additional_kwargs[STATS_KEY] = stats.to_dict()
         if response.raw is not None:  # agents hand on the raw response only
@@ -65,17 +76,22 @@ class MeasuredRequest:
         dispatcher.event(CacheStatsEvent.from_stats(stats, model=self._model, span_id=self._span_id))
         return response
 
-    def _seen(self, response: _Response) -> _Response:
+    def _is_end(self, response: _Response) -> bool:
+        """Return whether a response of a stream is its last one; note the time of the first token."""
         if self._ttft_s is None and _has_token(response):
             self._ttft_s = time.perf_counter() - self._started_s
-        is_end = getattr(response.raw, "usage", None) is not None and not getattr(response.raw, "choices", None)
-        return self.finish(response) if is_end else response
+        return getattr(response.raw, "usage", None) is not None and not getattr(response.raw, "choices", None)
 
-    def _end_after(self, last: _Response) -> _Response:
-        """Return one more response, for the statistics, where the server ended a stream without token counts."""
-        end = last.model_copy(deep=True)
-        end.delta = ""
-        return self.finish(end)
+
+def _end_after(last: _Response) -> _Response:
+    """Return one more response, for the statistics, where the server ended a stream without token counts."""
+    end = last.model_copy(deep=True)
+    end.delta = ""
+    return end
+
+
+def _id_of(response: ChatResponse | CompletionResponse) -> str | None:
+    return getattr(response.raw, "id", None)
 
 
 def _has_token(response: ChatResponse | CompletionResponse) -> bool:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
@@ -23,6 +24,9 @@ from ragcache_core.types import RetrievalUpdate
 
 dispatcher = get_dispatcher("ragcache_integrations.llamaindex")
 """What publishes the events of this room; they reach the handlers of LlamaIndex's root dispatcher too."""
+
+
+_FIELDS = tuple(field.name for field in fields(RequestStats))
 
 
 class CacheStatsEvent(BaseEvent):
@@ -40,6 +44,12 @@ class CacheStatsEvent(BaseEvent):
     ttft_s: float | None
     total_s: float
     documents: tuple[DocumentStats, ...] = ()
+    num_gpu_tokens: int | None = None
+    num_host_tokens: int | None = None
+    num_disk_tokens: int | None = None
+    num_loaded_bytes: int | None = None
+    num_stored_bytes: int | None = None
+    queue_s: float | None = None
 
     @classmethod
     def class_name(cls) -> str:
@@ -48,29 +58,13 @@ class CacheStatsEvent(BaseEvent):
     @classmethod
     def from_stats(cls, stats: RequestStats, *, model: str, span_id: str | None) -> CacheStatsEvent:
         """Return the event that says what ``stats`` says."""
-        return cls(
-            model=model,
-            num_prompt_tokens=stats.num_prompt_tokens,
-            num_cached_tokens=stats.num_cached_tokens,
-            num_computed_tokens=stats.num_computed_tokens,
-            num_output_tokens=stats.num_output_tokens,
-            ttft_s=stats.ttft_s,
-            total_s=stats.total_s,
-            documents=stats.documents,
-            span_id=span_id,
-        )
+        said = {name: getattr(stats, name) for name in (*_FIELDS, "num_computed_tokens")}
+        return cls(model=model, span_id=span_id, **said)
 
     @property
     def stats(self) -> RequestStats:
         """The statistics as the core's own object."""
-        return RequestStats(
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_output_tokens=self.num_output_tokens,
-            ttft_s=self.ttft_s,
-            total_s=self.total_s,
-            documents=self.documents,
-        )
+        return RequestStats(**{name: getattr(self, name) for name in _FIELDS})
 
 
 class RetrievalStageEvent(BaseEvent):
@@ -99,6 +93,13 @@ class RetrievalStageEvent(BaseEvent):
         )
 
 
+_SUMMED = (
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_loaded_bytes", "num_stored_bytes"),
+)
+"""Fields of an event that are summed up under their own names; what the engine did not tell counts as nothing."""
+
+
 class CacheStatsEventHandler(BaseEventHandler):
     """Sums up the requests of an application; add it to the dispatcher. Safe to use from several threads."""
 
@@ -106,9 +107,17 @@ class CacheStatsEventHandler(BaseEventHandler):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_gpu_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
     num_timed_requests: int = 0
-    """Requests with a time to first token: those that were streamed."""
+    """Requests whose time to first token is known: those that were streamed, or all where the engine tells it."""
     sum_ttft_s: float = 0.0
+    num_queued_requests: int = 0
+    """Requests of which the engine told how long they waited to be scheduled."""
+    sum_queue_s: float = 0.0
     last: CacheStatsEvent | None = None
 
     _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
@@ -123,12 +132,14 @@ class CacheStatsEventHandler(BaseEventHandler):
             return
         with self._lock:
             self.num_requests += 1
-            self.num_prompt_tokens += event.num_prompt_tokens
-            self.num_cached_tokens += event.num_cached_tokens
-            self.num_output_tokens += event.num_output_tokens
+            for name in _SUMMED:
+                setattr(self, name, getattr(self, name) + (getattr(event, name) or 0))
             if event.ttft_s is not None:
                 self.num_timed_requests += 1
                 self.sum_ttft_s += event.ttft_s
+            if event.queue_s is not None:
+                self.num_queued_requests += 1
+                self.sum_queue_s += event.queue_s
             self.last = event
 
     @property
@@ -143,5 +154,10 @@ class CacheStatsEventHandler(BaseEventHandler):
 
     @property
     def mean_ttft_s(self) -> float | None:
-        """Mean time to first token of the streamed requests; ``None`` before the first."""
+        """Mean time to first token of the requests whose is known; ``None`` before the first."""
         return self.sum_ttft_s / self.num_timed_requests if self.num_timed_requests else None
+
+    @property
+    def mean_queue_s(self) -> float | None:
+        """Mean time before a request was scheduled; ``None`` before the first of which the engine told it."""
+        return self.sum_queue_s / self.num_queued_requests if self.num_queued_requests else None

@@ -190,11 +190,11 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
             settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
         )
         body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
-        return MeasuredRequest(plan, body, self.model)
+        return MeasuredRequest(self._engine, plan, body, self.model)
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
-        return MeasuredRequest(RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
+        return MeasuredRequest(self._engine, RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
 
     def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:
         kwargs.pop("use_chat_completions", None)  # LlamaIndex's own switch, which it would send on

@@ -1,4 +1,4 @@
-"""``ragcache ask`` and ``stats`` against a scripted server, over real HTTP."""
+"""``ragcache ask`` against a scripted server, over real HTTP."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
 from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
-from tests.scripted_server import Reply, ScriptedServer, Seen
+from tests.scripted_server import THREE_TIERS, Reply, ScriptedServer, Seen
 
 QUESTION = "Where does Mel end?"
 
@@ -50,6 +51,14 @@ def test_the_answer_goes_to_standard_output_and_what_it_cost_to_standard_error(
     assert (result.exit_code, result.stdout) == (0, "In Tar.\n")
     assert "mel.txt" in result.stderr
     assert "0 of them cached; first token after" in result.stderr
+
+
+def test_the_tiers_that_the_tokens_came_from_are_told(server: ScriptedServer, store: Path) -> None:
+    server.cache = THREE_TIERS
+    ask(server, store)
+    told = ask(server, store).stderr
+    counts = server._figures["cmpl-2"]
+    assert f"{counts['num_gpu_tokens']} from GPU, {counts['num_host_tokens']} from host" in told
 
 
 def test_the_prompt_carries_the_documents_and_their_spans(server: ScriptedServer, store: Path) -> None:
@@ -125,6 +134,7 @@ def test_the_key_comes_from_the_option_or_the_environment(server: ScriptedServer
         (["--model", "m", "--url", "http://u"], "either --model"),
         (["--url", "http://u", "--json", "--stream"], "one of them"),
         (["--url", "http://u", "--", "--max-model-len", "8"], "takes no options of vLLM"),
+        (["--url", "http://u", "--cache-config", "cache.toml"], "leave out --cache-config"),
         (["--model", "m", "--", "--port=8"], "--port after '--'"),
         (["--model", "m", "--", "--api_key", "8"], "--api-key after '--'"),
         (["--model", "m", "what?"], "unexpected argument 'what?'"),
@@ -156,7 +166,7 @@ def test_a_store_of_one_document_answers_from_that_one(server: ScriptedServer, t
 
 
 def test_an_engine_that_was_launched_is_closed_whatever_happens(
-    server: ScriptedServer, store: Path, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     settings: dict[str, object] = {}
     closed = []
@@ -172,18 +182,10 @@ def test_an_engine_that_was_launched_is_closed_whatever_happens(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "launch", launch)
-    arguments = ["ask", QUESTION, "--store", str(store), "--model", "m", "--", "--max-model-len", "512"]
-    assert CliRunner().invoke(cli, arguments).exit_code == 130
+    (tmp_path / "cache.toml").write_text('[cache]\nhost_bytes = "2GiB"\n')
+    arguments = ["ask", QUESTION, "--store", str(store), "--model", "m", "--cache-config", str(tmp_path / "cache.toml")]
+    assert CliRunner().invoke(cli, [*arguments, "--", "--max-model-len", "512"]).exit_code == 130
+    assert settings["cache"] == CacheConfig(host_bytes="2GiB")
     assert settings["model"] == "m"
     assert settings["extra_args"] == ("--max-model-len", "512")
     assert len(closed) == 1
-
-
-def test_stats_prints_the_counters(server: ScriptedServer, store: Path) -> None:
-    ask(server, store)
-    arguments = ["stats", "--url", server.url, "--api-key", "secret"]
-    table = CliRunner().invoke(cli, arguments)
-    assert (table.exit_code, "found in cache" in table.stdout) == (0, True)
-    reading = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)
-    assert reading["model"] == server.model
-    assert reading["num_prompt_tokens"] == server.counters["prompt"]

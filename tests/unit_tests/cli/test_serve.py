@@ -30,10 +30,10 @@ class FakeEngine:
     settings: dict[str, Any] = field(default_factory=dict)
     num_closed: int = 0
 
-    def stats(self) -> Any:
+    def num_restarts(self) -> int:
         if not self.readings:
             raise self.end
-        return type("Stats", (), {"num_restarts": self.readings.pop(0)})
+        return self.readings.pop(0)
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -78,6 +78,42 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.settings["extra_args"] == ("--max-model-len", "2048", "--dtype=float32")
 
 
+def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
+    options += ["--frequency", "cached", "--max-cached-documents", "5", "--ghost-size", "0"]
+    run(monkeypatch, engine, *options, "--kv-cache-bytes", "1GiB", "--block-size", "32")
+    given = engine.settings["cache"]
+    assert given == CacheConfig(
+        kv_cache_bytes="1GiB",
+        block_size=32,
+        host_bytes="2GiB",
+        disk_bytes="3GiB",
+        directory="/kv",
+        policy="pgdsf",
+        frequency="cached",
+        max_cached_documents=5,
+        ghost_size=0,
+    )
+    assert given.model_fields_set == set(CacheConfig.model_fields)
+
+
+def test_options_win_over_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text('[cache]\nhost_bytes = "2GiB"\ndisk_bytes = "3GiB"\npolicy = "lru"\n')
+    engine = FakeEngine([], KeyboardInterrupt())
+    run(monkeypatch, engine, "--cache-config", str(file), "--policy", "lfu", "--cache-dir", "/kv")
+    assert engine.settings["cache"] == CacheConfig(host_bytes="2GiB", disk_bytes="3GiB", policy="lfu", directory="/kv")
+
+
+def test_an_error_in_the_file_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text('[cache]\nhost_bytes = "much"\n')
+    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--cache-config", str(file))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"ragcache: error: {file}: CacheConfig.host_bytes is 'much': ")
+
+
 def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([], KeyboardInterrupt())
     run(monkeypatch, engine, "--no-cache")
@@ -87,7 +123,18 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--no-cache", "--block-size", "32"], 2, "leave out"),
+        (["--no-cache", "--block-size", "32"], 2, "leave out --block-size"),
+        (["--no-cache", "--policy", "lru", "--cache-dir", "x"], 2, "leave out --cache-dir, --policy"),
+        (["--no-cache", "--cache-config", "x"], 2, "leave out --cache-config"),
+        (["--no-cache", "--ghost-size", "0"], 2, "leave out --ghost-size"),
+        (["--policy", "mru"], 2, "'mru' is not one of"),
+        (["--cache-config", "nowhere.toml"], 1, "nowhere.toml cannot be read"),
+        (["--host-bytes", "-1"], 1, "CacheConfig.host_bytes is '-1'"),
+        (["--disk-bytes", "1GiB", "--host-bytes", "0"], 1, "set --host-bytes or leave --disk-bytes out"),
+        (["--cache-dir", "/kv"], 1, "set --disk-bytes to keep documents on disk, or leave --cache-dir out"),
+        (["--cache-dir", ""], 1, "CacheConfig.directory is ''"),
+        (["--max-cached-documents", "0"], 1, "CacheConfig.max_cached_documents is 0"),
+        (["--ghost-size", "-1"], 1, "CacheConfig.ghost_size is -1"),
         (["--", "--host", "0.0.0.0"], 2, "--host after '--'"),
         (["nonsense"], 2, "unexpected argument 'nonsense'"),
         (["--kv-cache-bytes", "lots"], 1, "CacheConfig.kv_cache_bytes is 'lots'"),

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -36,6 +37,7 @@ from ragcache_core.client.plan import (
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.progress import STAGES, LoadProgress
 from ragcache_core.client.tokenizer import checked_tokenizer
+from ragcache_core.client.transport import Health
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import (
     ConfigError,
@@ -52,6 +54,7 @@ from ragcache_core.errors import (
     TokenizerUnavailableError,
 )
 from ragcache_core.types import Document, SegmentKind
+from tests.scripted_server import ScriptedServer
 
 
 def test_python_arguments_become_the_servers_flags() -> None:
@@ -77,11 +80,26 @@ def test_a_raw_argument_with_a_door_of_its_own_is_refused(argument: str) -> None
 
 
 def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
-    assert cache_arguments(None) == []
-    arguments = cache_arguments(CacheConfig(kv_cache_bytes="1GiB", block_size=16))
+    assert cache_arguments(None, engine_id="me") == []
+    cache = CacheConfig(kv_cache_bytes="1GiB", block_size=16, host_bytes=0, policy="lru", ghost_size=7)
+    arguments = cache_arguments(cache, engine_id="me")
     connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert connector["kv_connector_module_path"] == "ragcache_core.vllm_plugin.connector"
+    assert connector["engine_id"] == "me"
+    settings = connector["kv_connector_extra_config"]["ragcache"]
+    assert (settings["policy"], settings["keeps_frequency"], settings["ghost_size"]) == ("lru", True, 7)
     assert arguments[-4:] == ["--kv-cache-memory-bytes", str(1 << 30), "--block-size", "16"]
+
+
+def test_the_tiers_below_the_gpu_have_the_sizes_that_were_chosen(tmp_path: Path) -> None:
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="2GiB", directory=tmp_path)
+    arguments = cache_arguments(cache, engine_id="me")
+    extra = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert extra["cpu_bytes_to_use"] == 1 << 30
+    (disk,) = extra["secondary_tiers"]
+    assert (disk["directory"], disk["capacity_bytes"]) == (str(tmp_path), 2 << 30)
+    without = json.loads(cache_arguments(CacheConfig(host_bytes=0), engine_id="me")[1])["kv_connector_extra_config"]
+    assert {"cpu_bytes_to_use", "secondary_tiers"}.isdisjoint(without)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +109,7 @@ def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
 def test_a_cpu_server_is_told_how_much_memory_to_take_where_nobody_said(
     cache: CacheConfig | None, default: str | None
 ) -> None:
-    environment = server_environment("key", cache, {"MORE": "1"})
+    environment = server_environment("key", cache, {"MORE": "1"}, engine_id="me")
     assert environment.get(CPU_KV_CACHE_BYTES_ENV) == default
     assert (environment["VLLM_API_KEY"], environment["MORE"]) == ("key", "1")
 
@@ -173,7 +191,19 @@ def test_what_is_not_a_vllm_server_is_refused(page: httpx.Response) -> None:
 def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> None:
     reader = AnswerReader(RequestPlan())
     with pytest.raises(EngineDiedError, match="ended in the middle"):
-        reader.last()
+        reader.stats()
+
+
+def test_an_engine_tells_its_restarts_until_it_stays_dead(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = SimpleNamespace(num_restarts=2, health=lambda: Health.READY, why_gone=lambda: "it died three times")
+    with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
+        assert engine.num_restarts() == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_supervisor", owner)
+            assert engine.num_restarts() == 2
+            owner.health = lambda: Health.GONE
+            with pytest.raises(EngineDiedError, match="it died three times"):
+                engine.num_restarts()
 
 
 def test_a_server_whose_log_was_removed_has_no_last_words(tmp_path: Path) -> None:

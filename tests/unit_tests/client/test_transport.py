@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from ragcache_core.client.transport import AsyncRetryingTransport, Health, RetryingTransport
+from ragcache_core.client.transport import SENT_ONCE, AsyncRetryingTransport, Health, RetryingTransport
 from ragcache_core.errors import EngineClosedError, EngineDiedError
 
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace","code":500}}'
@@ -217,6 +217,25 @@ def test_waiting_for_a_restart_ends_with_the_requests_own_timeout(server: FakeSe
     watch._health = Health.READY
     with pytest.raises(httpx.ReadTimeout):
         asyncio.run(ask())
+
+
+@pytest.mark.parametrize("death", [engine_dead, engine_dead_in_stream, cut])
+def test_a_request_that_is_worth_one_try_neither_waits_nor_raises_suspicion(server: FakeServer, death: Answer) -> None:
+    server.script, watch = [death, death, fine, fine], FakeWatch("restarts")
+    with (
+        httpx.Client(transport=RetryingTransport(watch)) as client,
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch)) as client:
+            await client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+
+    with pytest.raises(httpx.RemoteProtocolError):
+        asyncio.run(ask())
+    assert len(server.bodies) == 2
+    assert watch.suspected == []
 
 
 @both

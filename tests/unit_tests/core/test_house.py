@@ -29,7 +29,7 @@ FLOORS: dict[str, list[str]] = {
 
 FOREIGN: dict[str, list[str]] = {
     "words": ["numpy", "faiss", "httpx", "openai", "transformers"],
-    "algorithms": ["pydantic", "faiss", "httpx", "openai", "transformers", "platformdirs", "psutil"],
+    "algorithms": ["numpy", "faiss", "httpx", "openai", "transformers"],
     "matter": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
     "client": ["faiss", "sklearn", "langchain_core", "llama_index"],
     "integrations": [],

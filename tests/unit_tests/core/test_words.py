@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,15 @@ import ragcache_core
 from ragcache_core import errors
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, RAGCacheError, UnknownDocumentError
-from ragcache_core.stats import DocumentStats, EngineStats, RequestStats, document_stats, request_stats_from_dict
+from ragcache_core.stats import (
+    DocumentStats,
+    DocumentUse,
+    EngineStats,
+    RequestStats,
+    TierStats,
+    document_stats,
+    request_stats_from_dict,
+)
 from ragcache_core.types import PromptSegment, SegmentKind
 
 
@@ -71,10 +81,19 @@ def test_a_document_is_cached_as_far_as_the_cached_prefix_reaches(num_cached_tok
     assert document_stats(SEGMENTS, num_cached_tokens) == (DocumentStats("a", 29, of_a), DocumentStats("b", 34, of_b))
 
 
-def test_request_statistics_survive_json() -> None:
-    stats = RequestStats(81, 64, 7, 0.03, 0.1, document_stats(SEGMENTS, 64))
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"num_gpu_tokens": 32, "num_host_tokens": 16, "num_disk_tokens": 16, "num_loaded_bytes": 4096,
+         "num_stored_bytes": 0, "queue_s": 0.002},
+    ],
+)  # fmt: skip
+def test_request_statistics_survive_json(told: dict[str, Any]) -> None:
+    stats = RequestStats(81, 64, 7, 0.03, 0.1, document_stats(SEGMENTS, 64), **told)
     data = json.loads(json.dumps(stats.to_dict()))
     assert data["num_computed_tokens"] == 17
+    assert told.items() <= data.items()
     assert request_stats_from_dict(data) == stats
 
 
@@ -86,6 +105,23 @@ def test_what_is_not_a_request_statistic_is_refused() -> None:
 def test_the_hit_rate_is_zero_before_the_first_request() -> None:
     assert EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0).prefix_hit_rate == 0.0
     assert EngineStats(0, 0, 0.0, 0, 0, 200, 50, 0).to_dict()["prefix_hit_rate"] == 0.25
+
+
+def test_engine_statistics_are_json_with_the_share_that_each_tier_served() -> None:
+    tier = TierStats("host", 1 << 30, 1 << 28, 100, 7, 50, is_enabled=True)
+    use = DocumentUse("a", 2.5, 300, ("gpu", "host"))
+    stats = EngineStats(0, 0, 0.0, 0, 0, 200, 20, 0, policy="lru", tiers=(tier,), hottest_documents=(use,))
+    data = stats.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert (tier.usage, stats.tier_hit_rate(tier)) == (0.25, 0.25)
+    assert data["tiers"] == [{**dataclasses.asdict(tier), "hit_rate": 0.25}]
+    assert data["hottest_documents"] == [{"doc_id": "a", "frequency": 2.5, "num_tokens": 300, "tiers": ["gpu", "host"]}]
+
+
+def test_an_empty_tier_is_used_by_nobody() -> None:
+    tier = TierStats("disk", 0, 0, 0, 0, 0, is_enabled=False)
+    assert tier.usage == 0.0
+    assert EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0).tier_hit_rate(tier) == 0.0
 
 
 def test_the_exported_names_exist_and_are_sorted() -> None:

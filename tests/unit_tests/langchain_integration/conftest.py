@@ -22,9 +22,10 @@ def _server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def server(_server: ScriptedServer) -> ScriptedServer:
-    """A scripted server that has seen nothing yet."""
+    """A scripted server that has seen nothing yet: plain vLLM."""
     _server.clear()
     _server.rules = ()
+    _server.cache = None
     return _server
 
 

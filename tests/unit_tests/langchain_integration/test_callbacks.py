@@ -12,7 +12,7 @@ from langchain_core.runnables import RunnableLambda
 from ragcache_core import Document
 from ragcache_core.errors import RAGCacheError
 from ragcache_integrations.langchain import CacheStatsCallbackHandler, CacheSummary, ChatRAGCache
-from tests.scripted_server import Refusal, ScriptedServer
+from tests.scripted_server import THREE_TIERS, Refusal, ScriptedServer
 
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
 QUESTIONS = [f"{SUN.text} What is planet number {i}?" for i in range(8)]
@@ -39,6 +39,23 @@ def test_sums_are_those_of_the_runs(llm: ChatRAGCache) -> None:
     assert sun.num_requests == len(QUESTIONS)
     assert 0 < sun.num_cached_tokens < sun.num_tokens
     assert f"{len(QUESTIONS)} requests" in repr(handler)
+
+
+def test_tokens_by_tier_and_bytes_are_summed_up(llm: ChatRAGCache, server: ScriptedServer) -> None:
+    server.cache = THREE_TIERS
+    handler = CacheStatsCallbackHandler()
+    for question in QUESTIONS:
+        llm.invoke(question, config(handler))
+    list(llm.stream(QUESTIONS[0], config(handler)))
+
+    summary, stats = handler.summary(), [s for _, s in handler.runs]
+    assert summary.num_gpu_tokens + summary.num_host_tokens + summary.num_disk_tokens == summary.num_cached_tokens
+    assert summary.num_disk_tokens == sum(s.num_disk_tokens or 0 for s in stats) > 0
+    assert summary.num_loaded_bytes == sum(s.num_loaded_bytes or 0 for s in stats) > 0
+    assert summary.num_stored_bytes == sum(s.num_stored_bytes or 0 for s in stats) > 0
+    assert summary.queue_s == (0.001,) * len(stats)
+    assert len(summary.ttft_s) == len(stats)
+    assert f"{summary.num_gpu_tokens} GPU, {summary.num_host_tokens} host" in repr(handler)
 
 
 async def test_every_way_to_run_a_chain_is_seen(llm: ChatRAGCache) -> None:

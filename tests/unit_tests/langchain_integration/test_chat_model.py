@@ -1,11 +1,13 @@
 import asyncio
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.runnables import Runnable
 from langchain_core.tools import tool
 from pydantic import BaseModel, SecretStr
 
@@ -14,7 +16,7 @@ from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import request_stats_from_dict
 from ragcache_integrations.langchain import ChatRAGCache
-from tests.scripted_server import ScriptedServer
+from tests.scripted_server import THREE_TIERS, ScriptedServer
 
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.", {"page": 3})
 MOON = Document("moon", "The moon goes around the earth once in a month, and it has no light.")
@@ -89,6 +91,65 @@ def test_a_stream_without_usage_still_ends_in_statistics(llm: ChatRAGCache) -> N
     last = list(llm.stream("hello", stream_usage=False))[-1]
     assert last.response_metadata["ragcache"]["ttft_s"] > 0
     assert last.usage_metadata is None
+
+
+def invoke(llm: Runnable[Any, AIMessage]) -> AIMessage:
+    return llm.invoke(ASKED)
+
+
+def stream(llm: Runnable[Any, AIMessage]) -> AIMessage:
+    return sum_of(list(llm.stream(ASKED)))
+
+
+def ainvoke(llm: Runnable[Any, AIMessage]) -> AIMessage:
+    return asyncio.run(llm.ainvoke(ASKED))
+
+
+def astream(llm: Runnable[Any, AIMessage]) -> AIMessage:
+    async def read() -> AIMessage:
+        return sum_of([chunk async for chunk in llm.astream(ASKED)])
+
+    return asyncio.run(read())
+
+
+def batch(llm: Runnable[Any, AIMessage]) -> AIMessage:
+    return llm.batch([ASKED, ASKED])[1]
+
+
+def abatch(llm: Runnable[Any, AIMessage]) -> AIMessage:
+    return asyncio.run(llm.abatch([ASKED, ASKED]))[1]
+
+
+every_way = pytest.mark.parametrize("ask", [invoke, stream, ainvoke, astream, batch, abatch])
+
+
+@every_way
+@pytest.mark.parametrize("settings", [{}, {"response_format": {"type": "json_object"}}, {"n": 2}])
+def test_an_answer_says_which_tier_its_tokens_came_from(
+    llm: ChatRAGCache, server: ScriptedServer, ask: Callable[[Any], AIMessage], settings: dict[str, Any]
+) -> None:
+    server.cache = THREE_TIERS
+    llm.invoke(ASKED)
+    answer = ask(llm.bind(**settings))
+
+    stats = request_stats_from_dict(answer.response_metadata["ragcache"])
+    quarter = stats.num_cached_tokens // 4
+    by_tier = (stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens)
+    assert by_tier == (stats.num_cached_tokens - 2 * quarter, quarter, quarter)
+    assert stats.num_loaded_bytes == 2 * quarter * 1024 > 0
+    assert stats.num_stored_bytes == stats.num_computed_tokens * 1024
+    assert stats.queue_s == 0.001
+    assert (stats.ttft_s == 0.002) == ("stream" not in ask.__name__)
+    assert len(server.cache_questions) == 1 + len(server.requests)
+
+
+@every_way
+def test_an_answer_of_plain_vllm_says_nothing_of_tiers(
+    llm: ChatRAGCache, server: ScriptedServer, ask: Callable[[Any], AIMessage]
+) -> None:
+    stats = request_stats_from_dict(ask(llm).response_metadata["ragcache"])
+    assert (stats.num_gpu_tokens, stats.num_loaded_bytes, stats.queue_s) == (None, None, None)
+    assert set(server.cache_questions) == {"stats"}
 
 
 # Documents

@@ -30,7 +30,7 @@ from ragcache_core.errors import (
 from ragcache_core.stats import request_stats_from_dict
 from ragcache_core.types import Document
 from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler, RAGCacheLLM
-from tests.scripted_server import Refusal, Reply, ScriptedServer
+from tests.scripted_server import THREE_TIERS, Refusal, Reply, ScriptedServer
 from tests.unit_tests.llamaindex_integration.conftest import MODEL, EventLog
 from tests.unit_tests.llamaindex_integration.ways import (
     MESSAGES,
@@ -110,6 +110,40 @@ async def test_answer_that_is_not_streamed_has_no_time_to_first_token(ask: Ask, 
     assert extra["ragcache"]["ttft_s"] is None
 
 
+@pytest.mark.parametrize(
+    ("ask", "is_chat_model"),
+    [(ask, True) for ask in WHOLE + STREAMED]
+    + [(ask, False) for ask in (complete, acomplete, stream_complete, astream_complete)],
+)
+async def test_answer_and_event_say_which_tier_the_tokens_came_from(
+    ask: Ask, is_chat_model: bool, scripted: Engine, server: ScriptedServer, event_log: EventLog
+) -> None:
+    server.cache = THREE_TIERS
+    llm = RAGCacheLLM(scripted, is_chat_model=is_chat_model, max_tokens=40)
+    await ask(llm)
+    _, extra = await ask(llm)
+    stats = request_stats_from_dict(extra["ragcache"])
+    quarter = stats.num_cached_tokens // 4
+    by_tier = (stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens)
+    assert by_tier == (stats.num_cached_tokens - 2 * quarter, quarter, quarter)
+    assert stats.num_loaded_bytes == 2 * quarter * 1024 > 0
+    assert stats.num_stored_bytes == stats.num_computed_tokens * 1024
+    assert stats.queue_s == 0.001
+    assert (stats.ttft_s == 0.002) == (ask in WHOLE)
+    event = event_log.of(CacheStatsEvent)[-1]
+    assert event.stats == stats
+    assert (event.num_disk_tokens, event.queue_s) == (quarter, 0.001)
+    assert len(server.cache_questions) == 3
+
+
+@every_way
+async def test_answer_of_plain_vllm_says_nothing_of_tiers(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    for _ in range(2):
+        _, extra = await ask(llm)
+        assert (extra["ragcache"]["num_gpu_tokens"], extra["ragcache"]["queue_s"]) == (None, None)
+    assert server.cache_questions == ["stats"]
+
+
 @every_way
 async def test_one_request_publishes_each_event_once(ask: Ask, llm: RAGCacheLLM, event_log: EventLog) -> None:
     _, extra = await ask(llm)
@@ -139,6 +173,25 @@ async def test_stream_of_a_server_without_token_counts_still_ends_with_statistic
     assert extra["ragcache"]["ttft_s"] is not None
     assert len(event_log.of(CacheStatsEvent)) == 1
     assert (await astream_chat(llm))[0] == text
+
+
+async def test_handler_sums_up_tokens_by_tier(llm: RAGCacheLLM, server: ScriptedServer, event_log: EventLog) -> None:
+    handler = CacheStatsEventHandler()
+    await chat(llm)
+    server.cache = THREE_TIERS
+    told = RAGCacheLLM(llm.engine)
+    told.engine._cache_stats._is_there = None
+    for ask in (chat, stream_chat):
+        await ask(told)
+    for event in event_log.events:
+        handler.handle(event)
+    first, *rest = (e.stats for e in event_log.of(CacheStatsEvent))
+    assert first.num_gpu_tokens is None
+    for name in ("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_loaded_bytes", "num_stored_bytes"):
+        assert getattr(handler, name) == sum(getattr(stats, name) for stats in rest) > 0
+    assert (handler.num_requests, handler.num_queued_requests) == (3, 2)
+    assert handler.mean_queue_s == 0.001
+    assert CacheStatsEventHandler().mean_queue_s is None
 
 
 async def test_handler_sums_up_the_requests(llm: RAGCacheLLM, event_log: EventLog) -> None:

@@ -1,0 +1,120 @@
+"""A chunk: its key, its bytes, and what the caller notes about it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAX_KEY_BYTES = 64
+_MAX_DOC_ID_BYTES = 4096
+_INT64 = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNote:
+    """What the store keeps for the caller beside a chunk, so that its tree can be built again.
+
+    Raises:
+        ValueError: a value that could not be read back as it is.
+    """
+
+    parent: bytes | None = None
+    doc_id: str | None = None
+    position: int = 0
+    frequency: float = 0.0
+    cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.parent is not None:
+            check_key(self.parent)
+        if self.doc_id is not None and not _is_short_text(self.doc_id):
+            raise ValueError(
+                f"doc_id {self.doc_id!r:.80} is not a text of at most {_MAX_DOC_ID_BYTES} bytes in UTF-8: shorten it"
+            )
+        if not isinstance(self.position, int) or not 0 <= self.position < _INT64:
+            raise ValueError(f"position is {self.position!r}: count from 0")
+        check_worth(self.frequency, self.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """A chunk to be written. ``payload`` is any contiguous buffer of the store's ``chunk_bytes``."""
+
+    key: bytes
+    payload: Buffer
+    note: ChunkNote = field(default_factory=ChunkNote)
+
+
+class ChunkEntry(NamedTuple):
+    """A chunk of the store, without its bytes."""
+
+    key: bytes
+    parent: bytes | None
+    doc_id: str | None
+    position: int
+    frequency: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStoreStats:
+    """What a store holds, and what has happened to it since it was opened."""
+
+    num_chunks: int
+    num_slots: int
+    used_bytes: int
+    num_damaged: int
+    """Chunks that were dropped because their bytes were not those that had been written."""
+    num_missing: int
+    """Chunks of the index that the data file turned out to be too short for."""
+    num_read_errors: int
+    num_resets: int
+    """1 when the store was found damaged as a whole and started empty."""
+    num_over_capacity: int
+    """Chunks that were dropped because the store was opened with less capacity than before."""
+
+
+def check_key(key: object) -> None:
+    """Raise ValueError unless ``key`` can be the key of a chunk."""
+    if not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise ValueError(f"{key!r:.80} cannot be the key of a chunk: use 1 to {MAX_KEY_BYTES} bytes")
+
+
+def check_worth(frequency: float, cost: float) -> None:
+    """Raise ValueError unless both are finite numbers."""
+    if not (math.isfinite(frequency) and math.isfinite(cost)):
+        raise ValueError(f"frequency {frequency!r} and cost {cost!r} must be finite numbers")
+
+
+def contiguous(buffer: Buffer, num_bytes: int, *, writable: bool = False) -> memoryview:
+    """Return the bytes of a buffer.
+
+    Raises:
+        ValueError: there are not exactly ``num_bytes``, they are not contiguous, or cannot be written to.
+    """
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("the buffer of a chunk is not contiguous: copy it into one that is")
+    if view.nbytes != num_bytes:
+        raise ValueError(f"the buffer of a chunk has {view.nbytes} bytes: chunks of this store have {num_bytes}")
+    if writable and view.readonly:
+        raise ValueError("the buffer to read a chunk into is read-only: pass one that can be written to")
+    return view.cast("B")
+
+
+def checksum(key: bytes, payload: memoryview) -> int:
+    """Return the XXH3 of payload and key as a signed 64-bit integer: the right bytes of another key do not match."""
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(key)) - _INT64
+
+
+def _is_short_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and len(value.encode("utf-8")) <= _MAX_DOC_ID_BYTES
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,167 @@
+"""Whose chunks they are: a folder for each identity, and the lock of the one engine that uses it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+
+from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
+
+FORMAT = 1
+Identity = Mapping[str, str | int]
+
+_IDENTITY_NAME = "identity.json"
+_LOCK_NAME = "writer.lock"
+_FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A folder of chunks. ``identity`` is empty and ``format`` 0 when what the folder says of itself is unreadable."""
+
+    path: Path
+    identity: Identity
+    format: int
+    num_bytes: int
+
+
+def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
+    """Return the namespaces in a cache directory, the largest first. Reads no chunk, and needs no lock."""
+    try:
+        folders = [path for path in Path(directory).iterdir() if _FOLDER_NAME.fullmatch(path.name) and path.is_dir()]
+    except OSError:
+        return []
+    found = []
+    for folder in folders:
+        version, identity = _read_identity(folder)
+        found.append(Namespace(folder, identity, version, _allocated_bytes(folder)))
+    return sorted(found, key=lambda namespace: (-namespace.num_bytes, namespace.path))
+
+
+def namespace_path(directory: Path, identity: Identity) -> Path:
+    """Return the folder of an identity.
+
+    Raises:
+        ValueError: a name that is not a text, or a value that is neither text nor whole number.
+    """
+    odd = {name: v for name, v in identity.items() if not isinstance(name, str) or not isinstance(v, (str, int))}
+    if odd:
+        raise ValueError(f"identity has {odd!r:.120}: use texts and whole numbers")
+    canonical = json.dumps(dict(identity), sort_keys=True, separators=(",", ":"))
+    return directory / hashlib.sha256(canonical.encode("ascii")).hexdigest()[:32]
+
+
+def enter(folder: Path) -> filelock.BaseFileLock:
+    """Make a namespace's folder where it is missing, and return its lock, held. The system frees it on death.
+
+    Raises:
+        CacheDirectoryError, CacheLockedError
+    """
+    directory = folder.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / _LOCK_NAME, timeout=0, thread_local=False)
+        lock.acquire()
+    except filelock.Timeout:
+        raise CacheLockedError(
+            f"{directory} is the cache directory of another engine that is running with the same model: stop that one, "
+            "or give each engine a directory of its own"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
+        raise directory_error(directory, error) from error
+    return lock
+
+
+def is_identity(folder: Path, identity: Identity) -> bool:
+    """Return whether the folder says of itself that it holds chunks of that identity, in this format.
+
+    Raises:
+        CacheVersionError: a newer RAGCache wrote it.
+    """
+    version, found = _read_identity(folder)
+    if version > FORMAT:
+        raise CacheVersionError(
+            f"{folder} was written in cache format {version}, this RAGCache reads up to {FORMAT}: "
+            "upgrade RAGCache, use another cache directory, or delete the folder"
+        )
+    return version == FORMAT and found == dict(identity)
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    """Say whose chunks the folder holds from now on.
+
+    Raises:
+        OSError
+    """
+    temporary = folder / f"{_IDENTITY_NAME}.new"
+    temporary.write_text(json.dumps({"format": FORMAT, "identity": dict(identity)}, indent=1), encoding="ascii")
+    temporary.replace(folder / _IDENTITY_NAME)
+
+
+def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int:
+    """Return how many slots the capacity is good for.
+
+    Raises:
+        CacheCapacityError: none, or more than the file system has room for.
+    """
+    if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int):
+        raise CacheCapacityError(f"capacity_bytes is {capacity_bytes!r}: give a whole number of bytes")
+    if capacity_bytes < slot_bytes:
+        raise CacheCapacityError(
+            f"capacity_bytes is {capacity_bytes:,}, a chunk takes {slot_bytes:,} on disk: raise it to at least one "
+            "chunk, or switch the disk tier off"
+        )
+    try:
+        file_system = os.statvfs(folder)
+    except OSError as error:
+        raise directory_error(folder.parent, error) from error
+    free_bytes = file_system.f_bavail * file_system.f_frsize
+    used_bytes = _allocated_bytes(folder)
+    if capacity_bytes > free_bytes + used_bytes:
+        others = [n for n in list_namespaces(folder.parent) if n.path != folder and n.num_bytes]
+        caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {_names(n.identity)}" for n in others[:3])
+        raise CacheCapacityError(
+            f"capacity_bytes is {capacity_bytes:,}, the file system of {folder.parent} has {free_bytes:,} free and "
+            f"this cache {used_bytes:,}: lower it to their sum, or delete what is not needed{caches}"
+        )
+    return capacity_bytes // slot_bytes
+
+
+def directory_error(directory: Path, error: Exception) -> CacheDirectoryError:
+    """Return what to raise when the directory cannot be used."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return CacheDirectoryError(
+        f"the cache directory {directory} cannot be used ({reason}): name one that this user may write to"
+    )
+
+
+def _read_identity(folder: Path) -> tuple[int, dict[str, str | int]]:
+    try:
+        content = json.loads((folder / _IDENTITY_NAME).read_bytes())
+        version, identity = content["format"], content["identity"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0, {}
+    if not isinstance(version, int) or not isinstance(identity, dict):
+        return 0, {}
+    return version, identity
+
+
+def _allocated_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.iterdir():
+        try:
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:  # a log that has just been merged
+            continue
+    return total
+
+
+def _names(identity: Identity) -> str:
+    return ", ".join(f"{name} {value!r:.60}" for name, value in identity.items()) or "unknown origin"

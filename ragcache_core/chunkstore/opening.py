@@ -1,0 +1,86 @@
+"""What a store does when it is opened: load the index, drop what cannot be there, fit into a smaller capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ragcache_core.chunkstore.chunks import MAX_KEY_BYTES, checksum
+from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.chunkstore.residents import Residents
+from ragcache_core.chunkstore.slotfile import SlotFile
+
+_MOVE_BYTES = 16 << 20
+
+_Row = tuple[int, bytes, int]
+"""Slot, key, checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The chunks of an index, and how many were dropped on the way."""
+
+    residents: Residents
+    num_missing: int
+    num_over_capacity: int
+
+
+def load(index: ChunkIndex, file: SlotFile, num_slots: int) -> Loaded:
+    """Return the chunks of the index that are in the file, in the first ``num_slots`` slots.
+
+    Raises:
+        IndexDamagedError. CacheWriteError, OSError: what is to be dropped or moved cannot be.
+    """
+    residents, strays, impossible = _read(index, file.num_slots, num_slots)
+    if impossible:
+        index.delete(impossible)
+    num_over = max(0, len(residents) + len(strays) - num_slots)
+    if num_over:
+        index.delete(index.deepest(num_over))
+        residents, strays, _ = _read(index, file.num_slots, num_slots)
+    num_unreadable = 0
+    step = max(1, _MOVE_BYTES // file.slot_bytes)
+    for start in range(0, len(strays), step):
+        num_unreadable += _move_down(strays[start : start + step], index, file, residents)
+    file.truncate(num_slots)
+    return Loaded(residents, len(impossible) + num_unreadable, num_over)
+
+
+def _read(index: ChunkIndex, file_slots: int, num_slots: int) -> tuple[Residents, list[_Row], list[int]]:
+    """Return the chunks in the first slots, those beyond them, and the slots of rows that cannot be right."""
+    residents = Residents(num_slots)
+    strays: dict[bytes, _Row] = {}
+    impossible: list[int] = []
+    for slot, key, digest in index.rows():
+        if (
+            not 0 <= slot < file_slots
+            or type(key) is not bytes
+            or not 0 < len(key) <= MAX_KEY_BYTES
+            or type(digest) is not int
+            or key in residents
+            or key in strays
+        ):
+            impossible.append(slot)
+        elif slot < num_slots:
+            residents.admit(key, slot, digest)
+        else:
+            strays[key] = (slot, key, digest)
+    return residents, list(strays.values()), impossible
+
+
+def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: SlotFile, residents: Residents) -> int:
+    """Copy chunks into free slots, then say so in the index; return how many were not fit to be copied."""
+    _, views = file.aligned_buffers(len(strays))
+    with suppress(OSError):  # what was not read does not match
+        file.read([slot for slot, _, _ in strays], views)
+    sound = [(row, view) for row, view in zip(strays, views, strict=True) if checksum(row[1], view) == row[2]]
+    slots = residents.slots.reserve(len(sound))
+    file.write(slots, [view for _, view in sound])
+    moved = [(slot, row) for slot, (row, _) in zip(slots, sound, strict=True)]
+    index.move((slot, old) for slot, (old, _, _) in moved)
+    for slot, (_, key, digest) in moved:
+        residents.publish(key, slot, digest)
+    copied = {old for _, (old, _, _) in moved}
+    index.delete(slot for slot, _, _ in strays if slot not in copied)
+    return len(strays) - len(sound)

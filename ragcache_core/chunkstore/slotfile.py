@@ -1,0 +1,172 @@
+"""The file of slots: neighbours in one system call, past the page cache where that works.
+
+Slots begin at multiples of a page, so that ``O_DIRECT`` goes straight to and from page-aligned memory::
+
+    slot 0              slot 1              slot 2
+    |chunk_bytes.....|pad|chunk_bytes.....|pad|...          slot_bytes = chunk_bytes, rounded up to 4096
+
+Measured on ext4 on a virtual disk with 2 cores, buffered | direct, MB/s, file of 1 GiB:
+
+    ============  =============  =============  =============
+    chunk, batch  first write    rewrite        read, cold
+    ============  =============  =============  =============
+    64 KiB x 1     405 |  803    8465 | 1115     968 |  823
+    64 KiB x 8     416 | 2522   10121 | 3892     889 | 2310
+    512 KiB x 1    544 | 2447    8736 | 3901    1391 | 2315
+    512 KiB x 8    574 | 2420    9746 | 4410    1038 | 2917
+    2 MiB x 1      534 | 3189    9523 | 5419    1367 | 2899
+    2 MiB x 8      576 | 3771   10328 | 6245     915 | 3207
+    ============  =============  =============  =============
+
+Buffered rewrites only reach memory. Direct I/O took 4 to 60 times less processor time, and leaves the page cache to
+those who need it; what is read often is in the host tier. Hence direct, unless the file system cannot.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+PAGE_BYTES = 4096
+_MAX_SLOTS_PER_CALL = 256  # with a pad each, half of what the system takes
+_BOUNCE_BYTES = 4 << 20
+
+
+class SlotFile:
+    """Slots of ``slot_bytes`` in one file. Reads may run beside a write; the caller sees to it that slots do not."""
+
+    def __init__(self, path: Path, chunk_bytes: int, *, direct: bool | None = None) -> None:
+        """Open or make the file. ``direct``: use ``O_DIRECT``, do not, or (None) where the file system can.
+
+        Raises:
+            OSError
+        """
+        self.chunk_bytes = chunk_bytes
+        self.slot_bytes = -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._pad = memoryview(mmap.mmap(-1, PAGE_BYTES))[: self.slot_bytes - chunk_bytes]
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = -1
+        if direct is not False:
+            try:
+                self._descriptor = _open_direct(path, flags)
+            except OSError:
+                if direct:
+                    raise
+        self.is_direct = self._descriptor >= 0
+        if not self.is_direct:
+            self._descriptor = os.open(path, flags, 0o666)
+
+    @property
+    def num_slots(self) -> int:
+        """Whole slots in the file."""
+        return os.fstat(self._descriptor).st_size // self.slot_bytes
+
+    def write(self, slots: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        """Write payloads to slots. ``payloads``: ``chunk_bytes`` each.
+
+        Raises:
+            OSError: any part of those slots may have been written.
+        """
+        for first, run in _runs(slots, payloads):
+            for start, part, straight in self._parts(first, run):
+                vectors = self._padded(part)
+                if not straight:
+                    bounce, views = self.aligned_buffers(len(part))
+                    for view, payload in zip(views, part, strict=True):
+                        view[:] = payload
+                    vectors = [bounce]
+                if not _move(os.pwritev, self._descriptor, vectors, start * self.slot_bytes):
+                    raise OSError(errno.EIO, "nothing more was written")
+
+    def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """Fill targets with what is in the slots; beyond the end of the file they are left as they are.
+
+        Raises:
+            OSError
+        """
+        for first, run in _runs(slots, targets):
+            for start, part, straight in self._parts(first, run):
+                if straight:
+                    _move(os.preadv, self._descriptor, self._padded(part), start * self.slot_bytes)
+                    continue
+                bounce, views = self.aligned_buffers(len(part))
+                _move(os.preadv, self._descriptor, [bounce], start * self.slot_bytes)
+                for view, target in zip(views, part, strict=True):
+                    target[:] = view
+
+    def aligned_buffers(self, num_chunks: int) -> tuple[memoryview, list[memoryview]]:
+        """Return page-aligned memory for that many slots, and a view of ``chunk_bytes`` into each."""
+        memory = memoryview(mmap.mmap(-1, num_chunks * self.slot_bytes))
+        starts = range(0, len(memory), self.slot_bytes)
+        return memory, [memory[start : start + self.chunk_bytes] for start in starts]
+
+    def truncate(self, num_slots: int) -> None:
+        """Cut the file after that many slots, unless it is shorter.
+
+        Raises:
+            OSError
+        """
+        if self.num_slots >= num_slots:
+            os.ftruncate(self._descriptor, num_slots * self.slot_bytes)
+
+    def close(self) -> None:
+        """Close the file. Nothing may be using it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _parts(self, first: int, run: list[memoryview]) -> Iterator[tuple[int, list[memoryview], bool]]:
+        """Yield pieces of a run that one system call can take, and whether straight from the caller's memory."""
+        straight = not self.is_direct or (not self._pad and all(_address(b) % PAGE_BYTES == 0 for b in run))
+        most = _MAX_SLOTS_PER_CALL if straight else max(1, _BOUNCE_BYTES // self.slot_bytes)
+        for start in range(0, len(run), most):
+            yield first + start, run[start : start + most], straight
+
+    def _padded(self, part: list[memoryview]) -> list[memoryview]:
+        return [view for payload in part for view in (payload, self._pad)] if self._pad else part
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
+    try:
+        os.preadv(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)  # some file systems refuse only here
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+
+
+def _runs(slots: Sequence[int], buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Yield the first slot and the buffers of every run of neighbouring slots."""
+    ordered = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
+    for _, group in groupby(enumerate(ordered), key=lambda item: item[1][0] - item[0]):
+        run = [pair for _, pair in group]
+        yield run[0][0], [buffer for _, buffer in run]
+
+
+def _move(
+    call: Callable[[int, list[memoryview], int], int], descriptor: int, vectors: list[memoryview], offset: int
+) -> bool:
+    """Read or write all of ``vectors`` and return True, or False when the file ended before."""
+    num_left = sum(len(vector) for vector in vectors)
+    while num_moved := call(descriptor, vectors, offset):
+        num_left -= num_moved
+        if not num_left:
+            return True
+        offset += num_moved
+        done = 0
+        while num_moved >= len(vectors[done]):
+            num_moved -= len(vectors[done])
+            done += 1
+        vectors = [vectors[done][num_moved:], *vectors[done + 1 :]]
+    return False

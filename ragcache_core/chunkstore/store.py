@@ -1,0 +1,362 @@
+"""The store: payloads in the slot file, rows in the index, and what is where in memory.
+
+The order of a write is what its promise rests on::
+
+    reserve slots -> write payloads -> commit rows -> publish in memory -> return
+                                       ^ acknowledged from here on
+
+Dying before the commit leaves payloads that no row points to, dying after it a chunk that is there. The system keeps
+what a dead process has written, so nothing is flushed to the disk; only a power cut can bring back rows whose payloads
+did not arrive, or whose slots hold another chunk by now. They do not match their checksums, and are misses.
+
+A deletion commits first and frees the slots then. A reader that was on its way to one of them may find another chunk
+there: that does not match either, so it looks again while nothing is being written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ragcache_core.chunkstore.chunks import (
+    ChunkEntry,
+    ChunkNote,
+    ChunkStoreStats,
+    ChunkWrite,
+    check_key,
+    check_worth,
+    checksum,
+    contiguous,
+)
+from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index, write_error
+from ragcache_core.chunkstore.namespace import (
+    Identity,
+    check_capacity,
+    directory_error,
+    enter,
+    is_identity,
+    namespace_path,
+    write_identity,
+)
+from ragcache_core.chunkstore.opening import Loaded, load
+from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.errors import CacheCapacityError, CacheTierError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_log = logging.getLogger(__name__)
+
+_DATA_NAME = "chunks.data"
+_INDEX_NAME = "index.sqlite"
+
+
+class ChunkStore:
+    """Chunks of ``chunk_bytes`` by key, in one folder, in a bounded number of slots.
+
+    Any thread may call any method. Changes wait for one another; reads wait for nothing, unless what they found does
+    not match its checksum.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        identity: Identity,
+        *,
+        chunk_bytes: int,
+        capacity_bytes: int,
+        direct: bool | None = None,
+    ) -> None:
+        """Open the store of ``identity`` in a cache directory, or make it. Damage there is a warning, and it is empty.
+
+        Args:
+            directory: holds a folder for each identity; it and its parents are made where they are missing.
+            identity: everything that chunks depend on, of texts and whole numbers: model, weights, dtype, block size,
+                layout. Chunks of another identity are never read.
+            chunk_bytes: size of every chunk; a part of the identity.
+            capacity_bytes: what the slots may take on disk; the index (some 120 bytes a chunk) is not counted. With
+                less than before, chunks are given up: children before parents, then the least valuable.
+            direct: use ``O_DIRECT``, do not, or (None) where the file system can.
+
+        Raises:
+            CacheDirectoryError, CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
+            ValueError: chunk_bytes is not positive, or the identity holds something else.
+        """
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes is {chunk_bytes!r}: a chunk has at least 1 byte")
+        identity = {**identity, "chunk_bytes": chunk_bytes}
+        directory = Path(directory).absolute()
+        self.path = namespace_path(directory, identity)
+        self.chunk_bytes = chunk_bytes
+        self._changing = threading.RLock()
+        self._reading = threading.Condition()
+        self._num_reading = 0
+        self._is_closed = False
+        self._num_damaged = self._num_read_errors = self._num_resets = 0
+        with ExitStack() as opened:
+            opened.callback(enter(self.path).release)
+            try:
+                if not is_identity(self.path, identity):
+                    self._start_empty("does not say whose chunks they are")
+                    write_identity(self.path, identity)
+                self._file = SlotFile(self.path / _DATA_NAME, chunk_bytes, direct=direct)
+                opened.callback(self._file.close)
+                self.num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
+                try:
+                    self._index, self._loaded = self._load()
+                except IndexDamagedError as error:
+                    self._start_empty(str(error))
+                    self._index, self._loaded = self._load()
+                opened.callback(self._index.close)
+            except (OSError, IndexDamagedError) as error:
+                raise directory_error(directory, error) from error
+            self._residents = self._loaded.residents
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._residents
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a chunk takes on disk."""
+        return self._file.slot_bytes
+
+    @property
+    def num_free_slots(self) -> int:
+        """Chunks that can be written before some must be deleted."""
+        return self._residents.slots.num_free
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads and writes go past the page cache. They are fastest from and to page-aligned memory."""
+        return self._file.is_direct
+
+    @property
+    def stats(self) -> ChunkStoreStats:
+        """What the store holds, and what has happened to it."""
+        return ChunkStoreStats(
+            num_chunks=len(self),
+            num_slots=self.num_slots,
+            used_bytes=len(self) * self.slot_bytes,
+            num_damaged=self._num_damaged,
+            num_missing=self._loaded.num_missing,
+            num_read_errors=self._num_read_errors,
+            num_resets=self._num_resets,
+            num_over_capacity=self._loaded.num_over_capacity,
+        )
+
+    def entries(self) -> Iterator[ChunkEntry]:
+        """Yield every chunk by position, so that parents come before their children.
+
+        Chunks that are deleted meanwhile may be in it, those that are written meanwhile are not. What is noted
+        about a chunk has no checksum: one with impossible values is dropped, a wrong parent may not exist.
+
+        Raises:
+            CacheTierError: the index can no longer be read.
+        """
+        batches = self._index.entries()
+        while True:
+            with self._changing:
+                self._check_open()
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                slot_of = self._residents.slot_of
+                here = [(key, entry) for slot, key, entry in batch if slot_of(key) == slot]
+                odd = [key for key, entry in here if entry is None]
+                if odd:
+                    self._num_damaged += self.delete_many(odd)
+            for _, entry in here:
+                if entry is not None:
+                    yield entry
+
+    def read_many(self, requests: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
+        """Read chunks into buffers and return for each whether it is there: False is a miss.
+
+        A buffer whose chunk was a miss may have been written to. Slots side by side are read at once, so ask for the
+        chunks of a document together.
+
+        Raises:
+            ValueError: a buffer that is not of ``chunk_bytes``, not contiguous or read-only.
+        """
+        targets = [contiguous(target, self.chunk_bytes, writable=True) for _, target in requests]
+        found = [False] * len(requests)
+        with self._one_reader() as is_open:
+            if not is_open:
+                return found
+            places = [self._residents.find(key) for key, _ in requests]
+            wanted = [(number, place) for number, place in enumerate(places) if place is not None]
+            with suppress(OSError):  # they are read one by one below, so that one bad sector costs one chunk
+                self._file.read([slot for _, (slot, _) in wanted], [targets[number] for number, _ in wanted])
+            for number, (_, digest) in wanted:
+                key = requests[number][0]
+                found[number] = checksum(key, targets[number]) == digest or self._read_again(key, targets[number])
+        return found
+
+    def read(self, key: bytes, target: Buffer) -> bool:
+        """Read one chunk into a buffer and return whether it is there."""
+        return self.read_many([(key, target)])[0]
+
+    def write_many(self, writes: Sequence[ChunkWrite]) -> list[bytes]:
+        """Store chunks and return the keys of those that were new; what is there already is left as it is.
+
+        All or nothing: when this raises, none of them is there. When it returns, they outlive the process.
+
+        Raises:
+            CacheCapacityError: there are fewer free slots than new chunks. CacheWriteError: the disk would not.
+            ValueError: a key of no or more than 64 bytes, a buffer that is not contiguous or not of ``chunk_bytes``.
+        """
+        payloads: dict[bytes, tuple[memoryview, ChunkNote]] = {}
+        for write in writes:
+            check_key(write.key)
+            payloads.setdefault(write.key, (contiguous(write.payload, self.chunk_bytes), write.note))
+        with self._changing:
+            self._check_open()
+            new = [key for key in payloads if key not in self._residents]
+            if len(new) > self.num_free_slots:
+                raise CacheCapacityError(
+                    f"{len(new)} chunks are new, {self.num_free_slots} of the {self.num_slots} slots in {self.path} "
+                    "are free: delete some chunks first, or raise the capacity of the disk tier"
+                )
+            slots = self._residents.slots.reserve(len(new))
+            try:
+                views = [payloads[key][0] for key in new]
+                # Before the write: a payload that changes meanwhile must not get a checksum that matches.
+                digests = [checksum(key, view) for key, view in zip(new, views, strict=True)]
+                try:
+                    self._file.write(slots, views)
+                except OSError as error:
+                    raise write_error(self.path / _DATA_NAME, error) from error
+                notes = (payloads[key][1] for key in new)
+                self._index.insert(zip(slots, new, digests, notes, strict=True))
+            except BaseException:
+                self._residents.slots.release(slots)
+                raise
+            for key, slot, digest in zip(new, slots, digests, strict=True):
+                self._residents.publish(key, slot, digest)
+        return new
+
+    def delete_many(self, keys: Iterable[bytes]) -> int:
+        """Forget chunks and return how many there were; their slots are free when this returns.
+
+        Raises:
+            CacheWriteError: all of them are still there.
+        """
+        with self._changing:
+            self._check_open()
+            gone = [key for key in dict.fromkeys(keys) if key in self._residents]
+            self._index.delete(slot for key in gone if (slot := self._residents.slot_of(key)) is not None)
+            self._residents.forget(gone)
+        return len(gone)
+
+    def update_notes(self, worths: Iterable[tuple[bytes, float, float]]) -> int:
+        """Set key, frequency and cost of chunks and return how many there are; unknown keys are passed over.
+
+        Raises:
+            CacheWriteError: none was changed. ValueError: a number that is not finite.
+        """
+        with self._changing:
+            self._check_open()
+            rows = []
+            for key, frequency, cost in worths:
+                check_worth(frequency, cost)
+                slot = self._residents.slot_of(key)
+                if slot is not None:
+                    rows.append((frequency, cost, slot))
+            self._index.update(rows)
+        return len(rows)
+
+    def clear(self) -> None:
+        """Forget every chunk, and give the space back.
+
+        Raises:
+            CacheWriteError: the chunks are still there, or (the data file could not be cut) gone.
+        """
+        with self._changing:
+            self._check_open()
+            self._index.clear()
+            self._residents.clear()
+            try:
+                self._file.truncate(0)
+            except OSError as error:
+                raise write_error(self.path / _DATA_NAME, error) from error
+
+    def close(self) -> None:
+        """Close the store when the reads in flight are done; from then on every read is a miss. Idempotent."""
+        with self._reading:
+            self._is_closed = True
+            self._reading.wait_for(lambda: not self._num_reading)
+        with self._changing:
+            self._opened.close()
+
+    def _load(self) -> tuple[ChunkIndex, Loaded]:
+        index = ChunkIndex(self.path / _INDEX_NAME)
+        try:
+            return index, load(index, self._file, self.num_slots)
+        except BaseException:
+            index.close()
+            raise
+
+    def _start_empty(self, reason: str) -> None:
+        path = self.path / _INDEX_NAME
+        if path.exists():
+            self._num_resets += 1
+            _log.warning("the cache in %s starts empty, it is damaged: %s", self.path, reason)
+        remove_index(path)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CacheTierError(f"the chunk store {self.path} is closed: open it again")
+
+    @contextmanager
+    def _one_reader(self) -> Iterator[bool]:
+        with self._reading:
+            is_open = not self._is_closed
+            self._num_reading += is_open
+        try:
+            yield is_open
+        finally:
+            with self._reading:
+                self._num_reading -= is_open
+                self._reading.notify_all()
+
+    def _read_again(self, key: bytes, target: memoryview) -> bool:
+        """Read a chunk while nothing is being written, and drop it if it still does not match."""
+        with self._changing:
+            place = self._residents.find(key)
+            if place is None:
+                return False
+            slot, digest = place
+            try:
+                self._file.read([slot], [target])
+            except OSError as error:
+                self._num_read_errors += 1
+                if self._num_read_errors == 1:
+                    _log.warning("%s cannot be read (%s): a miss, and further ones are only counted", self.path, error)
+                return False
+            if checksum(key, target) == digest:
+                return True
+            self._num_damaged += 1
+            if self._num_damaged == 1:
+                _log.warning("a chunk of %s is damaged: a miss, and further ones are only counted", self.path)
+            self._residents.forget([key])
+            with suppress(CacheTierError):  # else the row gives way to the next chunk in that slot
+                self._index.delete([slot])
+            return False

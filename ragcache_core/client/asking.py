@@ -1,0 +1,233 @@
+"""Asking a server: generation, tokens, statistics, and what the frameworks' doors need of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import openai
+
+from ragcache_core.client.cache_stats import CacheStatsRoutes
+from ragcache_core.client.failures import translate_errors
+from ragcache_core.client.generation import (
+    AnswerReader,
+    Generation,
+    GenerationChunk,
+    Prompt,
+    streamed_body,
+    whole,
+)
+from ragcache_core.client.handshake import Handshake
+from ragcache_core.client.metrics import parse_metrics
+from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, plan_rendered, server_renders
+from ragcache_core.client.tokenizer import checked_tokenizer
+from ragcache_core.client.transport import AsyncRetryingTransport, RetryingTransport, ServerWatch
+from ragcache_core.errors import TokenizerUnavailableError
+from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt
+from ragcache_core.stats import EngineStats, RequestStats
+from ragcache_core.types import Document
+
+_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+
+class ServerDoor:
+    """The one way to ask a server that runs. Its methods may be called by any thread, the async ones from any loop.
+
+    Attributes:
+        model: the name under which the server serves its model.
+        base_url: the root of its OpenAI protocol, ``http://host:port/v1``.
+        api_key: the key that it asks for.
+        max_model_len: its context window in tokens.
+    """
+
+    model: str
+    max_model_len: int
+    _tokenizer: PromptTokenizer | TokenizerUnavailableError
+
+    def __init__(self, base_url: str, api_key: str, watch: ServerWatch | None) -> None:
+        """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` is the server's owner."""
+        self.base_url = base_url
+        self.api_key = api_key
+        self._watch = watch
+        self._transport = RetryingTransport(watch)
+        self._async_transport = AsyncRetryingTransport(watch)
+        self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
+        self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
+        self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)
+        self._openai_async = openai.AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
+        )
+        self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async)
+        self._remembered = RememberedDocuments()
+
+    def _shake_hands(self, tokenizer: Callable[[str], PromptTokenizer]) -> None:
+        server = Handshake(self._http, self.base_url, self.api_key)
+        card = server.model_card()
+        self.model, self.max_model_len = card.name, card.max_model_len
+        self._tokenizer = checked_tokenizer(
+            lambda: tokenizer(card.root), lambda messages: server.token_ids(card.name, messages)
+        )
+
+    def _close_connections(self) -> None:
+        self._async_transport.close()
+        self._transport.close()
+
+    def generate(
+        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+    ) -> Generation:
+        """Return the whole answer to ``prompt``; see :meth:`stream`."""
+        return whole(list(self.stream(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)))
+
+    def stream(
+        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+    ) -> Generator[GenerationChunk]:
+        """Yield the answer to ``prompt`` as it is generated; closing the iterator ends the request in the engine.
+
+        Args:
+            prompt: a text to continue, a :class:`RenderedPrompt`, or messages of the OpenAI protocol.
+            max_tokens: the most tokens to generate; fewer where the context window ends before.
+            temperature: 0 is greedy.
+            **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``.
+
+        Raises:
+            PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError, ...
+        """
+        plan, body = self._request(prompt, max_tokens, temperature, sampling)
+        reader = AnswerReader(plan)
+        create: Any = self._openai.chat.completions.create if "messages" in body else self._openai.completions.create
+        with translate_errors(), create(**body) as events:
+            for event in events:
+                if (chunk := reader.read(event)) is not None:
+                    yield chunk
+        yield reader.last(self.complete_stats(reader.stats(), reader.response_id))
+
+    async def agenerate(
+        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+    ) -> Generation:
+        """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
+        async with aclosing(self.astream(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)) as chunks:
+            return whole([chunk async for chunk in chunks])
+
+    async def astream(
+        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+    ) -> AsyncGenerator[GenerationChunk]:
+        """Yield the answer to ``prompt`` as it is generated; see :meth:`stream`."""
+        plan, body = self._request(prompt, max_tokens, temperature, sampling)
+        reader = AnswerReader(plan)
+        api = self._openai_async
+        create: Any = api.chat.completions.create if "messages" in body else api.completions.create
+        with translate_errors():
+            async with await create(**body) as events:
+                async for event in events:
+                    if (chunk := reader.read(event)) is not None:
+                        yield chunk
+        yield reader.last(await self.acomplete_stats(reader.stats(), reader.response_id))
+
+    def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
+        """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
+
+        Raises:
+            TokenizerUnavailableError: the model's tokenizer is not at hand here.
+        """
+        tokenizer = self.tokenizer
+        if isinstance(prompt, str):
+            return list(tokenizer.encode(prompt, add_special_tokens=True).token_ids)
+        return list(tokenizer.encode(tokenizer.render(prompt)).token_ids)
+
+    def stats(self) -> EngineStats:
+        """Return the server's counters, and those of its cache unless it is plain vLLM."""
+        with translate_errors():
+            page = self._http.get(self._metrics_url()).raise_for_status().text
+        return self._cache_stats.add_to(parse_metrics(page, num_restarts=self._num_restarts()))
+
+    async def astats(self) -> EngineStats:
+        """Return the server's counters; see :meth:`stats`."""
+        with translate_errors():
+            page = (await self._http_async.get(self._metrics_url())).raise_for_status().text
+        return await self._cache_stats.aadd_to(parse_metrics(page, num_restarts=self._num_restarts()))
+
+    # For the frameworks' doors
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        """The model's tokenizer and chat template.
+
+        Raises:
+            TokenizerUnavailableError: it is not at hand here.
+        """
+        if isinstance(self._tokenizer, TokenizerUnavailableError):
+            raise self._tokenizer
+        return self._tokenizer
+
+    def http_client(self) -> httpx.Client:
+        """Return the client to ask the server with: it sends again what a death cut off. The engine closes it."""
+        return self._http
+
+    def http_async_client(self) -> httpx.AsyncClient:
+        """Return the asynchronous client, good for any event loop. The engine closes it."""
+        return self._http_async
+
+    def remember_documents(self, documents: Iterable[Document], shown: Callable[[Document], str] | None = None) -> None:
+        """Note what was retrieved: a later chat request that holds such a text is known to show that document."""
+        self._remembered.add(documents, shown)
+
+    def plan_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        documents: Iterable[Document] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> RequestPlan:
+        """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
+
+        ``documents`` are found by their text, and so are those that were remembered. ``settings`` are the other fields
+        of the request (tools, ``extra_body``, ...). Requests with tools or settings of the chat template, messages
+        other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty.
+
+        Raises:
+            PromptTooLongError: the prompt does not fit into the context window.
+        """
+        if isinstance(self._tokenizer, TokenizerUnavailableError) or server_renders(messages, settings or {}):
+            return RequestPlan()
+        given = [(d.doc_id, d.text) for d in documents or ()]
+        known = {doc_id for doc_id, _ in given}
+        shown = given + [(doc_id, text) for doc_id, text in self._remembered.shown() if doc_id not in known]
+        return plan_chat(self._tokenizer, messages, shown, max_model_len=self.max_model_len)
+
+    def complete_stats(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+        """Return the statistics of an answered request with what the engine itself says of it.
+
+        ``response_id`` is the ``id`` of the response, or of its stream's chunks. Never fails: where the engine does
+        not say (plain vLLM has no such figures), ``stats`` come back as they are.
+        """
+        return self._cache_stats.complete(stats, response_id)
+
+    async def acomplete_stats(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+        """Do :meth:`complete_stats` without blocking the event loop."""
+        return await self._cache_stats.acomplete(stats, response_id)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(model={self.model!r}, base_url={self.base_url!r})"
+
+    def _request(
+        self, prompt: Prompt, max_tokens: int, temperature: float, sampling: Mapping[str, Any]
+    ) -> tuple[RequestPlan, dict[str, Any]]:
+        match prompt:
+            case str():
+                plan = RequestPlan()
+            case RenderedPrompt():
+                plan = plan_rendered(prompt, max_model_len=self.max_model_len)
+            case _:
+                plan = self.plan_chat(prompt, settings=sampling)
+        if plan.num_prompt_tokens is not None:
+            max_tokens = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
+        settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
+        return plan, streamed_body(prompt, plan, settings)
+
+    def _metrics_url(self) -> str:
+        return f"{self.base_url.removesuffix('/v1')}/metrics"
+
+    def _num_restarts(self) -> int:
+        return self._watch.run - 1 if self._watch is not None else 0

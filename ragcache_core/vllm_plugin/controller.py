@@ -1,0 +1,300 @@
+"""The engine's one knowledge tree, and the requests that run through it (the "RAG controller" of RAGCache §4).
+
+It imports no vLLM and reads no clock: the scheduler, the block pool, the host policy and the disk tier, which all run
+on the scheduler's thread, tell it what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import cast
+
+from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree, Location, PathSegment, TreeNode
+from ragcache_core.types import DocId, PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+Key = bytes
+"""vLLM's hash of a block, chained over everything before it."""
+
+_MAX_HOTTEST = 10
+_MAX_COUNTED = 1024
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What a request found, cost and waited for. Times are seconds of a monotonic clock."""
+
+    num_prompt_tokens: int
+    arrived_s: float
+    segments: tuple[PromptSegment, ...]
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    retained: Key | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that did not have to be computed."""
+        return sum(self.num_tokens_by_tier)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the body of the engine's per-request route; see ``client/cache_stats.py``."""
+        return {
+            **{f"num_{tier.label}_tokens": self.num_tokens_by_tier[tier] for tier in Tier},
+            "num_loaded_bytes": self.num_loaded_bytes,
+            "num_stored_bytes": self.num_stored_bytes,
+            "queue_s": None if self.admitted_s is None else self.admitted_s - self.arrived_s,
+            "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
+        }
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the engine started."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    num_ignored_metadata: int = 0
+    num_corrupt_chunks: int = 0
+    num_lost_chunks: int = 0
+    num_dropped_chunks: int = 0
+
+
+@dataclass(slots=True)
+class TierReport:
+    """What a tier says of itself; ``block_bytes`` are those of a block with its padding there."""
+
+    capacity_bytes: int
+    block_bytes: int
+    is_enabled: bool = True
+
+
+class CacheController:
+    """Keeps the tree in step with the engine, and counts.
+
+    Args:
+        settings: what the engine was started with.
+        tokens_per_block: tokens that one key stands for.
+        shadow_blocks: blocks of the tier that a tournament's shadows imitate.
+        prefill_cost: seconds of a prefill.
+    """
+
+    def __init__(
+        self, settings: PluginSettings, *, tokens_per_block: int, shadow_blocks: int, prefill_cost: PrefillCostModel
+    ) -> None:
+        self.settings = settings
+        self.tokens_per_block = tokens_per_block
+        self.tree = KnowledgeTree(
+            make_policy(settings.policy, prefill_cost),
+            ghost_size=settings.ghost_size,
+            keeps_frequency=settings.keeps_frequency,
+            shadow_tokens=shadow_blocks * tokens_per_block,
+        )
+        self.counters = Counters()
+        self.tiers: dict[Tier, TierReport] = {}
+        self._prefill_cost = prefill_cost
+        self._requests: dict[str, RequestRecord] = {}
+        self._finished: dict[str, dict[str, object]] = {}
+        self._is_dirty = True
+        self._uses: dict[DocId, tuple[int, TreeNode]] = {}
+
+    # A request's life
+
+    def on_new_request(
+        self,
+        request_id: str,
+        segments: tuple[PromptSegment, ...],
+        keys: Sequence[Key],
+        num_prompt_tokens: int,
+        now_s: float,
+    ) -> None:
+        """Put a request's path into the tree, and keep it there until :meth:`on_finished`."""
+        record = RequestRecord(num_prompt_tokens, now_s, segments)
+        self._requests[request_id] = record
+        path = self.tree.insert(self._path_segments(record, keys))
+        if path:
+            record.retained = cast("Key", path[-1].keys[-1])
+            self.tree.retain(record.retained)
+
+    def on_admitted(
+        self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Tier, int], now_s: float
+    ) -> None:
+        """Count a request's access, as it gets its blocks for the first time (RAGCache Algorithm 1)."""
+        record = self._requests.get(request_id)
+        if record is None or record.admitted_s is not None:
+            return
+        record.admitted_s = now_s
+        self.note_change()
+        for tier, num_tokens in num_tokens_by_tier.items():
+            record.num_tokens_by_tier[tier] = num_tokens
+            self.counters.num_tokens_by_tier[tier] += num_tokens
+        self.counters.num_requests += 1
+        self.counters.num_prompt_tokens += record.num_prompt_tokens
+        num_cached = record.num_cached_tokens
+        num_missed = max(record.num_prompt_tokens - num_cached, 0)
+        path = self.tree.insert(self._path_segments(record, keys))
+        self.tree.record_access(
+            path,
+            num_hit_units=num_cached // self.tokens_per_block,
+            num_missed_tokens=num_missed,
+            cost_s=self._prefill_cost.estimate_s(num_cached, num_missed),
+        )
+        for node in path:
+            if node.doc_id is not None:
+                self._note_use(node.doc_id, node)
+
+    def on_first_token(self, request_id: str, now_s: float) -> None:
+        """Take note of a request's first token."""
+        record = self._requests.get(request_id)
+        if record is not None and record.first_token_s is None:
+            record.first_token_s = now_s
+
+    def on_loaded(self, request_id: str, num_bytes: int) -> None:
+        """Count bytes that are copied into the engine's KV memory for a request."""
+        self.note_change()
+        self.counters.num_loaded_bytes += num_bytes
+        if (record := self._requests.get(request_id)) is not None:
+            record.num_loaded_bytes += num_bytes
+
+    def on_stored(self, request_id: str, num_bytes: int) -> None:
+        """Count bytes that are copied out of the engine's KV memory for a request, finished or not."""
+        self.note_change()
+        self.counters.num_stored_bytes += num_bytes
+        if (record := self._requests.get(request_id)) is not None:
+            record.num_stored_bytes += num_bytes
+
+    def on_finished(self, request_id: str) -> dict[str, object] | None:
+        """Let a request's path go, and return its figures; None for one that was not known."""
+        record = self._requests.pop(request_id, None)
+        if record is None:
+            return None
+        self.note_change()
+        if record.retained is not None:
+            self.tree.release(record.retained)
+        self._finished[request_id] = record.to_dict()
+        return self._finished[request_id]
+
+    def take_finished(self) -> dict[str, dict[str, object]]:
+        """Return the figures of the requests that ended since the last call, by request id."""
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def num_storable_tokens(self, request_id: str) -> int | None:
+        """Return up to which token a prompt is worth storing: the end of its last kept document; None for all of it."""
+        record = self._requests[request_id]
+        documents = [s for s in record.segments if s.kind is SegmentKind.DOCUMENT]
+        return documents[: self.settings.max_cached_documents][-1].end if documents else None
+
+    # Blocks
+
+    def locate_block(self, keys: Sequence[Key], index: int) -> Location:
+        """Return where block ``index`` of a request stands; one that the tree does not know is added to it.
+
+        Those are blocks of answers, and of prompts whose nodes are gone.
+        """
+        if (location := self.tree.locate(keys[index])) is not None:
+            return location
+        first = index
+        while first > 0 and self.tree.locate(keys[first - 1]) is None:
+            first -= 1
+        after = keys[first - 1] if first else None
+        num_tokens = (index + 1 - first) * self.tokens_per_block
+        self.tree.extend(after, keys[first : index + 1], num_tokens)
+        location = self.tree.locate(keys[index])
+        assert location is not None
+        return location
+
+    # Reporting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in the engine."""
+        return not self._requests
+
+    def note_change(self) -> None:
+        """Make the next :meth:`take_report` return one."""
+        self._is_dirty = True
+
+    def take_report(self) -> dict[str, object] | None:
+        """Return a report if anything happened since the last one."""
+        if not self._is_dirty:
+            return None
+        self._is_dirty = False
+        return self.report()
+
+    def report(self) -> dict[str, object]:
+        """Return the body of the engine's stats route; see ``client/cache_stats.py``."""
+        return {
+            "policy": self.settings.policy,
+            "num_nodes": len(self.tree),
+            "num_ignored_metadata": self.counters.num_ignored_metadata,
+            "num_corrupt_chunks": self.counters.num_corrupt_chunks,
+            "num_lost_chunks": self.counters.num_lost_chunks,
+            "num_dropped_chunks": self.counters.num_dropped_chunks,
+            "num_requests": self.counters.num_requests,
+            "num_prompt_tokens": self.counters.num_prompt_tokens,
+            "num_loaded_bytes": self.counters.num_loaded_bytes,
+            "num_stored_bytes": self.counters.num_stored_bytes,
+            "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
+            "hottest_documents": self._hottest_documents(),
+        }
+
+    def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:
+        state = self.tree.tiers[tier]
+        return {
+            "name": tier.label,
+            "capacity_bytes": report.capacity_bytes,
+            "used_bytes": state.num_units * report.block_bytes,
+            "num_blocks": state.num_units,
+            "num_evicted_blocks": state.num_evicted_units,
+            "num_hit_tokens": self.counters.num_tokens_by_tier[tier],
+            "is_enabled": report.is_enabled,
+        }
+
+    def _hottest_documents(self) -> list[dict[str, object]]:
+        hottest = nsmallest(_MAX_HOTTEST, self._uses.items(), key=lambda item: (-item[1][0], item[0]))
+        return [
+            {
+                "doc_id": doc_id,
+                "frequency": num_uses,
+                "num_tokens": node.num_tokens,
+                "tiers": [tier.label for tier in Tier if self._is_resident(node, tier)],
+            }
+            for doc_id, (num_uses, node) in hottest
+        ]
+
+    def _is_resident(self, node: TreeNode, tier: Tier) -> bool:
+        location = self.tree.locate(node.keys[0])
+        return location is not None and bool(self.tree.resident_mask(location.node, tier))
+
+    def _note_use(self, doc_id: DocId, node: TreeNode) -> None:
+        """Count a document's uses, wherever it stood; the rarest are forgotten."""
+        self._uses[doc_id] = (self._uses.get(doc_id, (0, node))[0] + 1, node)
+        if len(self._uses) > _MAX_COUNTED:
+            kept = sorted(self._uses.items(), key=lambda item: -item[1][0])[: _MAX_COUNTED // 2]
+            self._uses = dict(kept)
+
+    def _path_segments(self, record: RequestRecord, keys: Sequence[Key]) -> list[PathSegment]:
+        """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one."""
+        size = self.tokens_per_block
+        num_keys = min(len(keys), record.num_prompt_tokens // size)
+        path, first, num_documents = [], 0, 0
+        limit = self.settings.max_cached_documents
+        for segment in record.segments:
+            last = min(segment.end // size, num_keys)
+            is_document = segment.kind is SegmentKind.DOCUMENT
+            num_documents += is_document
+            is_transient = limit is not None and num_documents > limit
+            if last > first:
+                doc_id = segment.doc_id if is_document else None
+                path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient))
+                first = last
+        return path

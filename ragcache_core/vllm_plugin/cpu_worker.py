@@ -1,0 +1,122 @@
+"""Copies blocks between the engine's KV memory and host memory on a platform without a GPU.
+
+vLLM's own worker copies with CUDA streams. This one stands in for it, so that the whole path runs where there is no
+GPU; on CUDA vLLM's is used. A copy is done when ``submit_*`` returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ragcache_core.vllm_plugin.compat import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    SharedOffloadRegion,
+    TransferResult,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """Blocks of one KV cache group: ``blocks[i]`` of the engine and part ``parts[i]`` of chunk ``chunks[i]``."""
+
+    group: int
+    blocks: torch.Tensor
+    chunks: torch.Tensor
+    parts: torch.Tensor
+
+
+class CopyingWorker(OffloadingWorker):
+    """Moves blocks with plain tensor copies, on the thread that asks for it.
+
+    ::
+
+        engine   [num_blocks, page_bytes]                       one such tensor for each layer
+        host     [num_chunks, blocks_per_chunk, page_bytes]     a strided view into the shared region for each
+    """
+
+    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
+        self._region: SharedOffloadRegion | None = region
+        self._blocks_per_chunk = blocks_per_chunk
+        self._engine: list[torch.Tensor] = []
+        self._host: list[torch.Tensor] = []
+        self._groups = kv_caches.group_data_refs
+        self._finished: list[TransferResult] = []
+        for cache in kv_caches.tensors:
+            page_bytes = cache.page_size_bytes
+            rows = region.create_next_worker_view(page_bytes * blocks_per_chunk)
+            self._engine.append(cache.tensor)
+            self._host.append(
+                rows.as_strided(
+                    (rows.shape[0], blocks_per_chunk, page_bytes),
+                    (rows.stride(0), page_bytes, 1),
+                    rows.storage_offset(),
+                )
+            )
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        """Copy blocks of the engine to chunks of the host."""
+        started_s, num_bytes = time.perf_counter(), 0
+        for move in self._transfers(src_spec, dst_spec):
+            for engine, host in self._tensors(move.group):
+                host[move.chunks, move.parts] = engine[move.blocks]
+                num_bytes += len(move.blocks) * engine.shape[1]
+        self._finish(job_id, num_bytes, started_s)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        """Copy chunks of the host to blocks of the engine."""
+        started_s, num_bytes = time.perf_counter(), 0
+        for move in self._transfers(dst_spec, src_spec):
+            for engine, host in self._tensors(move.group):
+                engine[move.blocks] = host[move.chunks, move.parts]
+                num_bytes += len(move.blocks) * engine.shape[1]
+        self._finish(job_id, num_bytes, started_s)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return: every copy is done."""
+
+    def shutdown(self) -> None:
+        """Let go of the shared region."""
+        self._engine.clear()
+        self._host.clear()
+        if self._region is not None:
+            self._region.cleanup()
+            self._region = None
+
+    def _transfers(self, engine: GPULoadStoreSpec, host: LoadStoreSpec) -> Iterator[_Transfer]:
+        """Yield the blocks of each group beside their places; the first may begin in the middle of a chunk."""
+        first_block = first_chunk = 0
+        block_ids = torch.from_numpy(engine.block_ids).long()
+        chunk_ids = torch.from_numpy(host.block_ids).long()
+        for group, (num_blocks, first_index) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):
+            if not num_blocks:
+                continue
+            index = torch.arange(num_blocks) + first_index % self._blocks_per_chunk
+            chunk = index // self._blocks_per_chunk
+            yield _Transfer(
+                group,
+                block_ids[first_block : first_block + num_blocks],
+                chunk_ids[first_chunk + chunk],
+                index % self._blocks_per_chunk,
+            )
+            first_block += num_blocks
+            first_chunk += int(chunk[-1]) + 1
+
+    def _tensors(self, group: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for ref in self._groups[group]:
+            yield self._engine[ref.tensor_idx], self._host[ref.tensor_idx]
+
+    def _finish(self, job_id: int, num_bytes: int, started_s: float) -> None:
+        self._finished.append(TransferResult(job_id, True, num_bytes, time.perf_counter() - started_s))

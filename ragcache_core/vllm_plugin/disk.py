@@ -1,0 +1,263 @@
+"""The disk tier: chunks that left, or will leave, host memory, in a crash-safe store with a cap.
+
+The scheduler's thread decides what is kept and never waits for the disk. The work is done elsewhere::
+
+    scheduler            copier                   writer                      readers
+    submit_store  ->  copies the payloads,  ->  deletes what was evicted,
+                      lets go of host memory    writes, commits
+    get_finished_jobs  <-----------------------------------------------------  submit_load
+
+A store that falls behind drops what it cannot take; a disk that fails, or does not answer in time, takes the tier out
+of service, not the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.logger import init_logger
+
+from ragcache_core.tree import Location
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat import (
+    JobResult,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+    TransferJob,
+    get_offload_block_hash,
+)
+from ragcache_core.vllm_plugin.controller import TierReport
+from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
+from ragcache_core.vllm_plugin.identity import kv_identity
+
+if TYPE_CHECKING:
+    from ragcache_core.chunkstore import ChunkStore
+    from ragcache_core.vllm_plugin.controller import Key
+    from ragcache_core.vllm_plugin.offload import RAGCacheSpec
+
+logger = init_logger(f"vllm.{__name__}")
+
+_READ_TIMEOUT_S = 20.0
+
+
+class DiskTier(SecondaryTierManager):
+    """What vLLM's tiering offload asks of a tier below host memory; all methods run on the scheduler's thread."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: RAGCacheSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        directory: str,
+        capacity_bytes: int,
+        backpressure_detector: Any = None,
+    ) -> None:
+        """Open the store, and put what it holds into the tree.
+
+        Raises:
+            CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
+            ConfigError: nothing tells the model's weights from others.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        from ragcache_core.chunkstore import ChunkStore
+
+        assert offloading_spec.controller is not None
+        self._controller = offloading_spec.controller
+        self._tree = offloading_spec.controller.tree
+        store = ChunkStore(
+            directory,
+            kv_identity(offloading_spec.config),
+            chunk_bytes=self.block_size_bytes,
+            capacity_bytes=capacity_bytes,
+        )
+        self._io = DiskIO(store, primary_kv_view)
+        self._is_enabled = True
+        self._stored: set[Key] = set()
+        self._writing: set[Key] = set()
+        self._loads: dict[int, Load] = {}
+        self._num_slots = store.num_slots
+        self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
+        self._controller.tiers[Tier.DISK] = self._report
+        try:
+            self._restore(store)
+        except BaseException:
+            self._io.close()
+            raise
+
+    # vLLM's SecondaryTierManager
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        is_here = self._is_enabled and get_offload_block_hash(key) in self._stored
+        return LookupResult.HIT if is_here else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        pending = []
+        evicted: list[Key] = []
+        if self._is_enabled:
+            chunks = zip(map(get_offload_block_hash, job_metadata.keys), job_metadata.chunk_ids, strict=True)
+            new = {key: int(chunk_id) for key, chunk_id in chunks if self._is_new(key)}
+            evicted = self._make_room(new)
+            pending = [chunk for key, chunk_id in new.items() if (chunk := self._admit(key, chunk_id)) is not None]
+        self._io.store(job_metadata.job_id, pending, evicted)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        load = Load(job_metadata.job_id, [get_offload_block_hash(key) for key in keys], time.monotonic())
+        for location in map(self._tree.locate, load.keys):
+            if location is not None:
+                self._tree.hold(location.node, location.unit, Tier.DISK)
+        self._loads[load.job_id] = load
+        self._io.load(load, [int(chunk_id) for chunk_id in job_metadata.chunk_ids])
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._take_in_written()
+        results = [JobResult(job_id, success=True) for job_id in self._io.take_copied()]
+        overdue_s = time.monotonic() - _READ_TIMEOUT_S
+        for load in list(self._loads.values()):
+            if load.is_finished():
+                results.append(self._finish_load(load))
+            elif load.submitted_s < overdue_s and load.abandon():
+                self._disable(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
+                results.append(self._finish_load(load))
+        return results
+
+    def has_pending_work(self) -> bool:
+        return False  # vLLM steps as long as its own jobs are in flight; writes behind them need no steps
+
+    def drain_jobs(self) -> None:
+        self._io.drain()
+
+    def shutdown(self) -> None:
+        self._io.close()
+
+    def clear(self) -> None:
+        """Forget everything: the model's weights may have changed."""
+        self._io.drain()
+        self._take_in_written()
+        self._io.clear()
+        self._stored.clear()
+        self._tree.clear_tier(Tier.DISK)
+
+    # Inside
+
+    def _is_new(self, key: Key) -> bool:
+        return key not in self._stored and key not in self._writing and self._tree.locate(key) is not None
+
+    def _make_room(self, new: dict[Key, int]) -> list[Key]:
+        """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
+        evicted: list[Key] = []
+        num_free = self._num_slots - len(self._stored) - len(self._writing)
+        while len(new) > num_free + len(evicted):
+            units = self._tree.evict(Tier.DISK, 1, self._shielded(new))
+            if units is None:
+                new.popitem()
+                self._controller.counters.num_dropped_chunks += 1
+                continue
+            evicted += [unit.key for unit in units]  # type: ignore[misc]
+            self._stored.difference_update(evicted[-1:])
+        return evicted
+
+    def _shielded(self, new: dict[Key, int]) -> list[Key]:
+        first = self._tree.locate(next(iter(new)))
+        predecessor = None if first is None else self._tree.key_before(first)
+        return [*new] if predecessor is None else [*new, predecessor]  # type: ignore[list-item]
+
+    def _admit(self, key: Key, chunk_id: int) -> PendingChunk | None:
+        location = self._tree.locate(key)
+        assert location is not None
+        node, unit = location
+        self._tree.hold(node, unit, Tier.DISK)
+        self._tree.add(node, 1 << unit, Tier.DISK)
+        self._writing.add(key)
+        return PendingChunk(
+            key=key,
+            chunk_id=chunk_id,
+            parent=self._tree.key_before(location),  # type: ignore[arg-type]
+            doc_id=node.doc_id,
+            position=node.start + unit,
+            frequency=float(node.frequency),
+            cost_s=node.avg_cost_s,
+        )
+
+    def _take_in_written(self) -> None:
+        for outcome in self._io.take_written():
+            self._controller.note_change()
+            for key in outcome.keys:
+                self._writing.discard(key)
+                location = self._tree.locate(key)
+                if location is None:
+                    continue
+                self._tree.let_go(location.node, location.unit, Tier.DISK)
+                if outcome.is_stored:
+                    self._stored.add(key)
+                else:
+                    self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
+            if not outcome.is_stored:
+                self._controller.counters.num_dropped_chunks += len(outcome.keys)
+            if outcome.error is not None:
+                self._disable(str(outcome.error))
+
+    def _finish_load(self, load: Load) -> JobResult:
+        del self._loads[load.job_id]
+        for key, is_loaded in zip(load.keys, load.outcome(), strict=True):
+            location = self._tree.locate(key)
+            if location is not None:
+                self._tree.let_go(location.node, location.unit, Tier.DISK)
+            if not is_loaded and not load.is_abandoned:
+                self._lose(key, location)
+        keys = [OffloadKey(key + _GROUP) for key, is_loaded in zip(load.keys, load.outcome(), strict=True) if is_loaded]
+        return JobResult(
+            load.job_id,
+            success=len(keys) == len(load.keys),
+            successful_keys=keys,
+            transfer_time=time.monotonic() - load.submitted_s,
+            transfer_bytes=len(keys) * self.block_size_bytes,
+        )
+
+    def _lose(self, key: Key, location: Location | None) -> None:
+        """Take note that a chunk was damaged or gone: a miss."""
+        self._controller.counters.num_corrupt_chunks += 1
+        self._controller.note_change()
+        self._stored.discard(key)
+        if location is not None:
+            self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
+
+    def _disable(self, why: str) -> None:
+        if self._is_enabled:
+            logger.error("RAGCache's disk tier is out of service until the next start: %s", why)
+        self._is_enabled = self._report.is_enabled = False
+        self._controller.note_change()
+
+    def _restore(self, store: ChunkStore) -> None:
+        """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""
+        orphans = []
+        size = self._controller.tokens_per_block
+        for entry in store.entries():
+            node = self._tree.attach(entry.parent, entry.key, size, entry.doc_id)
+            location = self._tree.locate(entry.key)
+            if node is None or location is None:
+                orphans.append(entry.key)
+                continue
+            self._tree.add(node, 1 << location.unit, Tier.DISK)
+            self._tree.restore(node, frequency=round(entry.frequency), cost_s=entry.cost)
+            self._stored.add(entry.key)
+        if orphans:
+            store.delete_many(orphans)
+            self._controller.counters.num_lost_chunks += len(orphans)
+        if self._stored:
+            logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)
+
+
+_GROUP = bytes(4)
+"""What an offload key of the first, and here only, KV cache group ends with."""

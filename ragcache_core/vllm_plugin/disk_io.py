@@ -1,0 +1,221 @@
+"""The disk tier's threads: they copy, write and read, and leave what came of it for the scheduler's thread."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
+from ragcache_core.errors import CacheTierError
+from ragcache_core.types import DocId
+
+_NUM_READERS = 4
+_NUM_BUFFERED_BYTES = 256 << 20
+_MAX_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PendingChunk:
+    """A chunk of host memory on its way to the disk, and what is noted about it."""
+
+    key: bytes
+    chunk_id: int
+    parent: bytes | None
+    doc_id: DocId | None
+    position: int
+    frequency: float
+    cost_s: float
+
+    def note(self) -> ChunkNote:
+        """Return what the store keeps of it."""
+        return ChunkNote(self.parent, self.doc_id, self.position, self.frequency, self.cost_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of chunks that were to be written; without ``error`` they were dropped because the disk is slow."""
+
+    keys: list[bytes]
+    is_stored: bool
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class Load:
+    """A batch of chunks on its way into host memory. Whoever gives up waiting abandons it: then nothing is written."""
+
+    job_id: int
+    keys: list[bytes]
+    submitted_s: float
+    is_abandoned: bool = False
+    _found: list[bool] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_finished(self) -> bool:
+        """Return whether the reader is done."""
+        return self._found is not None
+
+    def abandon(self) -> bool:
+        """Give up; False if the reader was faster."""
+        with self._lock:
+            if self._found is None:
+                self.is_abandoned = True
+            return self.is_abandoned
+
+    def outcome(self) -> list[bool]:
+        """Return for each key whether its bytes are in host memory."""
+        return self._found if self._found is not None else [False] * len(self.keys)
+
+    def deliver(self, rows: np.ndarray, chunk_ids: list[int], buffers: np.ndarray, found: list[bool]) -> None:
+        """Copy what was found into host memory, unless nobody waits any more."""
+        with self._lock:
+            if self.is_abandoned:
+                return
+            for chunk_id, buffer, is_found in zip(chunk_ids, buffers, found, strict=True):
+                if is_found:
+                    np.copyto(rows[chunk_id], buffer)
+            self._found = found
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What the writer does at once: give slots back, then fill some."""
+
+    evicted: list[bytes]
+    chunks: list[PendingChunk]
+    payloads: list[np.ndarray]
+
+
+class DiskIO:
+    """Owns the store and the threads that use it.
+
+    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier lets go of host memory as soon as a
+    payload is in a buffer of its own; while ``num_buffered_bytes`` wait for the disk, further payloads are dropped.
+    """
+
+    def __init__(
+        self, store: ChunkStore, primary_kv_view: memoryview, *, num_buffered_bytes: int = _NUM_BUFFERED_BYTES
+    ) -> None:
+        self._store = store
+        self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
+        self._room = threading.BoundedSemaphore(max(num_buffered_bytes // store.chunk_bytes, 1))
+        self._jobs: queue.SimpleQueue[tuple[int, list[PendingChunk], list[bytes]] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._copied: deque[int] = deque()
+        self._written: deque[Outcome] = deque()
+        self._num_unwritten = 0
+        self._is_written = threading.Condition()
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ragcache-disk-read")
+        self._reads: set[Future[None]] = set()
+        self._threads = [
+            threading.Thread(target=self._copy_jobs, name="ragcache-disk-copy", daemon=True),
+            threading.Thread(target=self._write_batches, name="ragcache-disk-write", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The scheduler's side
+
+    def store(self, job_id: int, chunks: list[PendingChunk], evicted: list[bytes]) -> None:
+        """Write chunks, after those that gave way to them are deleted."""
+        with self._is_written:
+            self._num_unwritten += 1
+        self._jobs.put((job_id, chunks, evicted))
+
+    def load(self, load: Load, chunk_ids: list[int]) -> None:
+        """Read the chunks of ``load`` into the rows ``chunk_ids`` of host memory."""
+        future = self._readers.submit(self._read, load, chunk_ids)
+        self._reads.add(future)
+        future.add_done_callback(self._reads.discard)
+
+    def take_copied(self) -> Iterator[int]:
+        """Yield the jobs whose chunks of host memory are free again."""
+        while self._copied:
+            yield self._copied.popleft()
+
+    def take_written(self) -> Iterator[Outcome]:
+        """Yield what became of chunks."""
+        while self._written:
+            yield self._written.popleft()
+
+    def drain(self) -> None:
+        """Wait until everything that was asked for has been done."""
+        wait(list(self._reads))
+        with self._is_written:
+            self._is_written.wait_for(lambda: not self._num_unwritten)
+
+    def clear(self) -> None:
+        """Forget every chunk of the store."""
+        self._store.clear()
+
+    def close(self) -> None:
+        """End the threads after what they were asked for, and close the store. Idempotent."""
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._readers.shutdown()
+        self._store.close()
+
+    # The threads' side
+
+    def _copy_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job_id, chunks, evicted = job
+            kept, payloads = [], []
+            for chunk in chunks:
+                if not self._room.acquire(blocking=False):
+                    continue
+                buffer = _aligned(1, self._store.chunk_bytes)[0]
+                np.copyto(buffer, self._rows[chunk.chunk_id])
+                kept.append(chunk)
+                payloads.append(buffer)
+            self._copied.append(job_id)
+            if dropped := [chunk.key for chunk in chunks if chunk not in kept]:
+                self._written.append(Outcome(dropped, is_stored=False))
+            self._batches.put(_Batch(evicted, kept, payloads))
+        self._batches.put(None)
+
+    def _write_batches(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            keys = [chunk.key for chunk in batch.chunks]
+            try:
+                self._store.delete_many(batch.evicted)
+                for first in range(0, len(keys), _MAX_BATCH):
+                    part = slice(first, first + _MAX_BATCH)
+                    self._store.write_many(
+                        [
+                            ChunkWrite(chunk.key, payload.data, chunk.note())
+                            for chunk, payload in zip(batch.chunks[part], batch.payloads[part], strict=True)
+                        ]
+                    )
+                    self._written.append(Outcome(keys[part], is_stored=True))
+            except (CacheTierError, OSError, ValueError) as error:
+                done = {key for key in keys if key in self._store}
+                self._written.append(Outcome([key for key in keys if key not in done], is_stored=False, error=error))
+            finally:
+                for _ in keys:
+                    self._room.release()
+                with self._is_written:
+                    self._num_unwritten -= 1
+                    self._is_written.notify_all()
+
+    def _read(self, load: Load, chunk_ids: list[int]) -> None:
+        buffers = _aligned(len(chunk_ids), self._store.chunk_bytes)
+        try:
+            found = self._store.read_many([(key, row.data) for key, row in zip(load.keys, buffers, strict=True)])
+        except (CacheTierError, OSError, ValueError):
+            found = [False] * len(chunk_ids)
+        load.deliver(self._rows, chunk_ids, buffers, found)
+
+
+def _aligned(num_rows: int, num_bytes: int) -> np.ndarray:
+    """Return ``[num_rows, num_bytes]`` bytes that begin on a page, for O_DIRECT."""
+    memory = mmap.mmap(-1, num_rows * num_bytes)
+    return np.frombuffer(memory, dtype=np.uint8).reshape(num_rows, num_bytes)

@@ -1,0 +1,161 @@
+"""The host tier's policy: vLLM's offload keeps the chunks, the knowledge tree says which of them goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+from ragcache_core.tree import Location
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat import CachePolicy, ChunkStatus, OffloadKey, ReqContext, get_offload_block_hash
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.controller import CacheController
+
+
+_GROUP = bytes(4)
+"""What an offload key of the first, and here only, KV cache group ends with."""
+
+
+class TreeCachePolicy(CachePolicy):
+    """Chunks of host memory by key; a chunk is one block of KV.
+
+    Chunks that a transfer uses are held, and so are those that a waiting request was promised in this look-up: a
+    request that is longer than the tier would otherwise promote its chunks from disk at the cost of one another, read
+    everything and reuse nothing.
+    """
+
+    controller: CacheController
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._promised: dict[str, set[OffloadKey]] = {}
+        self._num_promises: Counter[OffloadKey] = Counter()
+        self._looking_up: set[OffloadKey] | None = None
+        self._unknown: dict[OffloadKey, None] = {}
+
+    # Promises to waiting requests
+
+    def begin_lookup(self, request_id: str) -> None:
+        """Promise what is looked up from now on to a request, instead of what it was promised before."""
+        self.forget_promises(request_id)
+        self._looking_up = self._promised[request_id] = set()
+
+    def end_lookup(self) -> None:
+        """End :meth:`begin_lookup`."""
+        self._looking_up = None
+
+    def forget_promises(self, request_id: str) -> None:
+        """Let go what a request was promised: it has been loaded, or is not wanted any more."""
+        for key in self._promised.pop(request_id, ()):
+            self._num_promises[key] -= 1
+            if not self._num_promises[key]:
+                del self._num_promises[key]
+                self._let_go(key)
+
+    # vLLM's CachePolicy
+
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        chunk = self._chunks.get(key)
+        if chunk is not None and self._looking_up is not None:
+            self._promise(key)
+        return chunk
+
+    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        self._chunks[key] = chunk
+        if (location := self._locate(key)) is not None:
+            self.controller.tree.hold(location.node, location.unit, Tier.HOST)
+            self.controller.tree.add(location.node, 1 << location.unit, Tier.HOST)
+        else:
+            self._unknown[key] = None
+        if self._looking_up is not None:
+            self._promise(key)
+
+    def remove(self, key: OffloadKey) -> None:
+        del self._chunks[key]
+        self._withdraw(key)
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Do nothing: the tree counts accesses once a request."""
+
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Do nothing: the tree knows a request's blocks since it came."""
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        self.forget_promises(req_context.req_id)
+
+    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        spare = [key for key in self._unknown if self._is_idle(key) and key not in protected][:n]
+        units = (
+            self.controller.tree.evict(Tier.HOST, n - len(spare), self._shielded(protected)) if n > len(spare) else []
+        )
+        if units is None:
+            return None
+        for key in spare:
+            del self._unknown[key]
+        keys = [*spare, *(OffloadKey(cast("bytes", unit.key) + _GROUP) for unit in units)]
+        return [(key, self._chunks.pop(key)) for key in keys]
+
+    def clear(self) -> None:
+        self._chunks.clear()
+        self._unknown.clear()
+        self._promised.clear()
+        self._num_promises.clear()
+        self.controller.tree.clear_tier(Tier.HOST)
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        if key not in self._num_promises:
+            self._let_go(key)
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        if (location := self._locate(key)) is not None:
+            self.controller.tree.hold(location.node, location.unit, Tier.HOST)
+
+    # Inside
+
+    def _shielded(self, keys: set[OffloadKey]) -> list[Hashable]:
+        """Return the units that must not go for others to come: ``keys``, and what stands before the first of them."""
+        units: list[Hashable] = []
+        first: Location | None = None
+        for key in keys:
+            if (at := self._locate(key)) is None:
+                continue
+            units.append(at.node.keys[at.unit])
+            if first is None or at.node.start + at.unit < first.node.start + first.unit:
+                first = at
+        if first is not None:
+            predecessor = self.controller.tree.key_before(first)
+            units += [] if predecessor is None else [predecessor]
+        return units
+
+    def _is_idle(self, key: OffloadKey) -> bool:
+        return self._chunks[key].ref_cnt == 0 and key not in self._num_promises
+
+    def _promise(self, key: OffloadKey) -> None:
+        assert self._looking_up is not None
+        if key not in self._looking_up:
+            self._looking_up.add(key)
+            self._num_promises[key] += 1
+            self.mark_non_evictable(key)
+
+    def _let_go(self, key: OffloadKey) -> None:
+        chunk, location = self._chunks.get(key), self._locate(key)
+        if chunk is not None and chunk.ref_cnt == 0 and location is not None:
+            self.controller.tree.let_go(location.node, location.unit, Tier.HOST)
+
+    def _withdraw(self, key: OffloadKey) -> None:
+        self._unknown.pop(key, None)
+        if (location := self._locate(key)) is not None:
+            self.controller.tree.let_go(location.node, location.unit, Tier.HOST)
+            self.controller.tree.remove(location.node, 1 << location.unit, Tier.HOST)
+
+    def _locate(self, key: OffloadKey) -> Location | None:
+        return self.controller.tree.locate(get_offload_block_hash(key))

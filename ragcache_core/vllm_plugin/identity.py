@@ -1,0 +1,104 @@
+"""What KV on disk depends on: a chunk that was computed by anything else must never be read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vllm
+from vllm.platforms import current_platform
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.compat import OffloadingConfig, none_hash
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_NUM_SAMPLES = 512
+_SAMPLE_BYTES = 4096
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_building: ContextVar[VllmConfig | None] = ContextVar("ragcache_vllm_config", default=None)
+
+
+@contextmanager
+def building_with(vllm_config: VllmConfig) -> Iterator[None]:
+    """Let what is built inside know vLLM's configuration; vLLM hands an offloading spec only a part of it."""
+    token = _building.set(vllm_config)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
+    """Return everything that a chunk's bytes depend on besides its key, for the engine that is being built.
+
+    The weights are known by their files: names, sizes, times of modification, and samples of their content.
+
+    Raises:
+        ConfigError: the weights' files are not on this machine, so nothing tells them from others.
+    """
+    vllm_config = _building.get()
+    assert vllm_config is not None, "kv_identity() is called inside building_with()"
+    model = vllm_config.model_config
+    parallel = config.parallel
+    return {
+        "vllm": str(vllm.__version__),
+        "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
+        "weights": _weights_digest(_weights_folder(model)),
+        "model_config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()),
+        "dtype": str(model.dtype),
+        "kv_dtype": config.model.dtype,
+        "quantization": str(model.quantization),
+        "load_format": f"{vllm_config.load_config.load_format} {model.seed}",
+        "attention_backend": str(vllm_config.attention_config.backend),
+        "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block}",
+        "tokens_per_block": config.groups[0].tokens_per_block,
+        "tokens_per_key": config.cache.tokens_per_hash,
+        "keys": f"{vllm_config.cache_config.prefix_caching_hash_algo} {none_hash()}",
+        "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size} "
+        f"dp{parallel.data_parallel_index}",
+    }
+
+
+def _weights_folder(model: ModelConfig) -> Path:
+    folder = Path(model.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    if isinstance(config, str):
+        return Path(config).parent
+    raise ConfigError(
+        f"the files of {model.model!r} are not on this machine's disk, so a cache on disk could not tell its weights "
+        "from others: download the model first, or leave disk_bytes out"
+    )
+
+
+def _weights_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    paths = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    if not paths:
+        raise ConfigError(f"{folder} holds no weights ({', '.join(_WEIGHTS)}): leave disk_bytes out")
+    for path in paths:
+        status = path.stat()
+        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        step = max(status.st_size // _NUM_SAMPLES, _SAMPLE_BYTES)
+        with path.open("rb") as file:
+            for offset in range(0, status.st_size, step):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(status.st_size - _SAMPLE_BYTES, 0), os.SEEK_SET)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

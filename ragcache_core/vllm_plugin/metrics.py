@@ -1,0 +1,162 @@
+"""From the scheduler's process to the server's: statistics, ``ragcache_*`` series on ``/metrics``, our routes' data.
+
+vLLM carries a connector's statistics to the server's process with every step. Ours hold what the offloading says, the
+figures of requests that ended, and a report of the tiers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from ragcache_core.vllm_plugin.compat import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    OffloadingConnectorStats,
+    OffloadPromMetrics,
+)
+
+_MAX_REQUESTS = 10_000
+_COUNTERS = {
+    "num_requests": ("ragcache_requests", "Requests that were admitted."),
+    "num_prompt_tokens": ("ragcache_prompt_tokens", "Prompt tokens of admitted requests."),
+    "num_loaded_bytes": ("ragcache_loaded_bytes", "Bytes of KV copied into GPU memory."),
+    "num_stored_bytes": ("ragcache_stored_bytes", "Bytes of KV copied out of GPU memory."),
+    "num_ignored_metadata": ("ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."),
+    "num_corrupt_chunks": ("ragcache_corrupt_chunks", "Chunks on disk with wrong content; each was a miss."),
+    "num_lost_chunks": ("ragcache_lost_chunks", "Chunks found at the start whose prefix was gone; each is a miss."),
+    "num_dropped_chunks": ("ragcache_dropped_chunks", "Chunks that were not written to disk: it was full or slow."),
+}
+_TIER_COUNTERS = {
+    "num_hit_tokens": ("ragcache_tier_hit_tokens", "Prompt tokens that came from a tier."),
+    "num_evicted_blocks": ("ragcache_tier_evicted_blocks", "Blocks that a tier gave up."),
+}
+_TIER_GAUGES = {
+    "capacity_bytes": ("ragcache_tier_capacity_bytes", "Size of a tier."),
+    "used_bytes": ("ragcache_tier_used_bytes", "Bytes of cached KV in a tier."),
+    "is_enabled": ("ragcache_tier_enabled", "Whether a tier works: 1 or 0."),
+}
+
+
+class RAGCacheStats(KVConnectorStats):
+    """``data`` holds ``requests`` by id, the latest ``engine`` report or None, and the data of vLLM's offloading."""
+
+    @classmethod
+    def of(
+        cls, *, requests: dict[str, Any], engine: dict[str, Any] | None, offload: KVConnectorStats | None
+    ) -> RAGCacheStats:
+        """Return the statistics of one step."""
+        return cls(data={"requests": requests, "engine": engine, "offload": offload.data if offload else None})
+
+    def is_empty(self) -> bool:
+        return not any(self.data.get(part) for part in ("requests", "engine", "offload"))
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> RAGCacheStats:
+        """Return both as one; ``other`` is the later."""
+        offload = [OffloadingConnectorStats(data=s.data["offload"]) for s in (self, other) if s.data.get("offload")]
+        requests = {**(self.data.get("requests") or {}), **(other.data.get("requests") or {})}
+        merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
+        return self.of(requests=requests, engine=other.data.get("engine") or self.data.get("engine"), offload=merged)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return a line for vLLM's log."""
+        offload = self.data.get("offload")
+        line: dict[str, int | float] = OffloadingConnectorStats(data=offload).reduce() if offload else {}
+        return {**line, "ragcache_requests": len(self.data.get("requests") or {})}
+
+
+class Received:
+    """What the server's process knows of the engines; the newest ``max_requests`` requests."""
+
+    def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._engines: dict[int, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, data: dict[str, Any], engine_index: int) -> None:
+        """Take in the statistics of a step."""
+        with self._lock:
+            if data.get("engine"):
+                self._engines[engine_index] = data["engine"]
+            for request_id, figures in (data.get("requests") or {}).items():
+                self._requests[_response_id(request_id)] = figures
+            while len(self._requests) > self._max_requests:
+                self._requests.popitem(last=False)
+
+    def request(self, response_id: str) -> dict[str, Any] | None:
+        """Return the figures of an answered request by the ``id`` of its response.
+
+        Of several prompts in one request, or several answers to it, the first counts.
+        """
+        with self._lock:
+            for candidate in (response_id, f"{response_id}-0", f"0_{response_id}"):
+                if (figures := self._requests.get(candidate)) is not None:
+                    return figures
+        return None
+
+    def engine(self) -> dict[str, Any] | None:
+        """Return the latest report; of several data-parallel engines, that of the first."""
+        with self._lock:
+            return self._engines[min(self._engines)] if self._engines else None
+
+
+received = Received()
+"""Of this process: vLLM makes the metrics, and our routes are another plugin, so they meet here."""
+
+
+class RAGCachePromMetrics(KVConnectorPromMetrics):
+    """The ``ragcache_*`` series, beside vLLM's own of the offloading."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._offload = (
+            OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+            if "spec_name" in extra_config
+            else None
+        )
+        tiered = [*labelnames, "tier"]
+        self._counters = {key: self._counter_cls(name, text, labelnames) for key, (name, text) in _COUNTERS.items()}
+        self._tier_counters = {key: self._counter_cls(*of, tiered) for key, of in _TIER_COUNTERS.items()}
+        self._tier_gauges = {key: self._gauge_cls(*of, tiered) for key, of in _TIER_GAUGES.items()}
+        self._seen: dict[tuple[int, str, str], int] = {}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if self._offload is not None and transfer_stats_data.get("offload"):
+            self._offload.observe(transfer_stats_data["offload"], engine_idx)
+        received.add(transfer_stats_data, engine_idx)
+        report = transfer_stats_data.get("engine")
+        if not report:
+            return
+        labels = self.per_engine_labelvalues[engine_idx]
+        for key, counter in self._counters.items():
+            counter.labels(*labels).inc(self._growth(engine_idx, key, "", report[key]))
+        for tier in report["tiers"]:
+            name = tier["name"]
+            for key, counter in self._tier_counters.items():
+                counter.labels(*labels, name).inc(self._growth(engine_idx, key, name, tier[key]))
+            for key, gauge in self._tier_gauges.items():
+                gauge.labels(*labels, name).set(tier[key])
+
+    def _growth(self, engine_index: int, key: str, tier: str, total: int) -> int:
+        """Return by how much a total has grown; an engine that was reset counts from zero."""
+        before = self._seen.get((engine_index, key, tier), 0)
+        self._seen[engine_index, key, tier] = total
+        return total - before if total >= before else total
+
+
+def _response_id(request_id: str) -> str:
+    """Return a request's id without the eight random digits that vLLM adds inside."""
+    head, dash, tail = request_id.rpartition("-")
+    return head if dash and len(tail) == 8 else request_id

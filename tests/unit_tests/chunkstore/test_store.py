@@ -1,0 +1,268 @@
+"""What is written is read, from whatever memory, and survives closing; what is deleted makes room."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.chunkstore import ChunkEntry, ChunkNote, ChunkStore, ChunkWrite, list_namespaces
+from ragcache_core.errors import CacheCapacityError, CacheTierError
+
+from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
+
+
+def test_direct_and_buffered_input_and_output_are_both_tested_here(store: ChunkStore, direct: bool) -> None:
+    assert store.is_direct == direct
+
+
+@pytest.mark.parametrize("function", ["open", "preadv"])
+def test_where_the_file_system_has_no_direct_input_and_output_it_is_buffered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    real: Any = getattr(os, function)
+
+    def refusing(*arguments: Any) -> Any:
+        if function == "preadv" or arguments[1] & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, function, refusing)
+        store = ChunkStore(folder, IDENTITY, chunk_bytes=CHUNK_BYTES, capacity_bytes=1 << 20)
+    with store:
+        assert not store.is_direct
+        store.write_many(writes(keys(2)))
+        assert read(store, b"key 1") == payload(b"key 1")
+
+
+def test_a_chunk_is_read_as_it_was_written(store: ChunkStore) -> None:
+    assert store.write_many(writes(keys(5))) == keys(5)
+    assert [read(store, key) for key in keys(5)] == [payload(key) for key in keys(5)]
+    assert read(store, b"another") is None
+    assert len(store) == 5
+    assert b"key 3" in store
+    assert b"key 5" not in store
+
+
+def test_many_chunks_are_read_in_any_order_and_misses_are_among_them(store: ChunkStore) -> None:
+    store.write_many(writes(keys(8)))
+    wanted = [b"key 6", b"none", b"key 0", b"key 1", b"key 6", b"key 7"]
+    targets = [aligned(CHUNK_BYTES) for _ in wanted]
+    assert store.read_many(list(zip(wanted, targets, strict=True))) == [True, False, True, True, True, True]
+    for key, target in zip(wanted, targets, strict=True):
+        assert key == b"none" or target == payload(key)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, 4096, 4097, 40_000])
+@pytest.mark.parametrize("offset", [0, 1, 512])
+def test_chunks_of_any_size_go_to_and_from_memory_anywhere(opening: Opening, chunk_bytes: int, offset: int) -> None:
+    store = opening(chunk_bytes=chunk_bytes)
+    chunks = []
+    for key in keys(5):
+        source = aligned(chunk_bytes, offset)
+        source[:] = payload(key, chunk_bytes)
+        chunks.append(ChunkWrite(key, source))
+    store.write_many(chunks)
+    targets = [aligned(chunk_bytes, offset) for _ in chunks]
+    assert store.read_many([(c.key, t) for c, t in zip(chunks, targets, strict=True)]) == [True] * 5
+    assert targets == [payload(key, chunk_bytes) for key in keys(5)]
+    assert store.slot_bytes % 4096 == 0
+    assert (store.path / "chunks.data").stat().st_size == 5 * store.slot_bytes
+
+
+def test_a_batch_that_no_single_system_call_takes_is_written_and_read(opening: Opening) -> None:
+    store = opening(700, chunk_bytes=100)
+    store.write_many(writes(keys(700), 100))
+    targets = [bytearray(100) for _ in range(700)]
+    assert all(store.read_many(list(zip(keys(700), targets, strict=True))))
+    assert targets == [payload(key, 100) for key in keys(700)]
+
+
+def test_a_chunk_that_is_there_is_not_written_again(store: ChunkStore) -> None:
+    store.write_many(writes(keys(2)))
+    again = [
+        ChunkWrite(b"key 1", payload(b"x")),
+        ChunkWrite(b"new", payload(b"new")),
+        ChunkWrite(b"new", payload(b"y")),
+    ]
+    assert store.write_many(again) == [b"new"]
+    assert read(store, b"key 1") == payload(b"key 1")
+    assert read(store, b"new") == payload(b"new")
+    assert store.num_free_slots == 13
+
+
+def test_everything_is_there_after_closing_and_opening(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(6)))
+        store.delete_many([b"key 2"])
+    store = opening()
+    assert [read(store, key) for key in keys(6)] == [None if k == b"key 2" else payload(k) for k in keys(6)]
+    assert store.num_free_slots == 11
+    assert store.stats.num_resets == store.stats.num_damaged == store.stats.num_missing == 0
+
+
+def test_entries_come_with_their_notes_parents_first(opening: Opening) -> None:
+    noted = [
+        ChunkWrite(b"leaf", payload(b"leaf"), ChunkNote(b"root", "Straße 7", 1, 2.5, 0.25)),
+        ChunkWrite(b"root", payload(b"root"), ChunkNote(None, None, 0, 7.0, 1e-9)),
+    ]
+    with opening() as store:
+        store.write_many(noted)
+        assert [entry.key for entry in store.entries()] == [b"root", b"leaf"]
+    assert list(opening().entries()) == [
+        ChunkEntry(b"root", None, None, 0, 7.0, 1e-9),
+        ChunkEntry(b"leaf", b"root", "Straße 7", 1, 2.5, 0.25),
+    ]
+
+
+def test_changes_while_entries_are_listed_leave_the_list_whole(opening: Opening) -> None:
+    store = opening(3000, chunk_bytes=16)
+    store.write_many(writes(keys(2500), 16))
+    listed = store.entries()
+    first = next(listed)
+    store.delete_many(keys(100, first=2000))
+    store.write_many(writes(keys(50, first=5000), 16))
+    assert [first.key, *(entry.key for entry in listed)] == [*keys(2000), *keys(400, first=2100)]
+
+
+def test_a_list_that_was_left_half_way_does_not_keep_the_store_from_opening_again(opening: Opening) -> None:
+    store = opening(3000, chunk_bytes=16)
+    store.write_many(writes(keys(2500), 16))
+    listed = store.entries()
+    next(listed)
+    store.close()
+    assert len(opening(3000, chunk_bytes=16)) == 2500
+    with pytest.raises(CacheTierError, match="closed"):
+        list(listed)
+
+
+def test_deleted_chunks_are_gone_and_their_slots_are_used_again(store: ChunkStore) -> None:
+    store.write_many(writes(keys(16)))
+    assert store.num_free_slots == 0
+    assert store.delete_many([b"key 3", b"key 4", b"none", b"key 3"]) == 2
+    assert read(store, b"key 3") is None
+    store.write_many(writes([b"a", b"b"]))
+    assert read(store, b"a") == payload(b"a")
+    assert [read(store, key) for key in keys(3)] == [payload(key) for key in keys(3)]
+    assert (store.path / "chunks.data").stat().st_size == 16 * store.slot_bytes
+
+
+def test_without_room_for_all_none_is_written(store: ChunkStore) -> None:
+    store.write_many(writes(keys(14)))
+    with pytest.raises(CacheCapacityError, match="3 chunks are new, 2 of the 16 slots"):
+        store.write_many(writes(keys(3, first=100)))
+    assert len(store) == 14
+    assert store.write_many(writes(keys(2, first=100))) == keys(2, first=100)
+
+
+def test_a_full_store_accepts_what_it_holds(store: ChunkStore) -> None:
+    store.write_many(writes(keys(16)))
+    assert store.write_many(writes(keys(16))) == []
+
+
+def test_frequency_and_cost_can_be_updated(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(3)))
+        assert store.update_notes([(b"key 0", 9.0, 4.0), (b"none", 1.0, 1.0), (b"key 2", 3.0, 2.0)]) == 2
+    assert [(e.frequency, e.cost, e.position) for e in opening().entries()] == [(9, 4, 0), (1, 0.5, 1), (3, 2, 2)]
+
+
+def test_clear_forgets_everything_and_gives_the_space_back(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(16)))
+        store.clear()
+        assert [len(store), store.num_free_slots, read(store, b"key 0")] == [0, 16, None]
+        assert (store.path / "chunks.data").stat().st_size == 0
+        store.write_many(writes([b"new"]))
+    store = opening()
+    assert [entry.key for entry in store.entries()] == [b"new"]
+    assert read(store, b"new") == payload(b"new")
+
+
+def test_a_smaller_capacity_keeps_parents_and_what_is_worth_most(opening: Opening) -> None:
+    chunks = [
+        ChunkWrite(key, payload(key), ChunkNote(position=position, frequency=frequency, cost=2.0))
+        for key, position, frequency in [
+            *((b"deep %d" % i, 2, 9.0) for i in range(6)),
+            *((b"low %d" % i, 1, 1.0) for i in range(4)),
+            *((b"high %d" % i, 1, 3.0) for i in range(4)),
+            *((b"root %d" % i, 0, 0.0) for i in range(2)),
+        ]
+    ]
+    with opening() as store:
+        store.write_many(chunks)
+    kept = [b"root 0", b"root 1", b"high 0", b"high 1", b"high 2", b"high 3", b"low 0"]
+    for _ in range(2):
+        with opening(7) as store:
+            assert {entry.key for entry in store.entries()} == set(kept)
+            assert [read(store, key) for key in kept] == [payload(key) for key in kept]
+            assert (store.path / "chunks.data").stat().st_size == 7 * store.slot_bytes
+            assert store.num_free_slots == 0
+    assert opening(16).num_free_slots == 9
+
+
+def test_a_damaged_chunk_is_not_carried_into_a_smaller_file(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(16)))
+        store.delete_many(keys(10))
+        with (store.path / "chunks.data").open("r+b") as file:
+            file.seek(12 * store.slot_bytes + 5)
+            file.write(b"damage")
+    store = opening(8)
+    assert store.stats.num_missing == 1
+    here = [key for key in keys(6, first=10) if read(store, key) == payload(key)]
+    assert here == [key for key in keys(6, first=10) if key in store]
+    assert len(here) == 5
+
+
+def test_what_was_dropped_for_capacity_is_counted(opening: Opening) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(16)))
+    assert opening(10).stats.num_over_capacity == 6
+
+
+def test_caches_of_other_identities_are_left_alone_and_listed(opening: Opening, store: ChunkStore) -> None:
+    store.write_many(writes(keys(4)))
+    folder = store.path.parent
+    with ChunkStore(
+        folder, {**IDENTITY, "dtype": "bfloat16"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=1 << 20
+    ) as other:
+        assert len(other) == 0
+        other.write_many([ChunkWrite(b"key 0", payload(b"other"))])
+        assert read(other, b"key 0") == payload(b"other")
+    with opening(chunk_bytes=4096) as smaller:  # the size of a chunk is part of what it is
+        assert len(smaller) == 0
+    assert read(store, b"key 0") == payload(b"key 0")
+    listed = list_namespaces(folder)
+    assert [n.identity["dtype"] for n in listed] == ["float32", "bfloat16", "float32"]
+    assert listed[0].path == store.path
+    assert listed[0].num_bytes >= 4 * CHUNK_BYTES
+    assert json.loads((store.path / "identity.json").read_text())["identity"] == {
+        **IDENTITY,
+        "chunk_bytes": CHUNK_BYTES,
+    }
+
+
+def test_a_directory_that_is_not_there_has_no_namespaces(store: ChunkStore) -> None:
+    assert list_namespaces(store.path / "nowhere") == []
+
+
+def test_closing_twice_is_fine_and_reads_are_misses_from_then_on(store: ChunkStore) -> None:
+    store.write_many(writes(keys(1)))
+    store.close()
+    store.close()
+    assert read(store, b"key 0") is None
+    for change in (
+        lambda: store.write_many(writes(keys(1))),
+        lambda: store.delete_many(keys(1)),
+        lambda: store.update_notes([]),
+        lambda: list(store.entries()),
+        store.clear,
+    ):
+        with pytest.raises(CacheTierError, match="is closed: open it again"):
+            change()

@@ -1,0 +1,221 @@
+"""``ragcache stats`` against a scripted server, over real HTTP: once, again and again, and when the server leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.cli.reading import lines_of
+from ragcache_core.client import Engine
+from ragcache_core.stats import DocumentUse, EngineStats, TierStats
+from tests.scripted_server import THREE_TIERS, ScriptedServer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def server(demo_model: str) -> Iterator[ScriptedServer]:
+    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS) as running:
+        running.counters["query"], running.counters["hit"] = 8192, 4096
+        yield running
+
+
+def stats(server: ScriptedServer, *options: str) -> Result:
+    return CliRunner().invoke(cli, ["stats", "--url", server.url, "--api-key", "secret", *options])
+
+
+def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServer) -> None:
+    result = stats(server)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert "found in cache   4,096 of 8,192 tokens (50.0%)" in lines
+    assert "policy           tournament" in lines
+    assert "ignored          metadata of 1 requests" in lines
+    assert "disk chunks      2 corrupt, 3 lost" in lines
+    header = next(i for i, line in enumerate(lines) if line.startswith("tier "))
+    gpu, host, disk = (re.split(r"\s{2,}", line) for line in lines[header + 1 : header + 4])
+    assert gpu == ["gpu", "512.0 MiB of 1.0 GiB", "[##########..........]", "50%", "512", "9", "4,096", "50.0%"]
+    assert host[1:3] == ["6.0 GiB of 8.0 GiB", "[###############.....]"]
+    assert disk[1:3] == ["0 B of 1.0 TiB", "switched off: see the log"]
+
+
+def test_the_hottest_documents_are_listed(server: ScriptedServer) -> None:
+    lines = stats(server).stdout.splitlines()
+    shown = [re.split(r"\s{2,}", line) for line in lines[lines.index("") :] if ".txt" in line or ".md" in line]
+    assert shown == [["mel.txt", "12.5", "300", "gpu, host"], ["zor.md", "3", "1,200", "disk"]]
+
+
+def test_json_is_the_whole_reading(server: ScriptedServer) -> None:
+    reading = json.loads(stats(server, "--json").stdout)
+    assert reading["model"] == server.model
+    assert reading["prefix_hit_rate"] == 0.5
+    assert reading["hottest_documents"] == THREE_TIERS["hottest_documents"]
+    assert [{**t, "hit_rate": r} for t, r in zip(THREE_TIERS["tiers"], (0.5, 0.25, 0.0), strict=True)] == reading[
+        "tiers"
+    ]
+
+
+def test_plain_vllm_is_said_to_run_without_ragcache(server: ScriptedServer) -> None:
+    server.cache = None
+    result = stats(server)
+    assert result.exit_code == 0
+    assert "plain vLLM: it runs without RAGCache" in result.stdout
+    assert "tier" not in result.stdout
+    assert json.loads(stats(server, "--json").stdout)["policy"] is None
+
+
+def test_a_document_cannot_steer_the_terminal_and_fits_the_table() -> None:
+    use = DocumentUse("\x1b[31mred\n" + "x" * 99, 1.0, 5, ("gpu",))
+    tier = TierStats("gpu", 100, 250, 1, 0, 0, is_enabled=True)
+    reading = EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0, policy="lru", tiers=(tier,), hottest_documents=(use,))
+    lines = list(lines_of("model", reading))
+    assert all(line.isprintable() and len(line) < 100 for line in lines)
+    assert any(line.startswith("?[31mred?xxx") for line in lines)
+    assert any(f"[{'#' * 20}] 250%" in line for line in lines)
+
+
+@pytest.mark.parametrize("options", [["--watch", "0"], ["--watch", "-1"], ["--watch", "often"]])
+def test_an_interval_that_cannot_be_is_wrong_usage(server: ScriptedServer, options: list[str]) -> None:
+    assert stats(server, *options).exit_code == 2
+
+
+@pytest.mark.parametrize("key", ["wrong", None])
+def test_a_wrong_key_is_an_error_with_a_cure(server: ScriptedServer, key: str | None) -> None:
+    arguments = ["stats", "--url", server.url, "--watch", *(["--api-key", key] if key else [])]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 1
+    assert "pass the server's with --api-key" in result.stderr
+
+
+@dataclass
+class Pauses:
+    """What happens in the pauses of a watch: a function is called, an exception raised; after the last, Ctrl-C."""
+
+    events: list[Any] = field(default_factory=list)
+    slept_s: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        event = self.events.pop(0) if self.events else KeyboardInterrupt()
+        if isinstance(event, BaseException):
+            raise event
+        event()
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    watched = Pauses()
+    monkeypatch.setattr("ragcache_core.cli.stats.time", watched)
+    return watched
+
+
+def test_a_watch_prints_an_object_per_reading_until_ctrl_c(server: ScriptedServer, pauses: Pauses) -> None:
+    def work() -> None:
+        server.counters["prompt"] += 100
+
+    pauses.events = [work, work]
+    result = stats(server, "--watch", "0.5", "--json")
+    assert [json.loads(line)["num_prompt_tokens"] for line in result.stdout.splitlines()] == [0, 100, 200]
+    assert (result.exit_code, result.stderr) == (0, "ragcache: stopping\n")
+    assert pauses.slept_s == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("options", [["--watch"], ["--watch", "--json"], ["--json", "--watch"]])
+def test_a_watch_without_a_number_pauses_for_two_seconds(
+    server: ScriptedServer, pauses: Pauses, options: list[str]
+) -> None:
+    assert stats(server, *options).exit_code == 0
+    assert pauses.slept_s == [2.0]
+
+
+def test_a_watch_into_a_file_prints_readings_apart_and_no_control_characters(
+    server: ScriptedServer, pauses: Pauses
+) -> None:
+    pauses.events = [lambda: None]
+    shown = stats(server, "--watch").stdout
+    first, second = shown.split("\n\nmodel")
+    assert first == f"model{second}".rstrip("\n")
+    assert "\x1b" not in shown
+
+
+def test_ctrl_c_outside_a_watch_is_an_interruption(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Engine) -> EngineStats:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stats", interrupted)
+    assert stats(server).exit_code == 130
+    assert stats(server, "--watch").exit_code == 0
+
+
+def test_a_server_that_goes_away_ends_the_watch_with_a_cure(server: ScriptedServer, pauses: Pauses) -> None:
+    pauses.events = [lambda: None, lambda: leave(server)]
+    result = stats(server, "--watch", "--json")
+    *readings, said = map(json.loads, result.stdout.splitlines())
+    assert (result.exit_code, len(readings)) == (1, 2)
+    assert said["error"]["type"] == "EngineUnreachableError"
+    assert f"the server at {server.base_url} went away after reading 2: start it again with" in result.stderr
+
+
+def leave(server: ScriptedServer) -> None:
+    """Close the port and every connection, as a process that ends does."""
+    server.__exit__()
+
+
+def test_a_server_that_was_never_there_is_an_ordinary_error() -> None:
+    result = CliRunner().invoke(cli, ["stats", "--url", "http://127.0.0.1:1", "--watch"])
+    assert result.exit_code == 1
+    assert "is the server running" in result.stderr
+    assert "went away" not in result.stderr
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(50, 120), (6, 40)])
+def test_a_terminal_is_redrawn_in_place_within_its_size(server: ScriptedServer, rows: int, columns: int) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:  # the child: its standard streams are the terminal
+        os.chdir(ROOT)
+        arguments = ["stats", "--url", server.url, "--api-key", "secret", "--watch", "0.1"]
+        environment = dict(os.environ)  # not the C library's, in which readline wrote the size of another terminal
+        os.execve(sys.executable, [sys.executable, "-m", "ragcache_core", *arguments], environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    shown = read_until(terminal, lambda text: text.count("\x1b[J") >= 3)
+    os.kill(pid, signal.SIGINT)
+    shown += read_until(terminal, lambda _: False)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(terminal)
+
+    first, *redrawn = re.split(r"\x1b\[(?:\d+)A\x1b\[J", shown)
+    num_lines = [int(n) for n in re.findall(r"\x1b\[(\d+)A", shown)]
+    drawing = first[first.index("model") :].splitlines()
+    assert set(num_lines) == {len(drawing)} == {min(len(drawing), rows - 1)}
+    assert redrawn[0].splitlines() == drawing
+    assert all(len(line) < columns for line in drawing)
+    assert (len(drawing) == rows - 1) == (rows == 6)
+
+
+def read_until(terminal: int, is_enough: Callable[[str], bool]) -> str:
+    """Return what a terminal shows until that is enough, or its last program has ended."""
+    shown, deadline_s = b"", time.monotonic() + 60
+    while time.monotonic() < deadline_s and not is_enough(shown.decode(errors="replace")):
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # how Linux says that nobody has the terminal open any more
+                break
+    return shown.decode(errors="replace")

@@ -1,0 +1,239 @@
+"""The configuration of the cache: what it takes, from where, and what this machine makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError
+
+GIB = 1 << 30
+_Usage = namedtuple("_Usage", "total used free")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A machine whose sizes a test sets: 64 GiB of memory, 32 of it available, 16 in /dev/shm, a disk of 1 TiB."""
+    sizes = SimpleNamespace(memory=64 * GIB, available=32 * GIB, shared=16 * GIB, shared_free=16 * GIB, disk=1024 * GIB)
+    shared_memory, cache_folder = tmp_path / "shm", tmp_path / "cache"
+    shared_memory.mkdir()
+
+    def disk_usage(path: Path) -> _Usage:
+        if path == shared_memory:
+            return _Usage(sizes.shared, sizes.shared - sizes.shared_free, sizes.shared_free)
+        return _Usage(sizes.disk, 0, sizes.disk)
+
+    monkeypatch.setattr("ragcache_core.config._SHARED_MEMORY", shared_memory)
+    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(total=sizes.memory, available=sizes.available)
+    )
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(cache_folder / name))
+    sizes.shared_memory, sizes.cache_folder = shared_memory, cache_folder
+    return sizes
+
+
+# What is refused when it is made
+
+
+@pytest.mark.parametrize("field", ["host_bytes", "disk_bytes"])
+@pytest.mark.parametrize("zero", [0, "0", "0 B", "0GiB"])
+def test_a_tier_of_nothing_is_no_tier(field: str, zero: object) -> None:
+    assert getattr(CacheConfig(**{field: zero}), field) == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"host_bytes": -1},
+        {"host_bytes": "-1GiB"},
+        {"host_bytes": "plenty"},
+        {"host_bytes": True},
+        {"host_bytes": 1.5},
+        {"disk_bytes": -1},
+        {"disk_bytes": None},
+        {"kv_cache_bytes": "0"},
+        {"directory": ""},
+        {"policy": "mru"},
+        {"frequency": "always"},
+        {"max_cached_documents": 0},
+        {"ghost_size": -1},
+        {"host_byte": 1},
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_name(settings: dict[str, object]) -> None:
+    [(name, value)] = settings.items()
+    with pytest.raises(ConfigError, match=rf"^CacheConfig\.{name} is {re.escape(repr(value))}: \w"):
+        CacheConfig(**settings)
+
+
+def test_an_unknown_setting_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="use one of kv_cache_bytes, block_size, host_bytes"):
+        CacheConfig(host_byte=1)
+
+
+def test_a_directory_without_disk_space_is_refused() -> None:
+    with pytest.raises(ConfigError, match="directory is '/kv' but disk_bytes is 0: set disk_bytes"):
+        CacheConfig(directory="/kv")
+    assert CacheConfig(directory="/kv", disk_bytes=1).directory == Path("/kv")
+
+
+def test_a_disk_tier_without_a_host_tier_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"disk_bytes is 1\.0GiB but host_bytes is 0.* set host_bytes or leave"):
+        CacheConfig(host_bytes=0, disk_bytes="1GiB")
+
+
+def test_settings_inside_another_model_are_checked_as_well() -> None:
+    class Service(BaseModel):
+        cache: CacheConfig
+
+    with pytest.raises(ValidationError, match="set disk_bytes"):
+        Service.model_validate({"cache": {"directory": "/kv"}})
+
+
+# From a file
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cache.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_says_what_code_would(tmp_path: Path) -> None:
+    path = toml(
+        tmp_path,
+        """
+        [server]
+        port = 8000
+        [cache]
+        host_bytes = "64GiB"
+        disk_bytes = 1073741824
+        directory = "/var/cache/ragcache"
+        policy = "pgdsf"
+        max_cached_documents = 5
+        """,
+    )
+    said = CacheConfig(
+        host_bytes="64GiB", disk_bytes="1GiB", directory="/var/cache/ragcache", policy="pgdsf", max_cached_documents=5
+    )
+    assert CacheConfig.from_toml(path) == said
+    assert CacheConfig.from_toml(str(path), policy="lru").policy == "lru"
+
+
+@pytest.mark.parametrize(("written", "meant"), [("kv", "{folder}/kv"), ("/kv", "/kv"), ("~/kv", "~/kv")])
+def test_a_relative_directory_is_beside_its_file(tmp_path: Path, written: str, meant: str) -> None:
+    path = toml(tmp_path, f'[cache]\ndisk_bytes = "1GiB"\ndirectory = "{written}"')
+    assert CacheConfig.from_toml(path).directory == Path(meant.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("host_bytes = 1", r"cache\.toml has no \[cache\] table: begin it"),
+        ("cache = 1", r"cache\.toml has no \[cache\] table"),
+        ("[cache]\nhost_bytes = lots", r"cache\.toml is not TOML \(.*line 2"),
+        ('[cache]\nhost_bytes = "lots"', r"cache\.toml: CacheConfig\.host_bytes is 'lots': could not parse"),
+        ("[cache]\nhost_byte = 1", r"cache\.toml: CacheConfig\.host_byte is 1: .* use one of"),
+        ('[cache]\ndirectory = ""', r"cache\.toml: CacheConfig\.directory is '': name a directory"),
+        ('[cache]\ndirectory = "kv"', r"cache\.toml: CacheConfig\.directory is .*: set disk_bytes"),
+        ("[cache]\ndirectory = 3", r"cache\.toml: CacheConfig\.directory is 3"),
+    ],
+)
+def test_a_file_that_cannot_work_is_named_with_its_key_and_value(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CacheConfig.from_toml(toml(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    for name, said in [("none.toml", "No such file"), (".", "Is a directory"), ("bytes.toml", "is not TOML")]:
+        with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / name))}.*{said}"):
+            CacheConfig.from_toml(tmp_path / name)
+
+
+# On this machine
+
+
+def test_host_memory_that_nobody_chose_is_an_eighth_of_what_is_available(machine: SimpleNamespace) -> None:
+    assert CacheConfig().resolved().host_bytes == 4 * GIB
+    machine.available = 640 * GIB
+    assert CacheConfig().resolved().host_bytes == 8 * GIB
+    machine.shared_free = 3 * GIB
+    assert CacheConfig().resolved().host_bytes == 3 * GIB // 2
+    machine.shared_free = 0
+    assert CacheConfig().resolved().host_bytes == 0
+
+
+def test_a_machine_without_shared_memory_is_asked_for_memory_only(machine: SimpleNamespace) -> None:
+    machine.shared_memory.rmdir()
+    assert CacheConfig().resolved().host_bytes == 4 * GIB
+    assert CacheConfig(host_bytes="60GiB").resolved().host_bytes == 60 * GIB
+
+
+def test_what_was_chosen_stays_and_resolving_again_changes_nothing(machine: SimpleNamespace, tmp_path: Path) -> None:
+    given = CacheConfig(host_bytes="1GiB", disk_bytes="2GiB", directory=tmp_path / "a" / "b", policy="lfu")
+    assert given.resolved() == given
+    assert (tmp_path / "a" / "b").is_dir()
+    once = CacheConfig(kv_cache_bytes="1GiB", disk_bytes="2GiB", ghost_size=7).resolved()
+    assert once.resolved() == once
+    assert (once.directory, once.kv_cache_bytes, once.ghost_size) == (machine.cache_folder / "ragcache/kv", GIB, 7)
+    assert list((machine.cache_folder / "ragcache/kv").iterdir()) == []
+
+
+def test_without_a_disk_tier_no_directory_is_made(machine: SimpleNamespace) -> None:
+    assert CacheConfig().resolved().directory is None
+    assert not machine.cache_folder.exists()
+
+
+def test_a_relative_directory_becomes_absolute(
+    machine: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert CacheConfig(disk_bytes=1, directory="kv").resolved().directory == tmp_path / "kv"
+    assert CacheConfig(disk_bytes=1, directory="~/kv").resolved().directory == tmp_path / "home" / "kv"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"host_bytes": "65GiB"}, r"host_bytes is 65\.0GiB, this machine has 64\.0GiB of memory: lower host_bytes"),
+        ({"host_bytes": "17GiB"}, r"host_bytes is 17\.0GiB, \S+shm holds 16\.0GiB: lower host_bytes, or enlarge"),
+        ({"disk_bytes": "2TiB"}, r"disk_bytes is 2\.0TiB, the disk of \S+ holds 1\.0TiB: lower disk_bytes"),
+    ],
+)
+def test_more_than_the_machine_has_is_refused(machine: SimpleNamespace, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        CacheConfig(**settings).resolved()
+
+
+def test_a_disk_tier_is_refused_where_no_host_tier_fits(machine: SimpleNamespace) -> None:
+    machine.shared_free = 0
+    with pytest.raises(ConfigError, match="no room for the host tier.*set host_bytes, or make room"):
+        CacheConfig(disk_bytes="1GiB").resolved()
+
+
+@pytest.mark.parametrize("directory", ["{file}", "{file}/below", "/proc/ragcache", "zero\0byte", "~nobody-here/kv"])
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path, directory: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    cache = CacheConfig(host_bytes="1MiB", disk_bytes=1, directory=directory.format(file=file))
+    with pytest.raises(
+        ConfigError, match=r"CacheConfig\.directory is .*cannot be written to .*choose another directory"
+    ):
+        cache.resolved()
+
+
+def test_this_very_machine_has_an_answer(tmp_path: Path) -> None:
+    resolved = CacheConfig(disk_bytes="1MiB", directory=tmp_path).resolved()
+    assert resolved.host_bytes is not None
+    assert 0 < resolved.host_bytes <= 8 * GIB
