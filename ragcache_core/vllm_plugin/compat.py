@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadPromMetrics,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -102,9 +103,9 @@ __all__ = [
     "cached_copies",
     "get_block_hash",
     "get_offload_block_hash",
+    "hash_seed",
     "host_policy_of",
     "kv_bytes_per_block",
-    "none_hash",
     "resolve_kv_cache_block_sizes",
 ]
 
@@ -131,6 +132,12 @@ def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     return int(total_bytes // kv_cache_config.num_blocks)
 
 
-def none_hash() -> str:
-    """Return what the chain of block hashes begins with; other processes find the same keys only with the same."""
-    return bytes(kv_cache_utils.NONE_HASH).hex()
+def hash_seed(algorithm: str) -> str | None:
+    """Return what the chain of block hashes begins with, for other processes to find the same keys.
+
+    None where they cannot: vLLM draws it at random for algorithms whose collisions could be made on purpose.
+    """
+    function = get_hash_fn_by_name(algorithm)
+    if function in kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS:
+        return None
+    return str(kv_cache_utils.resolve_none_hash_seed(function))

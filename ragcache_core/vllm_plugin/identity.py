@@ -15,7 +15,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.vllm_plugin.compat import OffloadingConfig, none_hash
+from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -48,6 +48,13 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
     assert vllm_config is not None, "kv_identity() is called inside building_with()"
     model = vllm_config.model_config
     parallel = config.parallel
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    seed = hash_seed(algorithm)
+    if seed is None:
+        raise ConfigError(
+            f"prefix_caching_hash_algo is {algorithm!r}, whose keys another start does not find again: use sha256, "
+            "vLLM's default, or leave disk_bytes out"
+        )
     return {
         "vllm": str(vllm.__version__),
         "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
@@ -61,7 +68,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
         "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block}",
         "tokens_per_block": config.groups[0].tokens_per_block,
         "tokens_per_key": config.cache.tokens_per_hash,
-        "keys": f"{vllm_config.cache_config.prefix_caching_hash_algo} {none_hash()}",
+        "keys": f"{algorithm} {seed}",
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size} "
         f"dp{parallel.data_parallel_index}",
     }

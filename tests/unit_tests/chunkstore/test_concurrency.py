@@ -46,7 +46,9 @@ def test_readers_beside_a_writer_get_their_chunk_or_a_miss(store: ChunkStore) ->
     def change() -> None:
         rng = random.Random(1)
         try:
-            for _ in range(150):
+            num_rounds = 0
+            while not done.is_set() and (num_rounds < 150 or min(num_hits) < 20):
+                num_rounds += 1
                 here = [key for key in everything if key in store and key not in stable]
                 store.delete_many(rng.sample(here, len(here) // 2))
                 away = [key for key in everything if key not in store]
@@ -59,18 +61,20 @@ def test_readers_beside_a_writer_get_their_chunk_or_a_miss(store: ChunkStore) ->
         def look() -> None:
             rng = random.Random(number)
             targets = [aligned(CHUNK_BYTES) for _ in range(4)]
-            while not done.is_set():
-                wanted = [rng.choice(stable), *rng.choices(list(everything), k=3)]
-                found = store.read_many(list(zip(wanted, targets, strict=True)))
-                assert found[0]
-                for key, target, is_found in zip(wanted, targets, found, strict=True):
-                    assert not is_found or target == everything[key]
-                num_hits[number] += sum(found[1:])
+            try:
+                while not done.is_set():
+                    wanted = [rng.choice(stable), *rng.choices(list(everything), k=3)]
+                    found = store.read_many(list(zip(wanted, targets, strict=True)))
+                    assert found[0]
+                    for key, target, is_found in zip(wanted, targets, found, strict=True):
+                        assert not is_found or target == everything[key]
+                        num_hits[number] += is_found and key not in stable
+            finally:
+                done.set()
 
         return look
 
     run_together(change, *(reader(number) for number in range(3)))
-    assert all(num_hits)
     assert store.stats.num_damaged == 0  # a slot that was reused meanwhile is not damage
 
 
@@ -128,7 +132,7 @@ def test_closing_waits_for_reads_in_flight(store: ChunkStore, monkeypatch: pytes
 
     def wait() -> None:
         is_reading.set()
-        assert may_read.wait(60)
+        assert may_read.wait(20)
 
     in_the_middle_of_reading(monkeypatch, wait)
     reader = threading.Thread(target=lambda: found.append(read(store, b"key 1")))
