@@ -20,7 +20,7 @@ WORDS = ["_version", "types", "errors", "config", "stats", "wire", "prompt"]
 FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": ["ragcache_core.policy", "ragcache_core.tree"],
-    "matter": ["ragcache_core.retrieval", "ragcache_core.ingest"],
+    "matter": ["ragcache_core.chunkstore", "ragcache_core.ingest", "ragcache_core.retrieval"],
     "client": ["ragcache_core.client"],
     "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
     "top": ["ragcache_core.cli", "ragcache_core.bench"],
