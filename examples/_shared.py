@@ -44,11 +44,15 @@ class Row:
     ttft_ms: float | None
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_gpu_tokens: int | None
+    num_host_tokens: int | None
+    num_disk_tokens: int | None
 
     @classmethod
     def of(cls, question: str, note: str, answer: str, stats: RequestStats) -> Row:
         ttft_ms = None if stats.ttft_s is None else round(stats.ttft_s * 1000, 1)
-        return cls(question, note, answer.strip(), ttft_ms, stats.num_prompt_tokens, stats.num_cached_tokens)
+        tokens = (stats.num_prompt_tokens, stats.num_cached_tokens)
+        return cls(question, note, answer.strip(), ttft_ms, *tokens, *tokens_by_tier(stats))
 
 
 def read_options(description: str | None, arguments: Sequence[str] | None = None) -> Options:
@@ -82,16 +86,21 @@ def open_demo_store(folder: Path = DEMO_STORE) -> DocumentStore:
         return DocumentStore.open(folder, read_only=True)
 
 
-def open_engine(options: Options) -> Engine:
-    """Launch an engine for the model, or join the one at ``--url``."""
+def tokens_by_tier(stats: RequestStats) -> tuple[int | None, int | None, int | None]:
+    """Return how many cached tokens came from GPU, host and disk; ``None`` where the engine does not say."""
+    return stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens
+
+
+def open_engine(options: Options, cache: CacheConfig | None = None) -> Engine:
+    """Launch an engine for the model with ``cache``, or one that fits it, or join the one at ``--url``."""
     if options.url is not None:
         return Engine.connect(options.url, api_key=os.environ.get("RAGCACHE_API_KEY"))
     if options.model != str(DEMO_MODEL):
-        return Engine.launch(options.model)
+        return Engine.launch(options.model, cache=cache or CacheConfig())
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the demo model needs no network
     return Engine.launch(
         options.model,
-        cache=CacheConfig(kv_cache_bytes="1GiB", block_size=32),
+        cache=cache or CacheConfig(kv_cache_bytes="1GiB", block_size=32),
         dtype="float32",
         enforce_eager=True,
         max_model_len=2048,
@@ -105,8 +114,10 @@ def show(rows: Sequence[Row], options: Options) -> None:
     if options.as_json:
         print(json.dumps([asdict(row) for row in rows], ensure_ascii=False, indent=2))
         return
-    line = "{:<44.44}  {:<8}  {:<24.24}  {:>8}  {:>6}  {:>6}"
-    print(line.format("question", "", "answer", "ttft ms", "prompt", "cached"))
+    line = "{:<40.40}  {:<8}  {:<24.24}  {:>7}  {:>6}  {:>6}  {:>5}  {:>5}  {:>5}"
+    print(line.format("question", "", "answer", "ttft ms", "prompt", "cached", "gpu", "host", "disk"))
     for row in rows:
         ttft = "-" if row.ttft_ms is None else f"{row.ttft_ms:.1f}"
-        print(line.format(row.question, row.note, row.answer, ttft, row.num_prompt_tokens, row.num_cached_tokens))
+        tokens = (row.num_prompt_tokens, row.num_cached_tokens)
+        by_tier = ("-" if n is None else n for n in (row.num_gpu_tokens, row.num_host_tokens, row.num_disk_tokens))
+        print(line.format(row.question, row.note, row.answer, ttft, *tokens, *by_tier))

@@ -7,6 +7,7 @@ name is for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -100,6 +101,7 @@ __all__ = [
     "TieringOffloadingSpec",
     "TransferJob",
     "TransferResult",
+    "adopt_chunks",
     "cached_copies",
     "get_block_hash",
     "get_offload_block_hash",
@@ -130,6 +132,22 @@ def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
         return 0
     total_bytes = kv_cache_config.kv_cache_tensors[0].size  # each tensor names the whole allocation's size
     return int(total_bytes // kv_cache_config.num_blocks)
+
+
+def adopt_chunks(manager: TieringOffloadingManager, chunks: Mapping[OffloadKey, int]) -> None:
+    """Make the host tier, which is empty, hold ``chunks`` of its memory: key -> number of the chunk."""
+    tier = manager.primary_tier
+    assert not tier._num_allocated_chunks
+    for key, chunk_id in chunks.items():
+        status = ChunkStatus(chunk_id)
+        status.ref_cnt = 0
+        tier._policy.insert(key, status)
+        tier._policy.mark_evictable(key)
+    if chunks:
+        used = set(chunks.values())
+        tier._num_allocated_chunks = max(used) + 1
+        tier._free_list = [chunk_id for chunk_id in range(max(used)) if chunk_id not in used]
+        tier._num_evictable_cache_chunks = len(used)
 
 
 def hash_seed(algorithm: str) -> str | None:

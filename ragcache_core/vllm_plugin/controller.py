@@ -6,11 +6,12 @@ on the scheduler's thread, tell it what happens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import cast
 
+from ragcache_core.chunkstore import ChunkEntry, ChunkNote
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment, TreeNode
 from ragcache_core.types import DocId, PromptSegment, SegmentKind, Tier
@@ -211,6 +212,30 @@ class CacheController:
         location = self.tree.locate(keys[index])
         assert location is not None
         return location
+
+    def note(self, location: Location) -> ChunkNote:
+        """Return what has to be stored with a block's KV for the tree to grow again from it."""
+        node, unit = location
+        parent = self.tree.key_before(location)
+        return ChunkNote(cast("Key | None", parent), node.doc_id, node.start + unit, node.frequency, node.avg_cost_s)
+
+    def restore(self, entries: Iterable[ChunkEntry], tier: Tier) -> tuple[list[Key], list[Key]]:
+        """Put stored blocks back into the tree, parents first; return those that stand there, and those that cannot.
+
+        A block whose prefix is gone is of no use to anybody.
+        """
+        found: list[Key] = []
+        orphans: list[Key] = []
+        for entry in entries:
+            node = self.tree.attach(entry.parent, entry.key, self.tokens_per_block, entry.doc_id)
+            location = self.tree.locate(entry.key)
+            if node is None or location is None:
+                orphans.append(entry.key)
+                continue
+            self.tree.add(location.node, 1 << location.unit, tier)
+            self.tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
+            found.append(entry.key)
+        return found, orphans
 
     # Reporting
 

@@ -34,6 +34,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.controller import TierReport
 from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
+from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP
 from ragcache_core.vllm_plugin.identity import kv_identity
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class DiskTier(SecondaryTierManager):
             chunks = zip(map(get_offload_block_hash, job_metadata.keys), job_metadata.chunk_ids, strict=True)
             new = {key: int(chunk_id) for key, chunk_id in chunks if self._is_new(key)}
             evicted = self._make_room(new)
-            pending = [chunk for key, chunk_id in new.items() if (chunk := self._admit(key, chunk_id)) is not None]
+            pending = [self._admit(key, chunk_id) for key, chunk_id in new.items()]
         self._io.store(job_metadata.job_id, pending, evicted)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -173,22 +174,14 @@ class DiskTier(SecondaryTierManager):
         predecessor = None if first is None else self._tree.key_before(first)
         return [*new] if predecessor is None else [*new, predecessor]  # type: ignore[list-item]
 
-    def _admit(self, key: Key, chunk_id: int) -> PendingChunk | None:
+    def _admit(self, key: Key, chunk_id: int) -> PendingChunk:
         location = self._tree.locate(key)
         assert location is not None
         node, unit = location
         self._tree.hold(node, unit, Tier.DISK)
         self._tree.add(node, 1 << unit, Tier.DISK)
         self._writing.add(key)
-        return PendingChunk(
-            key=key,
-            chunk_id=chunk_id,
-            parent=self._tree.key_before(location),  # type: ignore[arg-type]
-            doc_id=node.doc_id,
-            position=node.start + unit,
-            frequency=float(node.frequency),
-            cost_s=node.avg_cost_s,
-        )
+        return PendingChunk(key, chunk_id, self._controller.note(location))
 
     def _take_in_written(self) -> None:
         for outcome in self._io.take_written():
@@ -216,7 +209,9 @@ class DiskTier(SecondaryTierManager):
                 self._tree.let_go(location.node, location.unit, Tier.DISK)
             if not is_loaded and not load.is_abandoned:
                 self._lose(key, location)
-        keys = [OffloadKey(key + _GROUP) for key, is_loaded in zip(load.keys, load.outcome(), strict=True) if is_loaded]
+        keys = [
+            OffloadKey(key + FIRST_GROUP) for key, is_loaded in zip(load.keys, load.outcome(), strict=True) if is_loaded
+        ]
         return JobResult(
             load.job_id,
             success=len(keys) == len(load.keys),
@@ -241,23 +236,10 @@ class DiskTier(SecondaryTierManager):
 
     def _restore(self, store: ChunkStore) -> None:
         """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""
-        orphans = []
-        size = self._controller.tokens_per_block
-        for entry in store.entries():
-            node = self._tree.attach(entry.parent, entry.key, size, entry.doc_id)
-            location = self._tree.locate(entry.key)
-            if node is None or location is None:
-                orphans.append(entry.key)
-                continue
-            self._tree.add(node, 1 << location.unit, Tier.DISK)
-            self._tree.restore(node, frequency=round(entry.frequency), cost_s=entry.cost)
-            self._stored.add(entry.key)
+        found, orphans = self._controller.restore(store.entries(), Tier.DISK)
+        self._stored.update(found)
         if orphans:
             store.delete_many(orphans)
             self._controller.counters.num_lost_chunks += len(orphans)
         if self._stored:
             logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)
-
-
-_GROUP = bytes(4)
-"""What an offload key of the first, and here only, KV cache group ends with."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
 from ragcache_core.errors import CacheTierError
-from ragcache_core.types import DocId
 
 _NUM_READERS = 4
 _NUM_BUFFERED_BYTES = 256 << 20
@@ -27,15 +26,7 @@ class PendingChunk:
 
     key: bytes
     chunk_id: int
-    parent: bytes | None
-    doc_id: DocId | None
-    position: int
-    frequency: float
-    cost_s: float
-
-    def note(self) -> ChunkNote:
-        """Return what the store keeps of it."""
-        return ChunkNote(self.parent, self.doc_id, self.position, self.frequency, self.cost_s)
+    note: ChunkNote
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +182,7 @@ class DiskIO:
                     part = slice(first, first + _MAX_BATCH)
                     self._store.write_many(
                         [
-                            ChunkWrite(chunk.key, payload.data, chunk.note())
+                            ChunkWrite(chunk.key, payload.data, chunk.note)
                             for chunk, payload in zip(batch.chunks[part], batch.payloads[part], strict=True)
                         ]
                     )

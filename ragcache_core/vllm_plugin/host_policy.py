@@ -12,9 +12,10 @@ from ragcache_core.vllm_plugin.compat import CachePolicy, ChunkStatus, OffloadKe
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.controller import CacheController
+    from ragcache_core.vllm_plugin.host_journal import HostJournal
 
 
-_GROUP = bytes(4)
+FIRST_GROUP = bytes(4)
 """What an offload key of the first, and here only, KV cache group ends with."""
 
 
@@ -27,6 +28,7 @@ class TreeCachePolicy(CachePolicy):
     """
 
     controller: CacheController
+    journal: HostJournal | None = None
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -74,7 +76,7 @@ class TreeCachePolicy(CachePolicy):
             self._promise(key)
 
     def remove(self, key: OffloadKey) -> None:
-        del self._chunks[key]
+        self._give_up(key)
         self._withdraw(key)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
@@ -101,17 +103,21 @@ class TreeCachePolicy(CachePolicy):
             return None
         for key in spare:
             del self._unknown[key]
-        keys = [*spare, *(OffloadKey(cast("bytes", unit.key) + _GROUP) for unit in units)]
-        return [(key, self._chunks.pop(key)) for key in keys]
+        keys = [*spare, *(OffloadKey(cast("bytes", unit.key) + FIRST_GROUP) for unit in units)]
+        return [(key, self._give_up(key)) for key in keys]
 
     def clear(self) -> None:
-        self._chunks.clear()
+        for key in list(self._chunks):
+            self._give_up(key)
         self._unknown.clear()
         self._promised.clear()
         self._num_promises.clear()
         self.controller.tree.clear_tier(Tier.HOST)
 
     def mark_evictable(self, key: OffloadKey) -> None:
+        if self.journal is not None and (location := self._locate(key)) is not None:
+            chunk = self._chunks[key]
+            self.journal.seal(chunk.chunk_id, get_offload_block_hash(key), self.controller.note(location))
         if key not in self._num_promises:
             self._let_go(key)
 
@@ -138,6 +144,12 @@ class TreeCachePolicy(CachePolicy):
 
     def _is_idle(self, key: OffloadKey) -> bool:
         return self._chunks[key].ref_cnt == 0 and key not in self._num_promises
+
+    def _give_up(self, key: OffloadKey) -> ChunkStatus:
+        chunk = self._chunks.pop(key)
+        if self.journal is not None:
+            self.journal.unseal(chunk.chunk_id)
+        return chunk
 
     def _promise(self, key: OffloadKey) -> None:
         assert self._looking_up is not None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ragcache_core.client.shared_memory import sweep_shared_memory
+from ragcache_core.client.shared_memory import is_lasting, keep_region, return_region, sweep_shared_memory
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import (
@@ -13,13 +14,18 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConfig,
     OffloadingManager,
     OffloadingWorker,
+    OffloadKey,
     SharedOffloadRegion,
     TieringOffloadingManager,
     TieringOffloadingSpec,
+    adopt_chunks,
     host_policy_of,
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cpu_worker import CopyingWorker
+from ragcache_core.vllm_plugin.host_journal import HostJournal
+from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, TreeCachePolicy
+from ragcache_core.vllm_plugin.identity import kv_identity
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -45,6 +51,9 @@ class RAGCacheSpec(TieringOffloadingSpec):
             )
         self.controller: CacheController | None = None
         self._worker: OffloadingWorker | None = None
+        self._journal: HostJournal | None = None
+        if is_lasting(self._engine_id):
+            return_region(self._engine_id)
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -61,9 +70,34 @@ class RAGCacheSpec(TieringOffloadingSpec):
             )
             manager = super().get_manager()
             assert isinstance(manager, TieringOffloadingManager)
-            host_policy_of(manager).controller = self.controller
+            policy = host_policy_of(manager)
+            policy.controller = self.controller
+            self._journal = self._restore_host(manager, policy)
         assert self._manager is not None
         return self._manager
+
+    def _restore_host(self, manager: TieringOffloadingManager, policy: TreeCachePolicy) -> HostJournal | None:
+        """Take up what an engine that was killed left in host memory; None where nobody would find it again."""
+        if not is_lasting(self._engine_id):
+            return None
+        try:
+            identity = kv_identity(self.config)
+        except ConfigError as error:
+            logger.warning("Host memory will not survive the engine's death: %s", error)
+            return None
+        assert self.controller is not None
+        view = manager.primary_tier.get_kv_memoryview()
+        journal = HostJournal(self._engine_id, np.frombuffer(view, np.uint8).reshape(view.shape), identity)
+        chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restore()}
+        found, orphans = self.controller.restore((entry for _, entry in chunks.values()), Tier.HOST)
+        for key in orphans:
+            journal.unseal(chunks[key][0])
+        adopt_chunks(manager, {OffloadKey(key + FIRST_GROUP): chunks[key][0] for key in found})
+        policy.journal = journal
+        keep_region(self._engine_id)
+        if found:
+            logger.info("RAGCache found %d blocks of KV in host memory", len(found))
+        return journal
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if current_platform.is_cuda_alike() or current_platform.is_xpu():

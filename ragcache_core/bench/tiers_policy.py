@@ -1,0 +1,124 @@
+"""Which policy saves most tokens, without an engine: the real tree and policies on seeded streams of retrievals."""
+
+from __future__ import annotations
+
+from itertools import islice
+from statistics import fmean, stdev
+
+from ragcache_core.bench.tiers_goals import Figure, Part, Plan
+from ragcache_core.bench.tiers_trace import RetrievalTrace, TraceOptions
+from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree, PathSegment
+from ragcache_core.types import Tier
+
+BASELINE = "pgdsf"
+LOSS_ALLOWED = 0.02
+CACHE_TOKENS = (65_536, 262_144)
+_NUM_REQUESTS = 15_000
+_NUM_WARM_UP = 3_000
+_KINDS = {
+    "stationary": TraceOptions(num_documents=30_000, skew=1.3, shift=2.0),
+    "drifting": TraceOptions(num_documents=30_000, skew=1.3, shift=2.0, drifts=True),
+}
+
+
+def token_hit_rate(
+    policy: str, options: TraceOptions, seed: int, *, cache_tokens: int, num_requests: int, num_warm_up: int
+) -> float:
+    """Return the share of document tokens that a cache of ``cache_tokens`` served after the warm-up.
+
+    A document is one unit of the tree; all requests are answered one after another.
+    """
+    trace = RetrievalTrace(options, seed)
+    cost = PrefillCostModel.default()
+    tree = KnowledgeTree(make_policy(policy, cost), shadow_tokens=cache_tokens)
+    used = num_asked = num_cached = 0
+    for number, documents in enumerate(islice(trace.requests(), num_requests)):
+        segments = [
+            PathSegment([documents[: i + 1]], trace.num_tokens[document], str(document))
+            for i, document in enumerate(documents)
+        ]
+        num_tokens = sum(segment.num_tokens for segment in segments)
+        match = tree.match_prefix(segments)
+        path = tree.insert(segments)
+        tree.pin(path)
+        for node in path[match.num_units :]:
+            while used + node.num_tokens > cache_tokens:
+                evicted = tree.evict(Tier.GPU)
+                if evicted is None:
+                    break
+                used -= evicted[0].node.num_tokens
+            else:
+                tree.add(node, 1, Tier.GPU)
+                used += node.num_tokens
+                continue
+            break
+        tree.record_access(
+            path, num_tokens - match.num_tokens, cost.estimate_s(match.num_tokens, num_tokens - match.num_tokens),
+            match.num_units,
+        )  # fmt: skip
+        tree.unpin(path)
+        if number >= num_warm_up:
+            num_asked += num_tokens
+            num_cached += match.num_tokens
+    return num_cached / num_asked
+
+
+def recommended(rates: dict[str, dict[str, list[float]]]) -> str:
+    """Return the policy with the highest mean rate of those that never lose more than 2 % to the best under drift.
+
+    ``rates[setting][policy]`` holds a rate for each seed; a setting that begins with "drifting" is one under drift.
+    """
+    means = {setting: {p: fmean(r) for p, r in of.items()} for setting, of in rates.items()}
+    safe = [
+        policy
+        for policy in next(iter(means.values()))
+        if all(
+            of[policy] >= (1 - LOSS_ALLOWED) * max(of.values())
+            for setting, of in means.items()
+            if setting.startswith("drifting")
+        )
+    ]
+    candidates = safe or list(next(iter(means.values())))
+    return max(candidates, key=lambda p: fmean(of[p] / of[BASELINE] for of in means.values()))
+
+
+def measure_policies(plan: Plan) -> Part:
+    """Compare all policies on two cache sizes, with popularity that stands still and that drifts."""
+    num_requests, num_warm_up = plan.sized(_NUM_REQUESTS, 600), plan.sized(_NUM_WARM_UP, 100)
+    seeds = range(plan.seed, plan.seed + plan.sized(5, 1))
+    rates: dict[str, dict[str, list[float]]] = {}
+    for kind, options in _KINDS.items():
+        for cache_tokens in CACHE_TOKENS:
+            setting = f"{kind}, {cache_tokens // 1024} Ki tokens"
+            rates[setting] = {}
+            for policy in POLICIES:
+                rates[setting][policy] = []
+                for seed in seeds:
+                    plan.report(f"policies: {setting}, {policy}, seed {seed}")
+                    rates[setting][policy].append(
+                        token_hit_rate(
+                            policy, options, seed,
+                            cache_tokens=cache_tokens, num_requests=num_requests, num_warm_up=num_warm_up,
+                        )  # fmt: skip
+                    )
+    best = recommended(rates)
+    ratios = {
+        setting: {policy: _ratio(of[policy], of[BASELINE]) for policy in of} for setting, of in rates.items()
+    }  # fmt: skip
+    mean = {policy: fmean(fmean(of[policy]) for of in rates.values()) for policy in POLICIES}
+    figures = (Figure("policy_token_hit_rate", mean[best], baseline=mean[BASELINE], note=f"best: {best}"),)
+    details = {
+        "policy_token_hit_rate": {setting: {p: fmean(r) for p, r in of.items()} for setting, of in rates.items()},
+        "relative_to_pgdsf": ratios,
+        "recommended": best,
+        "seeds": list(seeds),
+        "num_requests": num_requests,
+    }
+    return Part(f"{num_warm_up:,} of {num_requests:,} requests", figures, details)
+
+
+def _ratio(rates: list[float], baseline: list[float]) -> dict[str, float]:
+    """Return the mean of the ratios seed by seed, and their spread."""
+    pairs = [rate / other for rate, other in zip(rates, baseline, strict=True)]
+    return {"mean": round(fmean(pairs), 4), "spread": round(stdev(pairs), 4) if len(pairs) > 1 else 0.0}

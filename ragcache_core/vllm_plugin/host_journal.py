@@ -1,0 +1,127 @@
+"""What lies in which chunk of host memory, so that an engine that is started again finds it.
+
+Host memory is a region of shared memory, which outlives an engine that is killed; what is lost with the engine is the
+knowledge of what lies where. The journal is an index beside the region, and the same table as the disk tier's::
+
+    /dev/shm/vllm_offload_<engine id>.mmap           the chunks
+    /dev/shm/vllm_offload_<engine id>.index.sqlite   chunk -> key, checksum over both, place in the tree
+
+Nothing on the scheduler's thread waits for it. A chunk is entered some time after it was stored, and taken out some
+time after it was given up: what is found later with other bytes does not match its checksum, and is not taken up.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.logger import init_logger
+
+from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, checksum
+from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index
+from ragcache_core.client.shared_memory import SHARED_MEMORY
+from ragcache_core.errors import CacheTierError
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.controller import Key
+
+logger = init_logger(f"vllm.{__name__}")
+
+_Sealing = tuple[int, int, "Key", ChunkNote]
+"""Chunk, its generation, its key, its place."""
+
+
+class HostJournal:
+    """Owns the index and the thread that writes it.
+
+    ``rows`` is host memory, ``[num_chunks, chunk_bytes]``.
+    """
+
+    def __init__(self, engine_id: str, rows: np.ndarray, identity: Mapping[str, str | int]) -> None:
+        """Open the journal of an engine, or make it; one of another identity, or a damaged one, is started anew."""
+        self._rows = rows
+        self._path = SHARED_MEMORY / f"vllm_offload_{engine_id}.index.sqlite"
+        self._identity = repr(sorted(identity.items())).encode()
+        self._generation = np.zeros(len(rows), dtype=np.int64)
+        self._sealed: set[int] = set()
+        self._work: queue.SimpleQueue[_Sealing | int | None] = queue.SimpleQueue()
+        self._is_broken = False
+        try:
+            self._index = self._open()
+        except IndexDamagedError:
+            remove_index(self._path)
+            self._index = self._open()
+        self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
+
+    def restore(self) -> Iterator[tuple[int, ChunkEntry]]:
+        """Yield the chunks whose bytes are what they were, parents first; the others are forgotten. Then it starts."""
+        mark = self._identity_path
+        is_ours = mark.is_file() and mark.read_bytes() == self._identity
+        digests = {slot: digest for slot, _, digest in self._index.rows()} if is_ours else {}
+        batches = list(self._index.entries()) if is_ours else []
+        if not is_ours:
+            self._index.clear()
+            mark.write_bytes(self._identity)
+        gone = []
+        for chunk, key, entry in (row for batch in batches for row in batch):
+            is_sound = 0 <= chunk < len(self._rows) and entry is not None
+            if entry is not None and is_sound and checksum(key, self._rows[chunk].data) == digests.get(chunk):
+                self._sealed.add(chunk)
+                yield chunk, entry
+            else:
+                gone.append(chunk)
+        self._index.delete(gone)
+        self._thread.start()
+
+    def seal(self, chunk: int, key: Key, note: ChunkNote) -> None:
+        """Enter a chunk that is complete, unless it is entered already."""
+        if chunk not in self._sealed and not self._is_broken:
+            self._sealed.add(chunk)
+            self._work.put((chunk, int(self._generation[chunk]), key, note))
+
+    def unseal(self, chunk: int) -> None:
+        """Take a chunk out: it is about to be written anew."""
+        self._generation[chunk] += 1
+        if chunk in self._sealed:
+            self._sealed.discard(chunk)
+            if not self._is_broken:
+                self._work.put(chunk)
+
+    def close(self) -> None:
+        """End the thread, and close the index."""
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._index.close()
+
+    @property
+    def _identity_path(self) -> Path:
+        return self._path.with_suffix(".identity")
+
+    def _open(self) -> ChunkIndex:
+        return ChunkIndex(self._path)
+
+    def _write(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                if isinstance(work, int):
+                    self._index.delete([work])
+                else:
+                    self._seal(*work)
+            except CacheTierError as error:
+                self._is_broken = True
+                logger.warning("Host memory will not survive the engine's death: %s", error)
+                with suppress(OSError):
+                    remove_index(self._path)
+                return
+
+    def _seal(self, chunk: int, generation: int, key: Key, note: ChunkNote) -> None:
+        digest = checksum(key, self._rows[chunk].data)
+        # Only now: a chunk that was given up while its bytes were read may have held another's.
+        if self._generation[chunk] == generation:
+            self._index.insert([(chunk, key, digest, note)])
