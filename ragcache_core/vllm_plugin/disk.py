@@ -14,7 +14,7 @@ of service, not the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.logger import init_logger
@@ -106,8 +106,7 @@ class DiskTier(SecondaryTierManager):
         pending = []
         evicted: list[Key] = []
         if self._is_enabled:
-            chunks = zip(map(get_offload_block_hash, job_metadata.keys), job_metadata.chunk_ids, strict=True)
-            new = {key: int(chunk_id) for key, chunk_id in chunks if self._is_new(key)}
+            new = self._new_chunks(job_metadata)
             evicted = self._make_room(new)
             pending = [self._admit(key, chunk_id) for key, chunk_id in new.items()]
         self._io.store(job_metadata.job_id, pending, evicted)
@@ -152,8 +151,22 @@ class DiskTier(SecondaryTierManager):
 
     # Inside
 
-    def _is_new(self, key: Key) -> bool:
-        return key not in self._stored and key not in self._writing and self._tree.locate(key) is not None
+    def _new_chunks(self, job: TransferJob) -> dict[Key, int]:
+        """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
+        keys = map(get_offload_block_hash, job.keys)
+        places = [
+            (at.node.start + at.unit, key, self._tree.key_before(at), int(chunk_id))
+            for key, chunk_id in zip(keys, job.chunk_ids, strict=True)
+            if (at := self._tree.locate(key)) is not None
+        ]
+        new: dict[Key, int] = {}
+        for _, key, before, chunk_id in sorted(places, key=lambda place: place[0]):
+            if not self._is_here(key) and (before is None or self._is_here(before) or before in new):
+                new[key] = chunk_id
+        return new
+
+    def _is_here(self, key: Hashable) -> bool:
+        return key in self._stored or key in self._writing
 
     def _make_room(self, new: dict[Key, int]) -> list[Key]:
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""

@@ -162,13 +162,13 @@ class DiskIO:
             kept, payloads = [], []
             for chunk in chunks:
                 if not self._room.acquire(blocking=False):
-                    continue
+                    break  # those that follow stand on it
                 buffer = _aligned(1, self._store.chunk_bytes)[0]
                 np.copyto(buffer, self._rows[chunk.chunk_id])
                 kept.append(chunk)
                 payloads.append(buffer)
             self._copied.append(job_id)
-            if dropped := [chunk.key for chunk in chunks if chunk not in kept]:
+            if dropped := [chunk.key for chunk in chunks[len(kept) :]]:
                 self._written.append(Outcome(dropped, is_stored=False))
             self._batches.put(_Batch(evicted, kept, payloads))
         self._batches.put(None)
