@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "examples" / "demo_model"
 ENGINE_ARGS: dict[str, object] = {
-    "cache": CacheConfig(kv_cache_bytes="1GiB", block_size=32),
+    "cache": CacheConfig(kv_cache_bytes="1GiB", block_size=32, host_bytes="256MiB"),
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 2048,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import demo
+from examples import demo, tiers
 from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
@@ -20,6 +20,7 @@ EXAMPLES = [
     "llamaindex_agent",
     "llamaindex_query_engine",
     "llamaindex_workflow",
+    "tiers",
 ]
 
 
@@ -38,8 +39,9 @@ def test_an_example_prints_a_table_for_people(name: str, engine: Engine, capsys:
     importlib.import_module(f"examples.{name}").main(["--url", engine.base_url])
     printed = capsys.readouterr().out
     heads, *rows = printed[printed.index("question ") :].splitlines()
-    assert heads.split() == ["question", "answer", "ttft", "ms", "prompt", "cached"]
+    assert heads.split() == ["question", "answer", "ttft", "ms", "prompt", "cached", "gpu", "host", "disk"]
     assert len(rows) >= 4
+    assert any(row.split()[-4:] == [row.split()[-3], row.split()[-3], "0", "0"] for row in rows)  # cached, all in GPU
     if name == "llamaindex_query_engine":
         expected = [q["answer"] for q in demo_questions("single")[:3]]
         assert all(answer in printed for answer in expected)
@@ -63,6 +65,42 @@ def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(
         assert r["ttft_s"] > 0
         assert r["warm_cached_tokens"] == (r["prompt_tokens"] - 1) // 32 * 32
         assert 0 <= r["cached_tokens"] <= r["warm_cached_tokens"]
+    (later,) = report["rounds"]  # somebody else's engine is not started anew
+    assert later["same_answers"] == later["questions"] == 40
+    assert later["gpu_tokens"] + later["host_tokens"] + later["disk_tokens"] == sum(
+        r["warm_cached_tokens"] for r in results
+    )
     printed = capsys.readouterr().out
     assert f"{report['correct']} of 40 right" in printed
     assert all(r["question"][:38] in printed for r in results)
+
+
+def test_the_demo_is_served_from_every_tier_and_from_disk_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "RESULTS", tmp_path / "demo.json")
+    demo.main([])
+    later, restarted, again = json.loads((tmp_path / "demo.json").read_text())["rounds"]
+    for served in (later, again):
+        assert served["gpu_tokens"] > 0
+        assert served["host_tokens"] > 0
+        assert served["disk_tokens"] > 0
+    assert restarted["host_tokens"] == 0
+    assert restarted["disk_tokens"] > restarted["prompt_tokens"] // 2
+    for served in (later, restarted, again):
+        assert served["same_answers"] == served["questions"] == 40
+    assert not list(tmp_path.glob("demo_kv*"))
+    printed = capsys.readouterr().out
+    assert [line.split()[4] for line in printed.splitlines() if line.startswith("after a restart")] == ["14885"]
+
+
+def test_the_tiers_example_is_served_from_gpu_host_and_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers.main(["--json"])
+    rows = json.loads(capsys.readouterr().out)
+    cold, again = rows[: tiers.NUM_QUESTIONS], rows[tiers.NUM_QUESTIONS :][::-1]
+    assert [row["answer"] for row in again] == [row["answer"] for row in cold]
+    for tier in ("gpu", "host", "disk"):
+        assert sum(row[f"num_{tier}_tokens"] for row in again) > 0, tier
+    for row in rows:
+        by_tier = [row[f"num_{tier}_tokens"] for tier in ("gpu", "host", "disk")]
+        assert sum(by_tier) == row["num_cached_tokens"]

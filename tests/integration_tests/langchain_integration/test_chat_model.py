@@ -68,7 +68,11 @@ def test_the_second_question_about_the_same_documents_finds_them_cached(llm: Cha
     assert all(d.num_cached_tokens == 0 for d in cold.documents)
     assert [d.num_cached_tokens for d in warm.documents[:2]] == [d.num_tokens for d in warm.documents[:2]]
     assert warm.num_cached_tokens > cold.num_cached_tokens
-    assert (warm.ttft_s is not None) == streamed
+    assert warm.ttft_s is not None
+    assert 0 < warm.ttft_s <= warm.total_s
+    assert (warm.num_gpu_tokens, warm.num_host_tokens, warm.num_disk_tokens) == (warm.num_cached_tokens, 0, 0)
+    assert cold.num_stored_bytes
+    assert warm.queue_s is not None
 
 
 def test_token_ids_of_the_plan_are_those_of_the_server(llm: ChatRAGCache, engine: Engine) -> None:

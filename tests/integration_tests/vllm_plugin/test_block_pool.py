@@ -1,0 +1,409 @@
+"""The GPU tier on vLLM's own block pool, driven by vLLM's own cache manager: the way the scheduler uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_block_hash,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.tree import check_invariants
+from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.block_pool import TreeBlockPool, TreeFreeBlockQueue
+from ragcache_core.vllm_plugin.controller import CacheController
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+BLOCK = 4
+LENGTHS = {"A": 6, "B": 12, "C": 9, "D": 20}
+POLICIES = ("pgdsf", "lru", "lfu", "tournament")
+init_none_hash(sha256)
+block_hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+@dataclass
+class Running:
+    """A request that has blocks, and what it has written into them."""
+
+    request: Request
+    is_delayed: bool = False
+
+
+@dataclass
+class Pool:
+    """vLLM's cache manager over ``num_blocks`` blocks, one of which is its null block, with our pool inside."""
+
+    num_blocks: int
+    policy: str = "pgdsf"
+    is_taken_over: bool = True
+    max_cached_documents: int | None = None
+    content: dict[int, bytes | None] = field(default_factory=dict)
+    numbers: "count[int]" = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        self.manager = KVCacheManager(
+            KVCacheConfig(self.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            max_model_len=4096,
+            scheduler_block_size=BLOCK,
+            hash_block_size=BLOCK,
+        )
+        self.controller = CacheController(
+            PluginSettings(policy=self.policy, ghost_size=3, max_cached_documents=self.max_cached_documents),
+            tokens_per_block=BLOCK,
+            shadow_blocks=self.num_blocks,
+            prefill_cost=PrefillCostModel.default(),
+        )
+        self.tree = self.controller.tree
+        self.pool = self.manager.block_pool
+        if self.is_taken_over:
+            TreeBlockPool.take_over(self.pool, self.controller)
+
+    @property
+    def queue(self) -> TreeFreeBlockQueue:
+        queue = self.pool.free_block_queue
+        assert isinstance(queue, TreeFreeBlockQueue)
+        return queue
+
+    def new(self, documents: str, question: int = 3, seed: int = 0) -> Request:
+        """Announce a request over documents, whose tokens are their letter's."""
+        tokens: list[int] = []
+        segments = []
+        for name in documents:
+            segments.append(PromptSegment(SegmentKind.DOCUMENT, len(tokens), len(tokens) + LENGTHS[name], name))
+            tokens += [ord(name) * 100 + i for i in range(LENGTHS[name])]
+        if question:
+            segments.append(PromptSegment(SegmentKind.QUESTION, len(tokens), len(tokens) + question))
+            tokens += [seed * 1000 + i for i in range(question)]
+        request = Request(
+            f"r{next(self.numbers)}", tokens, SamplingParams(max_tokens=64), None, block_hasher=block_hasher
+        )
+        self.controller.on_new_request(request.request_id, tuple(segments), request.block_hashes, len(tokens), 0.0)
+        return request
+
+    def start(self, request: Request, *, num_tokens: int | None = None, delays: bool = False) -> int | None:
+        """Give a request what is cached and blocks for the rest; None where they do not fit, else the hit tokens."""
+        blocks, num_hits, _ = self.manager.get_computed_blocks(request)
+        for i, block in enumerate(blocks.blocks[0]):
+            assert self.content[block.block_id] == request.block_hashes[i], "a hit on another block's content"
+        num_new = request.num_tokens - num_hits if num_tokens is None else min(num_tokens, request.num_tokens - num_hits)
+        if self.manager.allocate_slots(request, num_new, num_hits, blocks, delay_cache_blocks=delays) is None:
+            return None
+        self.controller.on_admitted(request.request_id, request.block_hashes, {Tier.GPU: num_hits}, 1.0)
+        request.num_computed_tokens = num_hits + num_new
+        self.write(request, first=num_hits // BLOCK)
+        return num_hits
+
+    def advance(self, request: Request, token: int) -> bool:
+        """Give a running request one more token, computed or answered; False where there is no block for it."""
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids(token)
+        if self.manager.allocate_slots(request, 1) is None:
+            return False
+        request.num_computed_tokens += 1
+        self.write(request, first=(request.num_computed_tokens - 1) // BLOCK)
+        return True
+
+    def finish(self, request: Request) -> None:
+        self.manager.free(request)
+        self.controller.on_finished(request.request_id)
+
+    def preempt(self, request: Request) -> None:
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+
+    def write(self, request: Request, first: int) -> None:
+        """Note what the request's blocks hold from block ``first`` on; a block that is not full holds nothing yet."""
+        (block_ids,) = self.manager.get_block_ids(request.request_id)
+        for i in range(first, len(block_ids)):
+            is_full = (i + 1) * BLOCK <= request.num_computed_tokens
+            self.content[block_ids[i]] = request.block_hashes[i] if is_full else None
+
+    def cached_keys(self) -> set[bytes]:
+        """Return the content that the pool can serve."""
+        return {get_block_hash(block.block_hash) for block in self.pool.blocks if block.block_hash is not None}
+
+    def held_keys(self) -> set[bytes]:
+        """Return the units of the tree that are in use on the GPU."""
+        in_use = self.tree.tiers[Tier.GPU].in_use
+        return {key for node in self.tree.nodes() for i, key in enumerate(node.keys) if in_use.get(node.id, 0) >> i & 1}
+
+    def resident_keys(self) -> set[bytes]:
+        return {
+            key
+            for node in self.tree.nodes()
+            for i, key in enumerate(node.keys)
+            if self.tree.resident_mask(node, Tier.GPU) >> i & 1
+        }
+
+    def check(self) -> None:
+        """Assert what holds between steps."""
+        blocks = [block for block in self.pool.blocks if not block.is_null]
+        free = self.queue.get_all_free_blocks()
+        assert sorted(block.block_id for block in free) == [b.block_id for b in blocks if b.ref_cnt == 0]
+        assert self.pool.get_num_free_blocks() == len(free)
+        assert not set(self.queue._spare) & set(self.queue._cached), "a block in two states"
+        for key, block_id in self.queue._block_ids.items():
+            block_hash = self.queue._cached[block_id].block_hash
+            assert block_hash is not None
+            assert get_block_hash(block_hash) == key
+        assert len(self.queue._block_ids) == len(self.queue._cached)
+        check_invariants(self.tree, is_connected=False)
+        used = {get_block_hash(b.block_hash) for b in blocks if b.ref_cnt > 0 and b.block_hash is not None}
+        assert self.held_keys() <= used, "held, and nobody uses it"
+        assert used & self.resident_keys() <= self.held_keys(), "used, and nobody holds it"
+        assert self.resident_keys() <= self.cached_keys(), "the tree knows of content that no block has"
+        for block in blocks:
+            if block.block_hash is not None:
+                assert self.content[block.block_id] == get_block_hash(block.block_hash)
+
+    def check_nothing_leaks(self) -> None:
+        """Assert that every block can be had, one by one, and that nothing is left in the tree then."""
+        assert self.held_keys() == set()
+        taken = self.pool.get_new_blocks(self.num_blocks - 1)
+        assert len({block.block_id for block in taken}) == self.num_blocks - 1
+        assert self.resident_keys() == self.held_keys() == self.cached_keys() == set()
+        assert self.tree.tiers[Tier.GPU].num_units == 0
+        self.pool.free_blocks(taken)
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Requests come, wait, run, are preempted and end, in a pool that is too small for them."""
+
+    @initialize(num_blocks=st.integers(6, 24), policy=st.sampled_from(POLICIES), limit=st.none() | st.integers(1, 2))
+    def build(self, num_blocks: int, policy: str, limit: int | None) -> None:
+        self.it = Pool(num_blocks, policy, max_cached_documents=limit)
+        self.waiting: list[Request] = []
+        self.running: list[Running] = []
+
+    @rule(documents=st.text("ABCD", min_size=0, max_size=3), question=st.integers(1, 9), seed=st.integers(1, 2))
+    def arrive(self, documents: str, question: int, seed: int) -> None:
+        self.waiting.append(self.it.new(documents, question, seed))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), num_tokens=st.none() | st.integers(1, 20), delays=st.booleans())
+    def admit(self, data: st.DataObject, num_tokens: int | None, delays: bool) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        if self.it.start(request, num_tokens=num_tokens, delays=delays) is not None:
+            self.waiting.remove(request)
+            self.running.append(Running(request, delays))
+
+    @precondition(lambda self: any(r.is_delayed for r in self.running))
+    @rule(data=st.data())
+    def cache_what_was_delayed(self, data: st.DataObject) -> None:
+        """Several requests that computed the same at the same time make copies."""
+        running = data.draw(st.sampled_from([r for r in self.running if r.is_delayed]))
+        running.is_delayed = False
+        self.it.manager.cache_blocks(running.request, running.request.num_computed_tokens)
+
+    @precondition(lambda self: any(not r.is_delayed for r in self.running))
+    @rule(data=st.data(), num_tokens=st.integers(1, 9), token=st.integers(1, 2))
+    def run(self, data: st.DataObject, num_tokens: int, token: int) -> None:
+        running = data.draw(st.sampled_from([r for r in self.running if not r.is_delayed]))
+        for _ in range(num_tokens):
+            if not self.it.advance(running.request, token):
+                break
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        running = data.draw(st.sampled_from(self.running))
+        self.running.remove(running)
+        self.it.finish(running.request)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        running = data.draw(st.sampled_from(self.running))
+        self.running.remove(running)
+        self.waiting.append(running.request)
+        self.it.preempt(running.request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def give_up_waiting(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(request)
+        self.it.controller.on_finished(request.request_id)
+
+    @rule(data=st.data())
+    def lose_blocks(self, data: st.DataObject) -> None:
+        """A transfer into these blocks failed."""
+        self.it.pool.evict_blocks(set(data.draw(st.lists(st.integers(1, self.it.num_blocks - 1), max_size=3))))
+
+    @rule()
+    def reset(self) -> None:
+        is_reset = self.it.pool.reset_prefix_cache()
+        assert is_reset == (not self.running)
+        if is_reset:
+            assert self.it.cached_keys() == self.it.resident_keys() == set()
+
+    @rule(share=st.floats(0, 1))
+    def take_blocks_for_something_else(self, share: float) -> None:
+        num_free = self.it.pool.get_num_free_blocks()
+        taken = self.it.pool.get_new_blocks(round(num_free * share))
+        assert all(block.ref_cnt == 1 and block.block_hash is None for block in taken)
+        assert self.it.pool.get_num_free_blocks() == num_free - len(taken)
+        self.it.check()
+        self.it.pool.free_blocks(taken)
+
+    @invariant()
+    def everything_is_in_its_place(self) -> None:
+        if hasattr(self, "it"):
+            self.it.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "it"):
+            return
+        for running in self.running:
+            self.it.finish(running.request)
+        for request in self.waiting:
+            self.it.controller.on_finished(request.request_id)
+        self.it.check()
+        self.it.check_nothing_leaks()
+
+
+BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPool = BlockPoolMachine.TestCase
+
+
+def test_more_blocks_than_are_free_are_refused_as_vllm_does() -> None:
+    it = Pool(6)
+    with pytest.raises(ValueError, match="free blocks"):
+        it.pool.get_new_blocks(6)
+    taken = it.pool.get_new_blocks(5)
+    with pytest.raises(ValueError, match="No free blocks available"):
+        it.queue.popleft()
+    it.pool.free_blocks(taken)
+    assert it.pool.get_num_free_blocks() == 5
+    assert it.pool.get_usage() == 0.0
+
+
+def test_blocks_without_content_go_before_documents() -> None:
+    it = Pool(12)
+    request = it.new("B", question=1)
+    assert it.start(request) == 0
+    it.finish(request)
+    assert len(it.resident_keys()) == 3
+    taken = it.pool.get_new_blocks(8)
+    assert len(it.resident_keys()) == 3, "eight blocks were free and empty"
+    it.pool.free_blocks(taken)
+
+
+def test_a_document_gives_up_its_last_blocks_first_and_still_serves_its_beginning() -> None:
+    it = Pool(12)
+    request = it.new("D", question=1)
+    it.start(request)
+    it.finish(request)
+    num_spare = it.pool.get_num_free_blocks() - len(it.resident_keys())
+    it.pool.free_blocks(it.pool.get_new_blocks(num_spare + 2))
+    again = it.new("D", question=1)
+    assert it.start(again) == LENGTHS["D"] // BLOCK * BLOCK - 2 * BLOCK
+    it.finish(again)
+    it.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True], ids=["stock", "ours"])
+def test_what_is_used_often_outlives_what_is_used_once(is_taken_over: bool) -> None:
+    """vLLM keeps what was used last; the tree what its policy says."""
+    it = Pool(12, "lfu", is_taken_over=is_taken_over)
+    for documents in ("D", "D", "D", "A", "B", "C", "BA", "CB"):
+        request = it.new(documents, question=1)
+        assert it.start(request) is not None
+        it.finish(request)
+    again = it.new("D", question=1)
+    num_hits = it.start(again)
+    assert num_hits is not None
+    assert (num_hits >= 12) == is_taken_over
+
+
+def test_copies_of_the_same_content_are_one_unit_and_the_last_copy_keeps_it() -> None:
+    it = Pool(16)
+    one, two = it.new("B", question=1), it.new("B", question=1)
+    assert it.start(one, delays=True) == it.start(two, delays=True) == 0
+    it.manager.cache_blocks(one, one.num_computed_tokens)
+    it.manager.cache_blocks(two, two.num_computed_tokens)
+    assert len(it.resident_keys()) == 3
+    it.finish(one)
+    it.check()
+    assert len(it.held_keys()) == 3, "the other request still uses this content"
+    it.finish(two)
+    it.check()
+    assert it.held_keys() == set()
+    hit = it.new("B", question=1)
+    assert it.start(hit) == 12
+    it.check()
+    it.finish(hit)
+    it.check_nothing_leaks()
+
+
+def test_content_that_a_failed_load_took_from_one_copy_is_not_in_use_through_a_free_one() -> None:
+    it = Pool(16)
+    one, two = it.new("B", question=1), it.new("B", question=1)
+    it.start(one, delays=True)
+    it.start(two, delays=True)
+    it.manager.cache_blocks(one, one.num_computed_tokens)
+    it.manager.cache_blocks(two, two.num_computed_tokens)
+    it.finish(one)
+    it.pool.evict_blocks(set(it.manager.get_block_ids(two.request_id)[0]))
+    it.check()
+    it.finish(two)
+    it.check()
+    hit = it.new("B", question=1)
+    assert it.start(hit) == 12
+    it.finish(hit)
+    it.check_nothing_leaks()
+
+
+def test_an_allocation_that_fits_succeeds_when_every_free_block_stands_below_one_in_use() -> None:
+    """The tree gives up leaves only, but vLLM has promised the blocks: it is asked for anything then."""
+    it = Pool(9)
+    one, two = it.new("B", question=1), it.new("B", question=1)
+    it.start(one, delays=True)
+    it.start(two, delays=True)
+    it.manager.cache_blocks(one, one.num_computed_tokens)
+    it.finish(one)
+    it.manager.cache_blocks(two, two.num_computed_tokens)
+    it.check()
+    num_free = it.pool.get_num_free_blocks()
+    taken = it.pool.get_new_blocks(num_free)
+    assert len(taken) == num_free == 4
+    it.check()
+    it.pool.free_blocks(taken)
+    it.finish(two)
+    it.check_nothing_leaks()
+
+
+def test_the_free_blocks_can_be_walked_from_any_of_them() -> None:
+    it = Pool(8)
+    request = it.new("B", question=1)
+    it.start(request)
+    it.finish(request)
+    free: list[KVCacheBlock] = it.queue.get_all_free_blocks()
+    assert list(it.queue.iter_blocks_after(None)) == free
+    assert list(it.queue.iter_blocks_after(free[2])) == free[3:]
+    with pytest.raises(RuntimeError, match="not free"):
+        it.queue.remove(it.pool.null_block)
+
+
+def test_a_pool_without_prefix_caching_hands_blocks_out_all_the_same() -> None:
+    it = Pool(8)
+    it.pool.enable_caching = False
+    taken = it.pool.get_new_blocks(7)
+    it.pool.free_blocks(taken)
+    assert it.pool.get_num_free_blocks() == 7

@@ -1,0 +1,111 @@
+"""The tiers' benchmark: goals are judged as they are worded, parts are kept over runs, and the cheap parts measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ragcache_core.bench.measure import Comparison
+from ragcache_core.bench.tiers import main
+from ragcache_core.bench.tiers_engine import TokenAnswer
+from ragcache_core.bench.tiers_exact import mismatches
+from ragcache_core.bench.tiers_goals import (
+    GOALS,
+    Figure,
+    Goal,
+    Part,
+    merged,
+    percentiles_ms,
+    read_report,
+    table,
+    to_json,
+)
+from ragcache_core.bench.tiers_idle import throughput_ratio
+from ragcache_core.bench.tiers_share import cached_share
+
+CHEAP = ("decisions", "index", "killpoints", "policies")
+
+
+def run(path: Path, *parts: str) -> str:
+    arguments = ["--quick", "--json", str(path), *(word for part in parts for word in ("--only", part))]
+    done = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "is_met"),
+    [
+        (Goal("<", 0.3), 0.299, True),
+        (Goal("<", 0.3), 0.3, False),
+        (Goal("<=", 1.0), 1.0, True),
+        (Goal(">=", 1.4), 1.399, False),
+        (Goal(">", 0), 0, False),
+        (Goal("=", 0), 1, False),
+    ],
+)
+def test_a_goal_is_judged_at_its_very_bound(goal: Goal, value: float, is_met: bool) -> None:
+    assert goal.is_met(value) is is_met
+
+
+def test_a_missed_goal_is_named_and_not_hidden_by_the_table() -> None:
+    part = to_json(Part("none", (Figure("swap_out_ratio", 1.2, 1.0), Figure("index_open_s", 2.0))), {})
+    report = merged({}, {"x": part})
+    assert report["goals_missed"] == ["swap_out_ratio"]
+    assert report["index_open_s"] == 2.0
+    rows = table(part["figures"]).splitlines()
+    assert "MISSED" in rows[1]
+    assert "met" in rows[2]
+
+
+def test_a_part_measured_anew_replaces_its_figures_and_keeps_the_others() -> None:
+    before = merged({}, {"a": to_json(Part("", (Figure("index_open_s", 9.0),)), {}),
+                         "b": to_json(Part("", (Figure("killpoint_lost", 0),)), {})})  # fmt: skip
+    after = merged(before, {"a": to_json(Part("", (Figure("index_open_s", 1.0),)), {})})
+    assert (after["index_open_s"], after["killpoint_lost"]) == (1.0, 0)
+    assert after["goals_missed"] == []
+    assert "idle_throughput_ratio" in after["goals_not_measured"]
+
+
+def test_a_damaged_report_is_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("[1, 2", encoding="utf-8")
+    assert read_report(path) == {}
+    assert read_report(tmp_path / "missing.json") == {}
+
+
+def test_percentiles_are_in_milliseconds() -> None:
+    assert percentiles_ms([0.001 * i for i in range(101)]) == (50.0, 99.0)
+
+
+def answer(token_ids: tuple[int, ...], num_prompt_tokens: int = 10, num_cached_tokens: int = 0) -> TokenAnswer:
+    return TokenAnswer(token_ids, num_prompt_tokens, num_cached_tokens)
+
+
+def test_an_answer_that_differs_in_its_last_token_or_its_length_is_a_mismatch() -> None:
+    expected = [answer((1, 2)), answer((1, 2)), answer((1, 2))]
+    assert mismatches([answer((1, 2)), answer((1, 3)), answer((1,))], expected) == [1, 2]
+
+
+def test_the_cached_share_weighs_requests_by_their_tokens() -> None:
+    assert cached_share([answer((), 100, 50), answer((), 300, 50)]) == 0.25
+
+
+def test_twice_the_time_is_half_the_throughput() -> None:
+    assert throughput_ratio(Comparison("x", (1.0, 1.0, 1.0), (2.0, 2.0, 1.0))) == 0.5
+
+
+def test_the_cheap_parts_write_every_figure_that_has_a_goal(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    run(path, *CHEAP[:2])
+    output = run(path, *CHEAP[2:])
+    report = json.loads(path.read_text())
+    assert set(report["parts"]) == set(CHEAP)
+    with_goals = [key for key in GOALS if not key.startswith(("exact", "cached", "idle", "swap"))]
+    assert all(report[key] >= 0 for key in with_goals)
+    assert report["killpoint_lost"] == report["killpoint_wrong"] == 0
+    assert report["parts"]["policies"]["details"]["recommended"] in output
+    assert all(part["quick"] and part["warm_up"] for part in report["parts"].values())
