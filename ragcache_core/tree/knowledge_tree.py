@@ -155,9 +155,11 @@ class KnowledgeTree(PrefixTree):
 
     def restore(self, node: TreeNode, *, frequency: int, cost_s: float) -> None:
         """Give a node that grew again from storage the numbers that were stored with it; the largest win."""
-        if frequency > node.frequency:
-            node.frequency, node.num_computed, node.total_cost_s = frequency, 1, cost_s
-        self.policy.on_access(node, self.num_requests)
+        if frequency <= node.frequency:
+            return  # as most units of a node say: they were stored with the same numbers
+        node.frequency, node.num_computed, node.total_cost_s = frequency, 1, cost_s
+        node.updated = self._next_sequence()
+        self.policy.on_restore(node, self.num_requests)
         for state in self._states:
             state.update_rank(node)
 

@@ -136,6 +136,15 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             self._block_ids.pop(key, None)
             self._spare[block.block_id] = block
 
+    def keep_copy(self, copies: list[KVCacheBlock], key: Key) -> None:
+        """Let a free one of ``copies`` stand for ``key``, if no other one does: a block that did lost its content."""
+        if key in self._block_ids or any(copy.ref_cnt > 0 for copy in copies):
+            return
+        for copy in copies:
+            if self._spare.pop(copy.block_id, None) is not None:
+                self.append(copy)
+                return
+
     def _locate(self, block: KVCacheBlock) -> Location | None:
         return None if block.block_hash is None else self._tree.locate(get_block_hash(block.block_hash))
 
@@ -206,7 +215,9 @@ class TreeBlockPool(BlockPool):
         key = get_block_hash(block_hash)
         self.free_block_queue.forget_content(block, key)
         tree = self.controller.tree
-        if not cached_copies(self, block_hash) and (location := tree.locate(key)) is not None:
+        if copies := cached_copies(self, block_hash):
+            self.free_block_queue.keep_copy(copies, key)
+        elif (location := tree.locate(key)) is not None:
             tree.let_go(location.node, location.unit, Tier.GPU)
             tree.remove(location.node, 1 << location.unit, Tier.GPU)
         return removed

@@ -59,8 +59,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
-
 SUPPORTED_VLLM = "0.32"
 
 __all__ = [
@@ -120,10 +118,9 @@ def cached_copies(pool: BlockPool, block_hash: Any) -> list[KVCacheBlock]:
     return list(entry.values()) if isinstance(entry, dict) else [entry]
 
 
-def host_policy_of(manager: TieringOffloadingManager) -> TreeCachePolicy:
+def host_policy_of(manager: TieringOffloadingManager) -> CachePolicy:
     """Return the policy that vLLM made for the host tier from the names in the configuration."""
-    policy: TreeCachePolicy = manager.primary_tier._policy
-    return policy
+    return manager.primary_tier._policy
 
 
 def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:

@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.building import building
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -30,7 +31,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.disk import DiskTier
-from ragcache_core.vllm_plugin.identity import building_with
+from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, decode_kv_transfer_params, tile
@@ -156,11 +157,13 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
     """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.RAGCacheSpec`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        with building_with(vllm_config):
+        self._policy: TreeCachePolicy | None = None
+        with building(vllm_config) as built:
             super().__init__(vllm_config, role, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self._policy = host_policy_of(self.scheduler.manager)
-            self._begin(self._policy.controller, kv_cache_config)
+        if built.controller is not None:
+            policy = host_policy_of(self.scheduler.manager)
+            self._policy = policy if isinstance(policy, TreeCachePolicy) else None
+            self._begin(built.controller, kv_cache_config)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
@@ -194,20 +197,26 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         request.kv_transfer_params = params
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._policy.begin_lookup(request.request_id)
+        if self._policy is not None:
+            self._policy.begin_lookup(request.request_id)
         try:
             matched: tuple[int | None, bool] = OffloadingConnector.get_num_new_matched_tokens(
                 self, request, num_computed_tokens
             )
         finally:
-            self._policy.end_lookup()
+            if self._policy is not None:
+                self._policy.end_lookup()
         if matched[0] == 0:
-            self._policy.forget_promises(request.request_id)
+            self._forget_promises(request)
         return matched
+
+    def _forget_promises(self, request: Request) -> None:
+        if self._policy is not None:
+            self._policy.forget_promises(request.request_id)
 
     def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
         OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
-        self._policy.forget_promises(request.request_id)
+        self._forget_promises(request)
         if not num_external_tokens:
             return {}
         assert self.controller is not None
@@ -220,7 +229,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         return by_tier
 
     def _finish_below(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        self._policy.forget_promises(request.request_id)
+        self._forget_promises(request)
         outcome: tuple[bool, dict[str, Any] | None] = OffloadingConnector.request_finished_all_groups(
             self, request, block_ids
         )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.logger import init_logger
 
+from ragcache_core.errors import CacheTierError
 from ragcache_core.tree import Location
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import (
@@ -145,7 +146,10 @@ class DiskTier(SecondaryTierManager):
         """Forget everything: the model's weights may have changed."""
         self._io.drain()
         self._take_in_written()
-        self._io.clear()
+        try:
+            self._io.clear()
+        except CacheTierError as error:
+            self._disable(str(error))
         self._stored.clear()
         self._tree.clear_tier(Tier.DISK)
 
@@ -161,8 +165,12 @@ class DiskTier(SecondaryTierManager):
         ]
         new: dict[Key, int] = {}
         for _, key, before, chunk_id in sorted(places, key=lambda place: place[0]):
-            if not self._is_here(key) and (before is None or self._is_here(before) or before in new):
+            if self._is_here(key):
+                continue
+            if (before is None or self._is_here(before) or before in new) and self._io.reserve():
                 new[key] = chunk_id
+            else:
+                self._controller.counters.num_dropped_chunks += 1
         return new
 
     def _is_here(self, key: Hashable) -> bool:
@@ -176,6 +184,7 @@ class DiskTier(SecondaryTierManager):
             units = self._tree.evict(Tier.DISK, 1, self._shielded(new))
             if units is None:
                 new.popitem()
+                self._io.unreserve()
                 self._controller.counters.num_dropped_chunks += 1
                 continue
             evicted += [unit.key for unit in units]  # type: ignore[misc]
@@ -202,16 +211,15 @@ class DiskTier(SecondaryTierManager):
             for key in outcome.keys:
                 self._writing.discard(key)
                 location = self._tree.locate(key)
-                if location is None:
+                if location is None or not self._is_enabled:
                     continue
                 self._tree.let_go(location.node, location.unit, Tier.DISK)
-                if outcome.is_stored:
+                if outcome.error is None:
                     self._stored.add(key)
                 else:
                     self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
-            if not outcome.is_stored:
-                self._controller.counters.num_dropped_chunks += len(outcome.keys)
             if outcome.error is not None:
+                self._controller.counters.num_dropped_chunks += len(outcome.keys)
                 self._disable(str(outcome.error))
 
     def _finish_load(self, load: Load) -> JobResult:
@@ -242,9 +250,12 @@ class DiskTier(SecondaryTierManager):
             self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
 
     def _disable(self, why: str) -> None:
+        """Take the tier out of service; the tree forgets it, or host memory would be kept for what stands on it."""
         if self._is_enabled:
             logger.error("RAGCache's disk tier is out of service until the next start: %s", why)
         self._is_enabled = self._report.is_enabled = False
+        self._stored.clear()
+        self._tree.clear_tier(Tier.DISK)
         self._controller.note_change()
 
     def _restore(self, store: ChunkStore) -> None:

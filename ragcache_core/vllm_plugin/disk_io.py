@@ -31,10 +31,9 @@ class PendingChunk:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of chunks that were to be written; without ``error`` they were dropped because the disk is slow."""
+    """What became of chunks that were to be written: they are on the disk, or there was an ``error``."""
 
     keys: list[bytes]
-    is_stored: bool
     error: Exception | None = None
 
 
@@ -88,7 +87,7 @@ class DiskIO:
     """Owns the store and the threads that use it.
 
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier lets go of host memory as soon as a
-    payload is in a buffer of its own; while ``num_buffered_bytes`` wait for the disk, further payloads are dropped.
+    payload is in a buffer of its own. Buffers are reserved beforehand; ``num_buffered_bytes`` at most wait for the disk.
     """
 
     def __init__(
@@ -114,8 +113,16 @@ class DiskIO:
 
     # The scheduler's side
 
+    def reserve(self) -> bool:
+        """Reserve a buffer for a chunk that is to be stored; False where too many wait for the disk."""
+        return self._room.acquire(blocking=False)
+
+    def unreserve(self) -> None:
+        """Undo :meth:`reserve`."""
+        self._room.release()
+
     def store(self, job_id: int, chunks: list[PendingChunk], evicted: list[bytes]) -> None:
-        """Write chunks, after those that gave way to them are deleted."""
+        """Write chunks for which buffers are reserved, after those that gave way to them are deleted."""
         with self._is_written:
             self._num_unwritten += 1
         self._jobs.put((job_id, chunks, evicted))
@@ -159,18 +166,12 @@ class DiskIO:
     def _copy_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job_id, chunks, evicted = job
-            kept, payloads = [], []
+            payloads = []
             for chunk in chunks:
-                if not self._room.acquire(blocking=False):
-                    break  # those that follow stand on it
-                buffer = _aligned(1, self._store.chunk_bytes)[0]
-                np.copyto(buffer, self._rows[chunk.chunk_id])
-                kept.append(chunk)
-                payloads.append(buffer)
+                payloads.append(_aligned(1, self._store.chunk_bytes)[0])
+                np.copyto(payloads[-1], self._rows[chunk.chunk_id])
             self._copied.append(job_id)
-            if dropped := [chunk.key for chunk in chunks[len(kept) :]]:
-                self._written.append(Outcome(dropped, is_stored=False))
-            self._batches.put(_Batch(evicted, kept, payloads))
+            self._batches.put(_Batch(evicted, chunks, payloads))
         self._batches.put(None)
 
     def _write_batches(self) -> None:
@@ -186,10 +187,10 @@ class DiskIO:
                             for chunk, payload in zip(batch.chunks[part], batch.payloads[part], strict=True)
                         ]
                     )
-                    self._written.append(Outcome(keys[part], is_stored=True))
+                    self._written.append(Outcome(keys[part]))
             except (CacheTierError, OSError, ValueError) as error:
                 done = {key for key in keys if key in self._store}
-                self._written.append(Outcome([key for key in keys if key not in done], is_stored=False, error=error))
+                self._written.append(Outcome([key for key in keys if key not in done], error))
             finally:
                 for _ in keys:
                     self._room.release()

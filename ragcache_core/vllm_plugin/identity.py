@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,25 +12,15 @@ import vllm
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.building import current_building
 from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig
 
 _NUM_SAMPLES = 512
 _SAMPLE_BYTES = 4096
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_building: ContextVar[VllmConfig | None] = ContextVar("ragcache_vllm_config", default=None)
-
-
-@contextmanager
-def building_with(vllm_config: VllmConfig) -> Iterator[None]:
-    """Let what is built inside know vLLM's configuration; vLLM hands an offloading spec only a part of it."""
-    token = _building.set(vllm_config)
-    try:
-        yield
-    finally:
-        _building.reset(token)
 
 
 def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
@@ -44,8 +31,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
     Raises:
         ConfigError: the weights' files are not on this machine, so nothing tells them from others.
     """
-    vllm_config = _building.get()
-    assert vllm_config is not None, "kv_identity() is called inside building_with()"
+    vllm_config = current_building().vllm_config
     model = vllm_config.model_config
     parallel = config.parallel
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo

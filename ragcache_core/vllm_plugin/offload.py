@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 from ragcache_core.client.shared_memory import is_lasting, keep_region, return_region, sweep_shared_memory
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.building import current_building
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -40,10 +41,14 @@ class RAGCacheSpec(TieringOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         if len(config.groups) > 1:
-            raise ConfigError(
-                f"this model has {len(config.groups)} groups of KV caches, RAGCache's host and disk tiers are for one: "
-                "set host_bytes=0 and leave disk_bytes out"
+            # A window's blocks are worth nothing to a prefix, and a tree cannot say which group's go first.
+            logger.warning(
+                "This model has %d groups of KV caches: its host tier keeps vLLM's own LRU order, and it has no disk "
+                "tier of RAGCache",
+                len(config.groups),
             )
+            self.eviction_policy, self.cache_policy_module_path = "lru", None
+            self.secondary_tier_configs: list[dict[str, object]] = []
         if self.num_chunks < 1:
             raise ConfigError(
                 f"host_bytes is {self.extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
@@ -71,8 +76,10 @@ class RAGCacheSpec(TieringOffloadingSpec):
             manager = super().get_manager()
             assert isinstance(manager, TieringOffloadingManager)
             policy = host_policy_of(manager)
-            policy.controller = self.controller
-            self._journal = self._restore_host(manager, policy)
+            if isinstance(policy, TreeCachePolicy):
+                policy.controller = self.controller
+                self._journal = self._restore_host(manager, policy)
+            current_building().controller = self.controller
         assert self._manager is not None
         return self._manager
 

@@ -33,13 +33,14 @@ class PluginSettings:
         Raises:
             ConfigError: a name or a value that this version does not know.
         """
-        given = dict(extra_config.get(KEY) or {})
-        if (profile := given.get("profile")) is not None:
-            given["profile"] = Path(profile)
+        raw = extra_config.get(KEY) or {}
         try:
+            given = dict(raw)
+            if (profile := given.get("profile")) is not None:
+                given["profile"] = Path(profile)
             return cls(**given)
-        except TypeError as error:
-            raise ConfigError(f"kv_connector_extra_config['{KEY}'] is {given!r:.200}: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"kv_connector_extra_config['{KEY}'] is {raw!r:.200}: {error}") from error
 
     def prefill_cost(self) -> PrefillCostModel:
         """Return the measured profile, or the default where there is none; a damaged one is logged."""
