@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import tomllib
@@ -21,11 +22,14 @@ FrequencyScope = Literal["ghost", "cached"]
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a mount of memory, not a place for files)
 _MAX_DEFAULT_HOST_BYTES = 8 << 30
 _MIB = 1 << 20
+_SIZE = re.compile(r"[+-]?\d+(\.\d+)?\s*([kmgtpe]?i?b?)?", re.IGNORECASE)
 
 
 def _parse_bytes(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError("a size is a number of bytes, or text such as '64GiB'")  # noqa: TRY004 (pydantic wraps it)
+    if isinstance(value, str) and not _SIZE.fullmatch(value.strip()):
+        raise ValueError("write a size as 64GiB, 512 MiB or 1073741824")
     return value.strip() if isinstance(value, str) else value
 
 

@@ -108,7 +108,7 @@ class EngineStats:
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     announced documents that contradicted their prompt; ``num_corrupt_chunks`` and ``num_lost_chunks`` of the disk tier
-    were damaged or gone, and computed again.
+    were damaged or gone, and computed again; ``num_dropped_chunks`` were not written to it, which was full or slow.
     """
 
     num_running: int
@@ -126,6 +126,7 @@ class EngineStats:
     num_ignored_metadata: int = 0
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
+    num_dropped_chunks: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:

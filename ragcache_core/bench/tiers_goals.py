@@ -140,7 +140,7 @@ def table(figures: Iterable[Mapping[str, Any]]) -> str:
         goal = GOALS.get(figure["key"])
         verdict = "" if goal is None else "met" if goal.is_met(figure["value"]) else "MISSED"
         numbers = (_shown(figure[name]) for name in ("value", "baseline", "p50_ms", "p99_ms"))
-        lines.append(line.format(figure["key"], *numbers, goal or "", verdict, figure["note"]).rstrip())
+        lines.append(line.format(figure["key"], *numbers, str(goal or ""), verdict, figure["note"]).rstrip())
     return "\n".join(lines)
 
 

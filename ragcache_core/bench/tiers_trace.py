@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 _REACH = 4
-_BETA, _SPACING, _HUB = 3.0, 0.35, 0.3
+_BETA, _SPACING, _HUB = 3.0, 0.2, 0.3
 _SESSION = 40
 
 

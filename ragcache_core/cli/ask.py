@@ -40,6 +40,7 @@ _DEFAULT_MAX_TOKENS = 256
 
 @click.command(
     cls=Command,
+    short_help="Answer a question from the documents in a store.",
     examples=[
         'ragcache ask "Where does the river Mel end?" --store notes.store --model examples/demo_model',
         'ragcache ask "Where does the river Mel end?" --store notes.store --url http://127.0.0.1:8000 --json',

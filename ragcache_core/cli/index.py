@@ -55,6 +55,7 @@ def _count(number: int, noun: str) -> str:
 
 @click.command(
     cls=Command,
+    short_help="Read files and directories into a document store.",
     examples=[
         "ragcache index notes/ --store notes.store",
         "ragcache index notes/ --store notes.store --update",

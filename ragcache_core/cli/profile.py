@@ -32,6 +32,7 @@ _NOISY_SPREAD = 0.25
 
 @click.command(
     cls=Command,
+    short_help="Measure what a prefill costs, so that the cache knows.",
     examples=[
         "ragcache profile examples/demo_model",
         "ragcache profile org/model --kv-cache-bytes 20GiB --max-tokens 16384 -- --max-model-len 32768",

@@ -41,7 +41,8 @@ def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
     if reading.policy is not None:
         yield "policy", reading.policy
         yield "ignored", f"metadata of {reading.num_ignored_metadata:,} requests"
-        yield "disk chunks", f"{reading.num_corrupt_chunks:,} corrupt, {reading.num_lost_chunks:,} lost"
+        counts = f"{reading.num_corrupt_chunks:,} corrupt, {reading.num_lost_chunks:,} lost"
+        yield "disk chunks", f"{counts}, {reading.num_dropped_chunks:,} dropped"
 
 
 def _tier_rows(reading: EngineStats) -> Iterator[Sequence[str]]:

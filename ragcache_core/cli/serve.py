@@ -27,6 +27,7 @@ _POLL_S = 1.0
 
 @click.command(
     cls=Command,
+    short_help="Serve a model over the OpenAI protocol.",
     examples=[
         "ragcache serve examples/demo_model",
         "ragcache serve examples/demo_model --port 8000 --kv-cache-bytes 512MiB",

@@ -28,6 +28,7 @@ _Show = Callable[[str, EngineStats], None]
 
 @click.command(
     cls=Command,
+    short_help="Print a server's counters, once or again and again.",
     examples=[
         "ragcache stats --url http://127.0.0.1:8000 --api-key KEY",
         "ragcache stats --url http://127.0.0.1:8000 --watch",

@@ -59,6 +59,7 @@ class _CacheFigures:
     num_ignored_metadata: int
     num_corrupt_chunks: int
     num_lost_chunks: int
+    num_dropped_chunks: int = 0
 
 
 _REQUEST_FIGURES = TypeAdapter(_RequestFigures)

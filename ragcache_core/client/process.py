@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
@@ -107,7 +108,8 @@ class ServerProcess:
         errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(_unprefixed(line))]
         errors = [i for i in errors if "See root cause above" not in lines[i]] or errors
         begin = errors[-1] if errors else max(len(lines) - 1, 0)
-        said = " ".join(map(_unprefixed, lines[begin : begin + _LAST_LINES])) or "it logged nothing"
+        more = takewhile(lambda line: not line.startswith("Traceback"), lines[begin + 1 : begin + _LAST_LINES])
+        said = " ".join(map(_unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
         return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
 
     def wait(self) -> int:

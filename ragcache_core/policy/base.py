@@ -65,6 +65,10 @@ class ReplacementPolicy(ABC):
         1 for a node that is new, whatever node had its id before.
         """
 
+    def on_restore(self, stats: NodeStats, num_requests: int) -> None:
+        """Set the policy's own numbers of a node that grew again from storage, after ``stats.frequency`` accesses."""
+        self.on_access(stats, num_requests)
+
     def on_split(self, stats: NodeStats, lower: NodeStats) -> None:  # noqa: B027
         """Give ``lower``, a new node that was cut off ``stats``, the same numbers of the policy's own."""
 

@@ -25,6 +25,10 @@ class DecayedFrequencyPolicy(ReplacementPolicy):
         self.half_life = half_life
         self._weights = array("d")
 
+    def on_restore(self, stats: NodeStats, num_requests: int) -> None:
+        self.on_access(stats, num_requests)
+        self._weights[stats.id] = float(stats.frequency)
+
     def on_access(self, stats: NodeStats, num_requests: int) -> None:
         weights = self._weights
         if stats.id >= len(weights):
@@ -77,6 +81,10 @@ class TournamentPolicy(ReplacementPolicy):
     def on_access(self, stats: NodeStats, num_requests: int) -> None:
         for candidate in self.candidates:
             candidate.on_access(stats, num_requests)
+
+    def on_restore(self, stats: NodeStats, num_requests: int) -> None:
+        for candidate in self.candidates:
+            candidate.on_restore(stats, num_requests)
 
     def on_split(self, stats: NodeStats, lower: NodeStats) -> None:
         for candidate in self.candidates:

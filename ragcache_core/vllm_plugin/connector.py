@@ -31,7 +31,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.disk import DiskTier
-from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
+from ragcache_core.vllm_plugin.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, decode_kv_transfer_params, tile
@@ -76,7 +76,7 @@ class _DocumentAware:
             segments = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
         except ConfigError as error:
             self.controller.counters.num_ignored_metadata += 1
-            logger.warning_once("Ignoring the documents of a request: %s", error)
+            logger.warning_once("Ignoring the documents of a request: %s", str(error))
             segments = tile([], request.num_prompt_tokens)
         self.controller.on_new_request(
             request.request_id, segments, request.block_hashes, request.num_prompt_tokens, time.monotonic()
@@ -186,15 +186,15 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     def _limit_storing(self, request: Request) -> None:
         assert self.controller is not None
-        limit = self.controller.num_storable_tokens(request.request_id)
-        if request.lora_request is not None and Tier.DISK in self.controller.tiers:
-            limit = 0  # keys name an adapter, not its weights, which another start may have under the same name
-        if limit is None:
-            return
         params = dict(request.kv_transfer_params or {})
-        asked = params.get("max_offload_tokens")
-        params["max_offload_tokens"] = min(limit, asked) if type(asked) is int and asked >= 0 else limit
-        request.kv_transfer_params = params
+        limit = self.controller.num_storable_tokens(request.request_id)
+        if limit is not None:
+            asked = params.get("max_offload_tokens")
+            params["max_offload_tokens"] = min(limit, asked) if type(asked) is int and asked >= 0 else limit
+        if request.lora_request is not None:
+            params[ADAPTED] = True
+        if params:
+            request.kv_transfer_params = params
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._policy is not None:

@@ -189,10 +189,17 @@ class CacheController:
         return finished
 
     def num_storable_tokens(self, request_id: str) -> int | None:
-        """Return up to which token a prompt is worth storing: the end of its last kept document; None for all of it."""
+        """Return up to which token a request is worth storing below the GPU; None for all of it.
+
+        That is the end of its last kept document, and as much as the host tier holds: what does not fit into it as a
+        whole, vLLM does not store at all.
+        """
         record = self._requests[request_id]
         documents = [s for s in record.segments if s.kind is SegmentKind.DOCUMENT]
-        return documents[: self.settings.max_cached_documents][-1].end if documents else None
+        limits = [documents[: self.settings.max_cached_documents][-1].end] if documents else []
+        if (host := self.tiers.get(Tier.HOST)) is not None:
+            limits.append(host.capacity_bytes // host.block_bytes * self.tokens_per_block)
+        return min(limits, default=None)
 
     # Blocks
 

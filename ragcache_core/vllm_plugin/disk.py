@@ -35,7 +35,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.controller import TierReport
 from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
-from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP
+from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, is_adapted
 from ragcache_core.vllm_plugin.identity import kv_identity
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class DiskTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         pending = []
         evicted: list[Key] = []
-        if self._is_enabled:
+        if self._is_enabled and not is_adapted(job_metadata.req_context):
             new = self._new_chunks(job_metadata)
             evicted = self._make_room(new)
             pending = [self._admit(key, chunk_id) for key, chunk_id in new.items()]
@@ -143,13 +143,14 @@ class DiskTier(SecondaryTierManager):
         self._io.close()
 
     def clear(self) -> None:
-        """Forget everything: the model's weights may have changed."""
+        """Forget everything, and store nothing until the next start: the model's weights may have changed."""
         self._io.drain()
         self._take_in_written()
+        self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
         try:
             self._io.clear()
         except CacheTierError as error:
-            self._disable(str(error))
+            logger.error("RAGCache's disk tier could not be emptied: %s", error)
         self._stored.clear()
         self._tree.clear_tier(Tier.DISK)
 

@@ -87,7 +87,7 @@ class DiskIO:
     """Owns the store and the threads that use it.
 
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier lets go of host memory as soon as a
-    payload is in a buffer of its own. Buffers are reserved beforehand; ``num_buffered_bytes`` at most wait for the disk.
+    payload is in a buffer of its own. Buffers are reserved before; ``num_buffered_bytes`` at most wait for the disk.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class DiskIO:
             thread.join()
         self._readers.shutdown()
         self._store.close()
+        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
 
     # The threads' side
 

@@ -19,6 +19,18 @@ FIRST_GROUP = bytes(4)
 """What an offload key of the first, and here only, KV cache group ends with."""
 
 
+ADAPTED = "ragcache_adapted"
+"""Marks, in its ``kv_transfer_params``, a request whose KV an adapter (LoRA) computes."""
+
+
+def is_adapted(req_context: ReqContext) -> bool:
+    """Return whether an adapter computes a request's KV, which therefore must not outlive the engine.
+
+    A key names the adapter but not its weights, and another start may have others under the same name.
+    """
+    return bool((req_context.kv_transfer_params or {}).get(ADAPTED))
+
+
 class TreeCachePolicy(CachePolicy):
     """Chunks of host memory by key; a chunk is one block of KV.
 
@@ -37,6 +49,7 @@ class TreeCachePolicy(CachePolicy):
         self._num_promises: Counter[OffloadKey] = Counter()
         self._looking_up: set[OffloadKey] | None = None
         self._unknown: dict[OffloadKey, None] = {}
+        self._fleeting: set[OffloadKey] = set()
 
     # Promises to waiting requests
 
@@ -83,7 +96,9 @@ class TreeCachePolicy(CachePolicy):
         """Do nothing: the tree counts accesses once a request."""
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Do nothing: the tree knows a request's blocks since it came."""
+        """Take note of what must not outlive the engine."""
+        if is_adapted(req_context):
+            self._fleeting.update(keys)
 
     def on_request_finished(
         self,
@@ -107,15 +122,18 @@ class TreeCachePolicy(CachePolicy):
         return [(key, self._give_up(key)) for key in keys]
 
     def clear(self) -> None:
+        """Forget everything, and whatever comes after must not outlive the engine: its weights may have changed."""
         for key in list(self._chunks):
             self._give_up(key)
         self._unknown.clear()
         self._promised.clear()
         self._num_promises.clear()
+        self._fleeting.clear()
+        self.journal = None
         self.controller.tree.clear_tier(Tier.HOST)
 
     def mark_evictable(self, key: OffloadKey) -> None:
-        if self.journal is not None and (location := self._locate(key)) is not None:
+        if self.journal is not None and key not in self._fleeting and (location := self._locate(key)) is not None:
             chunk = self._chunks[key]
             self.journal.seal(chunk.chunk_id, get_offload_block_hash(key), self.controller.note(location))
         if key not in self._num_promises:
@@ -147,6 +165,7 @@ class TreeCachePolicy(CachePolicy):
 
     def _give_up(self, key: OffloadKey) -> ChunkStatus:
         chunk = self._chunks.pop(key)
+        self._fleeting.discard(key)
         if self.journal is not None:
             self.journal.unseal(chunk.chunk_id)
         return chunk

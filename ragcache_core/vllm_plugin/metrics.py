@@ -16,6 +16,7 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConnectorStats,
     OffloadPromMetrics,
 )
+from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
 _COUNTERS = {
@@ -76,7 +77,13 @@ class Received:
         self._max_requests = max_requests
         self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._engines: dict[int, dict[str, Any]] = {}
+        self._before_the_first: dict[str, Any] | None = None
         self._lock = threading.Lock()
+
+    def begin(self, policy: str) -> None:
+        """Have an empty report until an engine sends one, which it does with its first request."""
+        zeros = dict.fromkeys(_COUNTERS, 0)
+        self._before_the_first = {**zeros, "policy": policy, "num_nodes": 0, "tiers": [], "hottest_documents": []}
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:
         """Take in the statistics of a step."""
@@ -102,7 +109,7 @@ class Received:
     def engine(self) -> dict[str, Any] | None:
         """Return the latest report; of several data-parallel engines, that of the first."""
         with self._lock:
-            return self._engines[min(self._engines)] if self._engines else None
+            return self._engines[min(self._engines)] if self._engines else self._before_the_first
 
 
 received = Received()
@@ -121,6 +128,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+        received.begin(PluginSettings.from_extra_config(extra_config).policy)
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config

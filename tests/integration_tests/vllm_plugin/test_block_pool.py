@@ -53,7 +53,7 @@ class Pool:
     is_taken_over: bool = True
     max_cached_documents: int | None = None
     content: dict[int, bytes | None] = field(default_factory=dict)
-    numbers: "count[int]" = field(default_factory=count)
+    numbers: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -101,7 +101,9 @@ class Pool:
         blocks, num_hits, _ = self.manager.get_computed_blocks(request)
         for i, block in enumerate(blocks.blocks[0]):
             assert self.content[block.block_id] == request.block_hashes[i], "a hit on another block's content"
-        num_new = request.num_tokens - num_hits if num_tokens is None else min(num_tokens, request.num_tokens - num_hits)
+        num_new = (
+            request.num_tokens - num_hits if num_tokens is None else min(num_tokens, request.num_tokens - num_hits)
+        )
         if self.manager.allocate_slots(request, num_new, num_hits, blocks, delay_cache_blocks=delays) is None:
             return None
         self.controller.on_admitted(request.request_id, request.block_hashes, {Tier.GPU: num_hits}, 1.0)

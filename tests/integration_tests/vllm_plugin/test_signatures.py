@@ -9,18 +9,55 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
 _READ = """
 import inspect, json
+from dataclasses import fields
 from ragcache_core.vllm_plugin import compat
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from ragcache_core.vllm_plugin.connector import DocumentConnector
+from ragcache_core.vllm_plugin.block_pool import TreeFreeBlockQueue
+from ragcache_core.vllm_plugin.cpu_worker import CopyingWorker
+from ragcache_core.vllm_plugin.disk import DiskTier
+from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
+from vllm import plugins
+from vllm.config import CacheConfig, SchedulerConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 import vllm
 base = compat.KVConnectorBase_V1
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+def methods(cls):
+    return {name: parameters(f) for name, f in vars(cls).items() if inspect.isfunction(f) and name[0] != "_"}
+
+def names(cls):
+    return [field.name for field in fields(cls)]
+
+def sets(cls, *wanted):
+    "Whether the constructor of a class, or of one above it, sets each of these."
+    text = "".join(inspect.getsource(c.__init__) for c in cls.__mro__ if "__init__" in vars(c) and c is not object)
+    return [name for name in wanted if f"self.{name}:" in text or f"self.{name} =" in text]
+
+pool = compat.BlockPool(4, True, 16)
+taken = pool.get_new_blocks(1)
+pool.cached_block_hash_to_block.insert(b"hash", taken[0])
+host = CPUOffloadingManager(4, "lru")
 print(json.dumps({
     "version": vllm.__version__,
     "abstract": sorted(base.__abstractmethods__),
@@ -34,6 +71,73 @@ print(json.dumps({
     "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
     "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
     "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),
+    "plugin_groups": [plugins.DEFAULT_PLUGINS_GROUP, plugins.PLATFORM_PLUGINS_GROUP,
+        plugins.IO_PROCESSOR_PLUGINS_GROUP, plugins.STAT_LOGGER_PLUGINS_GROUP],
+    "endpoint_group": plugins.ENDPOINT_PLUGINS_GROUP,
+    "free_queue": methods(compat.FreeKVCacheBlockQueue),
+    "our_free_queue": sorted(methods(TreeFreeBlockQueue)),
+    "pool": {name: parameters(getattr(compat.BlockPool, name)) for name in (
+        "cache_full_blocks", "reset_prefix_cache", "_remove_cached_block_hashes")},
+    "pool_attributes": [name for name in ("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block")
+        if hasattr(pool, name)],
+    "cached_copies": [b.block_id for b in compat.cached_copies(pool, b"hash")] == [taken[0].block_id],
+    "block": [name for name in ("block_id", "ref_cnt", "block_hash", "is_null") if hasattr(taken[0], name)],
+    "hash_of_block": compat.get_block_hash(b"hash" + bytes(4)) == b"hash",
+    "scheduler_sets": sets(compat.Scheduler, "connector", "kv_cache_config", "kv_cache_manager"),
+    "scheduler_output": [parameters(c._update_request_with_output) for c in (compat.Scheduler, compat.AsyncScheduler)],
+    "scheduler_cls": [parameters(SchedulerConfig.get_scheduler_cls), {"scheduler_cls", "async_scheduling"}
+        <= set(names(SchedulerConfig))],
+    "scheduler_stats": "self.connector.get_kv_connector_stats()" in inspect.getsource(compat.Scheduler),
+    "manager_sets": sets(KVCacheManager, "block_pool"),
+    "kv_cache_config": sorted({"num_blocks", "kv_cache_tensors", "kv_cache_groups"} & set(names(KVCacheConfig))),
+    "kv_cache_tensor": "size" in names(KVCacheTensor),
+    "block_sizes": parameters(compat.resolve_kv_cache_block_sizes),
+    "seed": [compat.hash_seed("sha256") is not None, parameters(kv_cache_utils.resolve_none_hash_seed),
+        len(kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS) > 0, "prefix_caching_hash_algo" in names(CacheConfig)],
+    "policy": {name: parameters(getattr(compat.CachePolicy, name)) for name in (
+        "__init__", "get", "insert", "remove", "touch", "on_store_miss", "on_request_finished", "evict", "clear",
+        "mark_evictable", "mark_non_evictable")},
+    "policy_is_complete": [sorted(TreeCachePolicy.__abstractmethods__),
+        sorted(set(methods(compat.CachePolicy)) - set(methods(TreeCachePolicy)))],
+    "policy_by_name": parameters(CachePolicyFactory.get_cache_policy_cls),
+    "host": [name for name in ("_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks")
+        if hasattr(host, name)],
+    "host_view": parameters(CPUPrimaryTierOffloadingManager.get_kv_memoryview),
+    "chunk_status": [compat.ChunkStatus(3).chunk_id, compat.ChunkStatus(3).ref_cnt],
+    "tiering_sets": sets(compat.TieringOffloadingManager, "primary_tier", "secondary_tiers"),
+    "spec_sets": sets(compat.TieringOffloadingSpec, "num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker",
+        "_manager", "_engine_id", "extra_config", "config", "blocks_per_chunk", "tokens_per_hash"),
+    "spec": [parameters(compat.TieringOffloadingSpec.get_manager), parameters(compat.TieringOffloadingSpec.get_worker)],
+    "offload_config": names(compat.OffloadingConfig),
+    "tier_init": parameters(compat.SecondaryTierManager.__init__),
+    "tier_is_complete": sorted(DiskTier.__abstractmethods__),
+    "tier": {name: parameters(getattr(compat.SecondaryTierManager, name)) for name in (
+        "on_new_request", "lookup", "submit_store", "submit_load", "get_finished_jobs", "has_pending_work",
+        "drain_jobs", "shutdown")},
+    "tier_factory": "module_path" in inspect.getsource(SecondaryTierFactory),
+    "job": names(compat.TransferJob), "result": names(compat.JobResult),
+    "offload_key": compat.get_offload_block_hash(b"hash" + bytes(4)) == b"hash",
+    "worker": {name: parameters(getattr(compat.OffloadingWorker, name)) for name in (
+        "submit_store", "submit_load", "get_finished", "wait", "shutdown")},
+    "worker_is_complete": sorted(CopyingWorker.__abstractmethods__),
+    "transfer_result": names(compat.TransferResult),
+    "caches": names(compat.CanonicalKVCaches),
+    "gpu_spec": parameters(compat.GPULoadStoreSpec.__init__),
+    "region": [parameters(compat.SharedOffloadRegion.__init__)[:6],
+        parameters(compat.SharedOffloadRegion.create_next_worker_view), parameters(compat.SharedOffloadRegion.cleanup)],
+    "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap" in inspect.getsource(compat.SharedOffloadRegion.__init__),
+    "offloading_connector": {name: parameters(getattr(compat.OffloadingConnector, name)) for name in (
+        "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished",
+        "request_finished_all_groups", "reset_cache", "get_kv_connector_stats", "get_external_cache_hit_sources",
+        "on_new_request")},
+    "offloading_scheduler": [isinstance(inspect.getattr_static(compat.OffloadingConnector, "scheduler"), property),
+        sets(offloading.OffloadingConnectorScheduler, "manager"), names(offloading.TransferJob)],
+    "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
+    "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
+    "prom": [parameters(compat.KVConnectorPromMetrics.__init__), sets(compat.KVConnectorPromMetrics, "_counter_cls",
+        "_gauge_cls", "per_engine_labelvalues"), parameters(compat.KVConnectorPromMetrics.observe)],
+    "stats": sorted(compat.KVConnectorStats.__dataclass_fields__),
+    "stats_methods": sorted(methods(compat.KVConnectorStats)),
 }))
 """
 
@@ -78,3 +182,180 @@ def test_requests_carry_our_metadata_and_token_ids(vllm_facts: dict[str, object]
     assert vllm_facts["chat_takes_metadata"], "wire.py needs another channel"
     assert vllm_facts["completion_takes_metadata"], "wire.py needs another channel"
     assert vllm_facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
+
+
+def test_vllm_looks_for_plugins_where_we_register_ours(vllm_facts: dict[str, object]) -> None:
+    from ragcache_core.vllm_plugin import api_server
+
+    assert vllm_facts["endpoint_group"] == "vllm.endpoint_plugins", "rename our entry point's group in pyproject.toml"
+    assert sorted(vllm_facts["plugin_groups"]) == sorted(api_server._PLUGIN_GROUPS), (  # type: ignore[call-overload]
+        "follow it in api_server._PLUGIN_GROUPS: naming our plugin in VLLM_PLUGINS must not switch others off"
+    )
+    (point,) = [p for p in entry_points(group="vllm.endpoint_plugins") if p.name == api_server.ENDPOINT_PLUGIN]
+    assert point.value == "ragcache_core.vllm_plugin.routes:RAGCacheEndpoint", "install the package again"
+
+
+def test_the_block_pool_is_the_one_that_ours_takes_over(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["free_queue"] == {
+        "popleft": ["self"],
+        "popleft_n": ["self", "n"],
+        "remove": ["self", "block"],
+        "append": ["self", "block"],
+        "prepend_n": ["self", "blocks"],
+        "append_n": ["self", "blocks"],
+        "get_all_free_blocks": ["self"],
+        "iter_blocks_after": ["self", "cursor"],
+    }, "override what is new or different in TreeFreeBlockQueue: the base class's linked list is empty there"
+    assert set(vllm_facts["free_queue"]) <= set(vllm_facts["our_free_queue"]), "override it in TreeFreeBlockQueue"  # type: ignore[call-overload]
+    assert vllm_facts["pool"] == {
+        "cache_full_blocks": [
+            *("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
+            "block_mask",
+        ],
+        "reset_prefix_cache": ["self"],
+        "_remove_cached_block_hashes": ["self", "block"],
+    }, "follow the change in TreeBlockPool, which learns and forgets what blocks hold there"
+    assert vllm_facts["pool_attributes"] == [
+        *("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block"),
+    ], "TreeBlockPool.take_over() replaces free_block_queue of a pool that is built: find its new name"
+    assert vllm_facts["cached_copies"], "compat.cached_copies() reads BlockHashToBlockMap._cache: find its new name"
+    assert vllm_facts["block"] == ["block_id", "ref_cnt", "block_hash", "is_null"], "follow it in block_pool.py"
+    assert vllm_facts["hash_of_block"], "a block's hash is no longer key + 4 bytes of group: follow it in block_pool.py"
+
+
+def test_the_scheduler_is_where_ours_stands(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["scheduler_sets"] == ["connector", "kv_cache_config", "kv_cache_manager"], (
+        "_TreeScheduling.__init__() reads them after vLLM's: find their new names"
+    )
+    assert vllm_facts["manager_sets"] == ["block_pool"], "scheduler.py takes over kv_cache_manager.block_pool"
+    assert vllm_facts["scheduler_output"] == [["self", "request", "new_token_ids", "is_stale"]] * 2, (
+        "_TreeScheduling notes a request's first token there: follow it, or find where tokens arrive"
+    )
+    assert vllm_facts["scheduler_cls"] == [["self"], True], "--scheduler-cls takes RAGCacheScheduler: find the new door"
+    assert vllm_facts["scheduler_stats"], "our figures leave with get_kv_connector_stats(): find the new way out"
+
+
+def test_the_kv_cache_says_how_large_its_blocks_are(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
+        "compat.kv_bytes_per_block() reads them"
+    )
+    assert vllm_facts["kv_cache_tensor"], "compat.kv_bytes_per_block() takes a tensor's size for the allocation's"
+    assert vllm_facts["block_sizes"] == ["kv_cache_config", "vllm_config"], "DocumentConnector asks for tokens_per_hash"
+    assert vllm_facts["seed"] == [True, ["hash_fn"], True, True], (
+        "compat.hash_seed() says whether another start finds the same keys: without it no cache on disk may be shared"
+    )
+
+
+def test_the_host_tiers_policy_is_asked_what_ours_answers(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["policy"] == {
+        "__init__": ["self", "cache_capacity"],
+        "get": ["self", "key"],
+        "insert": ["self", "key", "chunk"],
+        "remove": ["self", "key"],
+        "touch": ["self", "keys", "req_context"],
+        "on_store_miss": ["self", "keys", "req_context"],
+        "on_request_finished": ["self", "key_groups", "insertion_only_keys", "reused_keys", "req_context"],
+        "evict": ["self", "n", "protected"],
+        "clear": ["self"],
+        "mark_evictable": ["self", "key"],
+        "mark_non_evictable": ["self", "key"],
+    }, "follow the change in host_policy.py"
+    assert vllm_facts["policy_is_complete"] == [[], []], "answer the new hooks in TreeCachePolicy"
+    assert vllm_facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
+    assert vllm_facts["host"] == ["_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks"], (
+        "compat.host_policy_of() and compat.adopt_chunks() need them"
+    )
+    assert vllm_facts["host_view"] == ["self"], "offload.py restores host memory through it"
+    assert vllm_facts["chunk_status"] == [3, -1], "a new chunk is not ready: adopt_chunks() sets its ref_cnt to 0"
+    assert vllm_facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (
+        "compat.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
+    )
+
+
+def test_the_offloading_spec_has_what_ours_builds_from(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["spec_sets"] == [
+        *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
+        *("config", "blocks_per_chunk", "tokens_per_hash"),
+    ], "RAGCacheSpec uses them: find their new names"
+    assert vllm_facts["spec"] == [["self"], ["self", "kv_caches"]], "follow it in RAGCacheSpec"
+    missing = {"groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "model", "cache", "parallel"} | {
+        "kv_cache_layout"
+    }
+    missing -= set(vllm_facts["offload_config"])  # type: ignore[call-overload]
+    assert not missing, "kv_identity() puts them into the identity of a cache on disk: find their new names"
+
+
+def test_the_disk_tier_is_asked_what_ours_answers(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["tier_init"] == [
+        *("self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
+    ], "follow it in DiskTier.__init__()"
+    assert vllm_facts["tier_is_complete"] == [], "implement the new abstract methods in disk.py"
+    assert vllm_facts["tier"] == {
+        "on_new_request": ["self", "req_context"],
+        "lookup": ["self", "key", "req_context"],
+        "submit_store": ["self", "job_metadata"],
+        "submit_load": ["self", "job_metadata"],
+        "get_finished_jobs": ["self"],
+        "has_pending_work": ["self"],
+        "drain_jobs": ["self"],
+        "shutdown": ["self"],
+    }, "follow the change in disk.py"
+    assert vllm_facts["tier_factory"], "arguments.py names DiskTier by type and module_path: find the new way"
+    assert vllm_facts["job"] == ["job_id", "keys", "chunk_ids", "is_promotion", "req_context", "submit_time"], (
+        "DiskTier reads jobs"
+    )
+    assert vllm_facts["result"] == ["job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"], (
+        "DiskTier makes results"
+    )
+    assert vllm_facts["offload_key"], "a key is no longer hash + 4 bytes of group: see host_policy.FIRST_GROUP"
+
+
+def test_the_copying_worker_stands_in_for_vllms(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["worker_is_complete"] == [], "implement the new abstract methods in cpu_worker.py"
+    assert vllm_facts["worker"] == {
+        "submit_store": ["self", "job_id", "src_spec", "dst_spec"],
+        "submit_load": ["self", "job_id", "src_spec", "dst_spec"],
+        "get_finished": ["self"],
+        "wait": ["self", "job_ids"],
+        "shutdown": ["self"],
+    }, "follow the change in cpu_worker.py"
+    assert vllm_facts["transfer_result"] == ["job_id", "success", "transfer_size", "transfer_time"], "see _finish()"
+    assert vllm_facts["caches"] == ["tensors", "group_data_refs"], "CopyingWorker makes its views from them"
+    assert vllm_facts["gpu_spec"] == ["self", "block_ids", "group_sizes", "block_indices"], "see _transfers()"
+    assert vllm_facts["region"] == [
+        ["self", "engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size"],
+        ["self", "tensor_page_size"],
+        ["self"],
+    ], "RAGCacheSpec.get_worker() makes the region, CopyingWorker its views"
+    assert vllm_facts["region_path"], "client/shared_memory.py sweeps and keeps these files by their names"
+
+
+def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["offloading_connector"] == {
+        "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
+        "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
+        "build_connector_meta": ["self", "scheduler_output"],
+        "request_finished": ["self", "request", "block_ids"],
+        "request_finished_all_groups": ["self", "request", "block_ids"],
+        "reset_cache": ["self"],
+        "get_kv_connector_stats": ["self"],
+        "get_external_cache_hit_sources": ["self", "request", "num_external_tokens"],
+        "on_new_request": ["self", "request"],
+    }, "follow the change in RAGCacheConnector"
+    assert vllm_facts["offloading_scheduler"] == [True, ["manager"], ["req_id", "src_spec", "dst_spec"]], (
+        "RAGCacheConnector reads scheduler.manager, and counts the bytes of store_jobs"
+    )
+    assert vllm_facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
+    assert vllm_facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
+
+
+def test_statistics_travel_as_ours_do(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["prom"] == [
+        ["self", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"],
+        ["_counter_cls", "_gauge_cls", "per_engine_labelvalues"],
+        ["self", "transfer_stats_data", "engine_idx"],
+    ], "RAGCachePromMetrics makes its series with them"
+    assert vllm_facts["stats"] == ["data"], "RAGCacheStats keeps everything in data, which vLLM sends"
+    assert vllm_facts["stats_methods"] == ["aggregate", "is_empty", "reduce", "reset", "to_dict"], (
+        "follow it in RAGCacheStats"
+    )

@@ -39,6 +39,13 @@ def invoke(raises: BaseException, *arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_the_help_says_of_every_command_in_a_whole_line_what_it_does() -> None:
+    printed = CliRunner().invoke(cli, ["--help"]).stdout
+    listed = printed.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in listed] == sorted(cli.commands)
+    assert all(line.endswith(".") and not line.endswith("..") for line in listed)
+
+
 def test_an_error_is_one_line_on_standard_error_and_status_1() -> None:
     assert invoke(EmptyStoreError("nothing there: add")) == (1, "", "ragcache: error: nothing there: add\n")
 

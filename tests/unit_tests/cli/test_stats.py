@@ -48,7 +48,7 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert "found in cache   4,096 of 8,192 tokens (50.0%)" in lines
     assert "policy           tournament" in lines
     assert "ignored          metadata of 1 requests" in lines
-    assert "disk chunks      2 corrupt, 3 lost" in lines
+    assert "disk chunks      2 corrupt, 3 lost, 4 dropped" in lines
     header = next(i for i, line in enumerate(lines) if line.startswith("tier "))
     gpu, host, disk = (re.split(r"\s{2,}", line) for line in lines[header + 1 : header + 4])
     assert gpu == ["gpu", "512.0 MiB of 1.0 GiB", "[##########..........]", "50%", "512", "9", "4,096", "50.0%"]

@@ -218,6 +218,15 @@ def test_a_server_whose_log_was_removed_has_no_last_words(tmp_path: Path) -> Non
     assert process.returncode is not None
 
 
+def test_the_last_words_of_a_server_end_where_the_next_traceback_begins(tmp_path: Path) -> None:
+    process = ServerProcess(["--help"], env={}, log_path=tmp_path / "log")
+    try:
+        process.log_path.write_text("ValueError: it is 1: raise it\nTraceback (most recent call last):\n  File x\n")
+        assert process.last_words() == f"ValueError: it is 1: raise it (log: {process.log_path})"
+    finally:
+        process.kill()
+
+
 REQUEST = httpx.Request("POST", "http://host:1/v1/completions")
 
 

@@ -141,7 +141,7 @@ def test_a_relative_directory_is_beside_its_file(tmp_path: Path, written: str, m
         ("host_bytes = 1", r"cache\.toml has no \[cache\] table: begin it"),
         ("cache = 1", r"cache\.toml has no \[cache\] table"),
         ("[cache]\nhost_bytes = lots", r"cache\.toml is not TOML \(.*line 2"),
-        ('[cache]\nhost_bytes = "lots"', r"cache\.toml: CacheConfig\.host_bytes is 'lots': could not parse"),
+        ('[cache]\nhost_bytes = "lots"', r"cache\.toml: CacheConfig\.host_bytes is 'lots': write a size"),
         ("[cache]\nhost_byte = 1", r"cache\.toml: CacheConfig\.host_byte is 1: .* use one of"),
         ('[cache]\ndirectory = ""', r"cache\.toml: CacheConfig\.directory is '': name a directory"),
         ('[cache]\ndirectory = "kv"', r"cache\.toml: CacheConfig\.directory is .*: set disk_bytes"),

@@ -1,0 +1,205 @@
+"""What the knowledge tree costs: time for each request's decisions, memory for each node.
+
+A request is what the engine makes of it: two documents and a question of its own, some blocks of which are resident::
+
+    insert, retain | match | hold what is there | evict for what is not | count the access | add | let go, release
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from ragcache_core.bench.tiers_goals import Figure, Part, Plan, percentiles_ms
+from ragcache_core.bench.tiers_trace import RetrievalTrace, TraceOptions
+from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
+from ragcache_core.types import Tier
+
+_BLOCK_TOKENS = 16
+_DEFAULT_POLICY = "tournament"
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionTimes:
+    """Times of single requests, by the clock and of the processor.
+
+    A decision waits for nothing, so the first is longer only where others want the processor too. ``num_nodes`` were
+    resident, ``hit_share`` of the blocks that were asked for were found.
+    """
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    num_nodes: int
+    hit_share: float
+
+
+class DecisionLoad:
+    """A full GPU tier of ``num_nodes`` documents of ``blocks_per_node`` blocks, and requests for it."""
+
+    def __init__(self, policy: str, *, num_nodes: int, blocks_per_node: int, seed: int) -> None:
+        self._capacity_blocks = num_nodes * blocks_per_node
+        self._blocks_per_node = blocks_per_node
+        self._cost = PrefillCostModel.default()
+        shadow_tokens = self._capacity_blocks * _BLOCK_TOKENS
+        self.tree = KnowledgeTree(make_policy(policy, self._cost), shadow_tokens=shadow_tokens)
+        options = TraceOptions(num_documents=4 * num_nodes, skew=0.6, shift=5.0)
+        self._trace = RetrievalTrace(options, seed).requests()
+        self._number = 0
+
+    def fill(self) -> None:
+        """Run requests until the tier has been full for a while."""
+        while not self.tree.tiers[Tier.GPU].num_evicted_units:
+            self._ask(self._next_request())
+        for _ in range(2_000):
+            self._ask(self._next_request())
+
+    def measure(self, num_requests: int) -> DecisionTimes:
+        """Return the time that each of ``num_requests`` takes."""
+        requests = [self._next_request() for _ in range(num_requests)]
+        num_hit_units = 0
+        seconds: list[float] = []
+        cpu_seconds: list[float] = []
+        for segments in requests:
+            started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+            num_hit_units += self._ask(segments)
+            cpu_seconds.append(time.thread_time() - started_cpu_s)
+            seconds.append(time.perf_counter() - started_s)
+        num_units = sum(len(segment.keys) for segments in requests for segment in segments)
+        num_nodes = sum(1 for node in self.tree.nodes() if self.tree.resident_mask(node, Tier.GPU))
+        return DecisionTimes(seconds, cpu_seconds, num_nodes, num_hit_units / num_units)
+
+    def _next_request(self) -> list[PathSegment]:
+        self._number += 1
+        first, second = next(self._trace)
+        return [
+            self._segment(f"{first}", first),
+            self._segment(f"{first}/{second}", second),
+            PathSegment([f"question {self._number}".encode()], _BLOCK_TOKENS),
+        ]
+
+    def _segment(self, place: str, document: int) -> PathSegment:
+        keys = [f"{place} {i}".encode() for i in range(self._blocks_per_node)]
+        return PathSegment(keys, len(keys) * _BLOCK_TOKENS, f"document-{document}")
+
+    def _ask(self, segments: Sequence[PathSegment]) -> int:
+        """Decide one request from its arrival to its end, and return how many blocks were there."""
+        tree = self.tree
+        path = tree.insert(segments)
+        last = path[-1].keys[-1]
+        tree.retain(last)
+        match = tree.match_prefix(segments)
+        units = [(node, unit) for node in path for unit in range(len(node.keys))]
+        for node, unit in units[: match.num_units]:
+            tree.hold(node, unit, Tier.GPU)
+        num_free = self._capacity_blocks - tree.tiers[Tier.GPU].num_units
+        num_missing = len(units) - match.num_units
+        if num_missing > num_free:
+            evicted = tree.evict(Tier.GPU, num_missing - num_free)
+            assert evicted is not None, "the tier is far larger than a request"
+        path = tree.insert(segments)
+        num_tokens = num_missing * _BLOCK_TOKENS
+        cost_s = self._cost.estimate_s(match.num_tokens, num_tokens)
+        tree.record_access(path, num_tokens, cost_s, match.num_units)
+        for node, unit in units[match.num_units :]:
+            tree.hold(node, unit, Tier.GPU)
+            tree.add(node, 1 << unit, Tier.GPU)
+        for node, unit in reversed(units):
+            tree.let_go(node, unit, Tier.GPU)
+        tree.release(last)
+        return match.num_units
+
+
+def bytes_per_node(num_nodes: int, *, blocks_per_node: int, tiers: Sequence[Tier], policy: str) -> float:
+    """Return the bytes that a node takes whose blocks lie in ``tiers``: its keys, id and place in every heap included.
+
+    The nodes are pairs of documents that were requested once each.
+    """
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tree = KnowledgeTree(make_policy(policy), shadow_tokens=num_nodes * blocks_per_node * _BLOCK_TOKENS)
+        for pair in range(num_nodes // 2):
+            segments = [_segment_of(pair, place, blocks_per_node) for place in range(2)]
+            path = tree.insert(segments)
+            tree.record_access(path, sum(s.num_tokens for s in segments), 0.1, 0)
+            for tier in tiers:
+                _place(tree, path, tier)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        return (after - before) / len(tree)
+    finally:
+        tracemalloc.stop()
+
+
+def measure_decisions(plan: Plan) -> Part:
+    """Time the decisions with 1,000 and 100,000 resident nodes, and weigh a node."""
+    gc.collect()
+    gc.freeze()  # as vLLM does when its engine has started; collections go on for what comes after
+    try:
+        return _measure_decisions(plan)
+    finally:
+        gc.unfreeze()
+
+
+def _measure_decisions(plan: Plan) -> Part:
+    num_requests = plan.sized(20_000, 300)
+    cases = [(p, n, 8) for n in (1_000, 100_000) for p in (_DEFAULT_POLICY, "pgdsf")]
+    cases += [(_DEFAULT_POLICY, 1_000, 1), (_DEFAULT_POLICY, 1_000, 64)]
+    if plan.is_quick:
+        cases = [(p, min(n, 2_000), b) for p, n, b in cases if b == 8]
+    rows = []
+    for policy, num_nodes, blocks in cases:
+        plan.report(f"decisions: {policy}, {num_nodes:,} nodes of {blocks} blocks")
+        load = DecisionLoad(policy, num_nodes=num_nodes, blocks_per_node=blocks, seed=plan.seed)
+        load.fill()
+        times = load.measure(num_requests)
+        p50, p99 = percentiles_ms(times.cpu_seconds)
+        _, clock_p99 = percentiles_ms(times.seconds)
+        rows.append(
+            {
+                "policy": policy,
+                "goal_nodes": num_nodes,
+                "blocks_per_node": blocks,
+                "num_nodes": times.num_nodes,
+                "hit_share": round(times.hit_share, 3),
+                "p50_ms": p50,
+                "p99_ms": p99,
+                "clock_p99_ms": clock_p99,
+                "max_ms": round(max(times.cpu_seconds) * 1000, 3),
+            }
+        )
+    figures = []
+    for key, ours, other in (("1k", rows[0], rows[1]), ("100k", rows[2], rows[3])):
+        note = f"{ours['num_nodes']:,} nodes of 8 blocks, tournament; pgdsf {other['p99_ms']} ms; "
+        note += f"processor time, by the clock {ours['clock_p99_ms']} ms"
+        p50_ms, p99_ms = float(str(ours["p50_ms"])), float(str(ours["p99_ms"]))
+        figures.append(Figure(f"decision_p99_ms_{key}", p99_ms, None, p50_ms, p99_ms, note))
+    plan.report("decisions: memory of a node")
+    count = plan.sized(100_000, 2_000)
+    gpu = bytes_per_node(count, blocks_per_node=1, tiers=[Tier.GPU], policy=_DEFAULT_POLICY)
+    weights = {
+        "one block, GPU": gpu,
+        "one block, GPU, pgdsf": bytes_per_node(count, blocks_per_node=1, tiers=[Tier.GPU], policy="pgdsf"),
+        "one block, three tiers": bytes_per_node(count, blocks_per_node=1, tiers=[*Tier], policy=_DEFAULT_POLICY),
+        "further block": (
+            bytes_per_node(count, blocks_per_node=9, tiers=[Tier.GPU], policy=_DEFAULT_POLICY) - gpu
+        ) / 8,
+    }  # fmt: skip
+    note = f"one block in GPU; three tiers {weights['one block, three tiers']:.0f}, a further block "
+    figures.append(Figure("bytes_per_node", round(gpu, 1), note=note + f"{weights['further block']:.0f}"))
+    details = {"decisions": rows, "bytes_per_node": {k: round(v, 1) for k, v in weights.items()}}
+    return Part("the tier filled, then 2,000 requests", tuple(figures), details)
+
+
+def _segment_of(pair: int, place: int, num_blocks: int) -> PathSegment:
+    keys: list[Hashable] = [b"%019d %3d %3d     " % (pair, place, i) for i in range(num_blocks)]  # 32 bytes, as vLLM's
+    return PathSegment(keys, num_blocks * _BLOCK_TOKENS, f"document-{pair}-{place}")
+
+
+def _place(tree: KnowledgeTree, path: Sequence[TreeNode], tier: Tier) -> None:
+    for node in path:
+        tree.add(node, node.full_mask, tier)

@@ -1,0 +1,159 @@
+"""What the disk tier does when the disk is damaged, full, slow or gone: misses, never wrong bytes, never an error."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult
+
+from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin import disk, disk_io
+from tests.integration_tests.vllm_plugin.disk_scene import (
+    CHUNK_BYTES,
+    UNTOUCHED,
+    Opening,
+    failing,
+    payload,
+)
+
+
+def test_a_damaged_chunk_is_a_miss_and_counted_and_the_others_are_served(opening: Opening) -> None:
+    scene = opening()
+    keys = scene.store("D")
+    data = bytearray(scene.data_file.read_bytes())
+    position = data.index(payload(keys[2]))
+    data[position + 100] ^= 0x10
+    scene.data_file.write_bytes(data)
+    assert scene.load(keys) == set(keys) - {keys[2]}
+    assert scene.hits(keys) == keys[:2]
+    assert scene.controller.counters.num_corrupt_chunks == 1
+    scene.check()
+    assert scene.controller.tiers[Tier.DISK].is_enabled
+    assert scene.store("D") == keys, "it is computed and stored again"
+    assert scene.load(keys) == set(keys)
+
+
+def test_a_file_that_was_cut_costs_what_was_cut_off(opening: Opening) -> None:
+    scene = opening()
+    keys = scene.store("D")
+    data = scene.data_file.read_bytes()
+    first_lost = min(i for i, key in enumerate(keys) if data.index(payload(key)) >= 3 * CHUNK_BYTES)
+    with scene.data_file.open("r+b") as file:
+        file.truncate(3 * CHUNK_BYTES)
+    found = scene.load(keys)
+    assert len(found) == 3
+    assert scene.hits(keys) == keys[:first_lost]
+    assert scene.controller.counters.num_corrupt_chunks == 3
+    scene.check()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_disk_that_cannot_be_written_takes_the_tier_out_of_service_not_the_engine(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    scene = opening()
+    stored = scene.store("B")
+    monkeypatch.setattr(SlotFile, "write", failing(code))
+    lost = scene.store("C")
+    assert scene.hits(stored) == scene.hits(lost) == []
+    report = scene.controller.report()
+    assert report["tiers"][-1]["is_enabled"] is False  # type: ignore[index]
+    assert report["num_dropped_chunks"] == 2
+    scene.store("D")
+    assert scene.num_hits("D") == 0
+    scene.tier.drain_jobs()
+    scene.close()
+    monkeypatch.undo()
+    assert opening().hits(stored) == stored, "the next start has what was written"
+
+
+def test_a_tier_out_of_service_keeps_nothing_of_the_faster_tiers(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host chunk stays while the disk has later ones of its document; a disk that is gone has none."""
+    scene = opening()
+    keys = scene.store("B")
+    location = scene.tree.locate(keys[0][:-4])
+    assert location is not None
+    scene.tree.remove(location.node, 0b001, Tier.DISK)  # the first was lost
+    scene.tree.add(location.node, 0b001, Tier.HOST)
+    assert scene.tree.evict(Tier.HOST, 1) is None
+    monkeypatch.setattr(SlotFile, "write", failing(errno.ENOSPC))
+    scene.store("C")
+    assert scene.tree.evict(Tier.HOST, 1) is not None
+    assert scene.tree.tiers[Tier.DISK].num_units == 0
+
+
+def test_a_read_error_is_a_miss(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    keys = scene.store("B")
+    monkeypatch.setattr(SlotFile, "read", failing(errno.EIO))
+    assert scene.load(keys) == set()
+    scene.check()
+
+
+def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = opening()
+    keys = scene.store("B")
+    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.1)
+    go_on, is_read, read = threading.Event(), threading.Event(), SlotFile.read
+
+    def hang(self: SlotFile, *args: Any) -> None:
+        go_on.wait(10)
+        read(self, *args)
+        is_read.set()
+
+    monkeypatch.setattr(SlotFile, "read", hang)
+    result = scene.result(scene.submit_load(keys))
+    assert not result.success
+    assert not result.successful_keys
+    assert scene.hits(keys) == []
+    assert not scene.controller.tiers[Tier.DISK].is_enabled
+    assert scene.controller.counters.num_corrupt_chunks == 0, "slow is not damaged"
+    assert scene.tree.tiers[Tier.DISK].in_use == {}
+    go_on.set()
+    assert is_read.wait(10)
+    scene.tier.drain_jobs()
+    assert list(scene.tier.get_finished_jobs()) == []
+    assert (scene.memory == UNTOUCHED).all()
+
+
+def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document with a hole would keep its beginning in host memory for ever: it is the base of what is on disk."""
+    monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", {"num_buffered_bytes": 4 * CHUNK_BYTES})
+    scene = opening()
+    go_on, write = threading.Event(), SlotFile.write
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    keys = scene.announce("DBD")
+    parts = [keys[:3], keys[3:8], keys[8:]]
+    for part in parts[:2]:
+        assert scene.result(scene.submit_store(part)).success, "host memory is free at once"
+    go_on.set()
+    scene.tier.drain_jobs()
+    assert scene.result(scene.submit_store(parts[2])).success
+    scene.tier.drain_jobs()
+    assert list(scene.tier.get_finished_jobs()) == []
+    on_disk = [key for key in keys if scene.tier.lookup(key, scene.context) is LookupResult.HIT]
+    assert on_disk == keys[:4], "what fitted into the buffers, without a hole"
+    assert scene.controller.counters.num_dropped_chunks == len(keys) - 4
+    scene.check()
+    for _ in range(3):
+        scene.store("DBD")
+    assert scene.hits(keys) == keys, "what was dropped is stored when it comes again"
+
+
+def test_closing_twice_is_no_error_and_waits_for_what_is_on_its_way(opening: Opening) -> None:
+    scene = opening()
+    keys = scene.announce("D")
+    scene.submit_store(keys)
+    scene.tier.shutdown()
+    scene.tier.shutdown()
+    assert opening().hits(keys) == keys

@@ -1,0 +1,185 @@
+"""From the scheduler's process to the server's: statistics that are merged, sent, counted and asked for."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
+
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats, Received
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+
+class Engine:
+    """A controller with a GPU and a disk, as an engine has it."""
+
+    def __init__(self) -> None:
+        self.controller = CacheController(
+            PluginSettings(policy="lru"), tokens_per_block=4, shadow_blocks=4, prefill_cost=PrefillCostModel.default()
+        )
+        self.controller.tiers[Tier.GPU] = TierReport(1000, 100)
+        self.controller.tiers[Tier.DISK] = TierReport(9000, 300)
+
+    def serve(self, request_id: str, num_gpu: int, num_disk: int) -> None:
+        keys = [b"0", b"1"]
+        segments = (PromptSegment(SegmentKind.DOCUMENT, 0, 8, "a"), PromptSegment(SegmentKind.QUESTION, 8, 10))
+        self.controller.on_new_request(request_id, segments, keys, 10, 1.0)
+        self.controller.on_admitted(request_id, keys, {Tier.GPU: num_gpu, Tier.DISK: num_disk}, 2.0)
+        self.controller.on_finished(request_id)
+
+    def stats(self, offload: OffloadingConnectorStats | None = None) -> RAGCacheStats:
+        controller = self.controller
+        return RAGCacheStats.of(requests=controller.take_finished(), engine=controller.take_report(), offload=offload)
+
+
+class Server:
+    """The series of ``/metrics`` in a registry of this test's own."""
+
+    def __init__(self, *, num_engines: int = 1, has_tiers: bool = False) -> None:
+        self.registry = CollectorRegistry()
+        kinds = {kind: self._in_registry(kind) for kind in (Counter, Gauge, Histogram)}
+        spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload"}
+        extra = spec if has_tiers else {}
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        labels = {i: ["demo", str(i)] for i in range(num_engines)}
+        self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)  # type: ignore[arg-type]
+
+    def _in_registry(self, kind: Any) -> Any:
+        return lambda *args, **kwargs: kind(*args, **kwargs, registry=self.registry)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, {"model_name": "demo", "engine": "0", **labels})
+
+
+@pytest.fixture(autouse=True)
+def received(monkeypatch: pytest.MonkeyPatch) -> Received:
+    """This process's memory of requests, new for each test."""
+    new = Received()
+    monkeypatch.setattr("ragcache_core.vllm_plugin.metrics.received", new)
+    return new
+
+
+def test_the_series_are_what_the_engine_counted() -> None:
+    engine, server = Engine(), Server()
+    engine.serve("r1", 4, 0)
+    server.metrics.observe(engine.stats().data)
+    engine.serve("r2", 0, 8)
+    engine.controller.counters.num_corrupt_chunks = 3
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_requests_total") == 2
+    assert server.value("ragcache_prompt_tokens_total") == 20
+    assert server.value("ragcache_corrupt_chunks_total") == 3
+    assert server.value("ragcache_tier_hit_tokens_total", tier="gpu") == 4
+    assert server.value("ragcache_tier_hit_tokens_total", tier="disk") == 8
+    assert server.value("ragcache_tier_capacity_bytes", tier="disk") == 9000
+    assert server.value("ragcache_tier_enabled", tier="disk") == 1
+    engine.controller.tiers[Tier.DISK].is_enabled = False
+    engine.controller.note_change()
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_tier_enabled", tier="disk") == 0
+    assert server.value("ragcache_requests_total") == 2
+    assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+
+
+def test_an_engine_that_was_reset_counts_on() -> None:
+    server = Server()
+    for num_requests in (3, 2):
+        engine = Engine()
+        for i in range(num_requests):
+            engine.serve(f"r{i}", 4, 0)
+        server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_requests_total") == 5
+    assert server.value("ragcache_tier_hit_tokens_total", tier="gpu") == 20
+
+
+def test_several_engines_have_series_of_their_own(received: Received) -> None:
+    server = Server(num_engines=2)
+    for index, num_requests in enumerate((1, 2)):
+        engine = Engine()
+        for i in range(num_requests):
+            engine.serve(f"{index}-{i}", 4, 0)
+        server.metrics.observe(engine.stats().data, index)
+    assert server.value("ragcache_requests_total") == 1
+    assert server.value("ragcache_requests_total", engine="1") == 2
+    report = received.engine()
+    assert report is not None
+    assert report["num_requests"] == 1
+
+
+def test_vllms_own_series_of_the_offloading_are_kept() -> None:
+    server = Server(has_tiers=True)
+    offload = OffloadingConnectorStats()
+    offload.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, 0.25)
+    server.metrics.observe(Engine().stats(offload).data)
+    assert server.value(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC) == 0.25
+    assert server.value("ragcache_requests_total") == 0
+
+
+def test_statistics_survive_the_way_between_the_processes() -> None:
+    engine = Engine()
+    engine.serve("r1", 4, 0)
+    stats = engine.stats()
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))
+    assert data == json.loads(json.dumps(stats.data)) == stats.data
+    server = Server()
+    server.metrics.observe(data)
+    assert server.value("ragcache_requests_total") == 1
+
+
+def test_steps_are_merged_and_the_later_report_counts() -> None:
+    engine = Engine()
+    engine.serve("r1", 4, 0)
+    first = engine.stats()
+    engine.serve("r2", 0, 8)
+    merged = first.aggregate(engine.stats())
+    assert set(merged.data["requests"]) == {"r1", "r2"}
+    assert merged.data["engine"]["num_requests"] == 2
+    nothing_new = merged.aggregate(engine.stats())
+    assert nothing_new.data["engine"]["num_requests"] == 2
+    assert not nothing_new.is_empty()
+    assert engine.stats().is_empty()
+    assert RAGCacheStats().is_empty()
+    assert RAGCacheStats().aggregate(RAGCacheStats()).is_empty()
+    merged.reset()
+    assert merged.is_empty()
+    assert merged.reduce() == {"ragcache_requests": 0}
+
+
+def test_a_step_without_a_report_changes_no_series() -> None:
+    server = Server()
+    server.metrics.observe({})
+    server.metrics.observe({"requests": {}, "engine": None, "offload": None})
+    assert server.value("ragcache_requests_total") is None
+
+
+@pytest.mark.parametrize(
+    ("inside", "response_id"),
+    [
+        ("cmpl-5f3a-0-1a2b3c4d", "cmpl-5f3a"),
+        ("chatcmpl-5f3a-1a2b3c4d", "chatcmpl-5f3a"),
+        ("0_chatcmpl-5f3a-1a2b3c4d", "chatcmpl-5f3a"),
+        ("plain", "plain"),
+    ],
+)
+def test_a_request_is_found_by_the_id_of_its_response(inside: str, response_id: str) -> None:
+    received = Received()
+    received.add({"requests": {inside: {"num_gpu_tokens": 4}}}, 0)
+    assert received.request(response_id) == {"num_gpu_tokens": 4}
+    assert received.request("another") is None
+
+
+def test_the_newest_requests_are_remembered() -> None:
+    received = Received(max_requests=3)
+    for i in range(5):
+        received.add({"requests": {f"chatcmpl-{i}-1a2b3c4d": {"num_gpu_tokens": i}}}, 0)
+    assert [received.request(f"chatcmpl-{i}") is not None for i in range(5)] == [False, False, True, True, True]
+    assert received.engine() is None

@@ -1,0 +1,72 @@
+"""The documents name what is there: files, settings, options, series."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.cli import cli
+from ragcache_core.config import CacheConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+ROOMS = ["policy", "tree", "chunkstore", "client", "vllm_plugin"]
+PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
+PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
+MAX_PICTURE_BYTES = 20_000
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_architecture_names_every_file_of_a_room(room: str) -> None:
+    files = {path.name for path in (ROOT / "ragcache_core" / room).glob("*.py")} - {"__init__.py"}
+    named = set(re.findall(r"[a-z_]+\.py", ARCHITECTURE))
+    assert files - named == set()
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    there = {path.name for folder in ("ragcache_core", "ragcache_integrations", "tests") for path in _sources(folder)}
+    for page in PAGES:
+        named = set(re.findall(r"[a-z_]+\.py\b", page.read_text(encoding="utf-8")))
+        assert named - there == set(), page.name
+
+
+def test_every_link_within_the_project_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (page.parent / target).exists(), (page.name, target)
+
+
+def test_every_setting_of_the_cache_is_explained_with_its_option() -> None:
+    options = {param.name: param.opts[0] for param in cli.commands["serve"].params}
+    for field in CacheConfig.model_fields:
+        assert f"| `{field}` | `{options[field]}` |" in HOW_IT_WORKS
+
+
+def test_every_series_of_ours_is_listed() -> None:
+    source = (ROOT / "ragcache_core" / "vllm_plugin" / "metrics.py").read_text(encoding="utf-8")
+    series = set(re.findall(r'\("(ragcache_\w+)", "', source))
+    assert len(series) > 10
+    named = {name.removesuffix("_total") for name in re.findall(r"`(ragcache_\w+)`", HOW_IT_WORKS)}
+    assert series - named == set()
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.stem)
+def test_a_picture_is_small_and_reads_on_any_background(picture: Path) -> None:
+    drawing = ET.fromstring(picture.read_bytes())
+    width, height = (float(drawing.attrib[side]) for side in ("width", "height"))
+    ground = drawing.find("{http://www.w3.org/2000/svg}rect")
+    assert ground is not None
+    assert ground.attrib["fill"] == "#ffffff"
+    assert (float(ground.attrib["width"]), float(ground.attrib["height"])) == (width - 1, height - 1)
+    assert drawing.findall(".//{http://www.w3.org/2000/svg}text")
+    assert picture.stat().st_size < MAX_PICTURE_BYTES
+    assert f"pictures/{picture.name}" in HOW_IT_WORKS
+
+
+def _sources(folder: str) -> list[Path]:
+    return list((ROOT / folder).rglob("*.py"))

@@ -1,0 +1,148 @@
+"""What the engine's controller tells of requests, tiers and documents; no vLLM here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.controller import TierReport
+from tests.unit_tests.vllm_plugin.scene import controller, keys, run, segments
+
+
+def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waited() -> None:
+    it = controller()
+    parts = segments(("a", 8), ("b", 16), (None, 18))
+    it.on_new_request("r", parts, keys(4), 18, 10.0)
+    it.on_admitted("r", keys(4), {Tier.GPU: 4, Tier.HOST: 8}, 10.25)
+    it.on_loaded("r", 2000)
+    it.on_stored("r", 300)
+    it.on_stored("r", 30)
+    it.on_first_token("r", 11.0)
+    assert it.on_finished("r") == {
+        "num_gpu_tokens": 4,
+        "num_host_tokens": 8,
+        "num_disk_tokens": 0,
+        "num_loaded_bytes": 2000,
+        "num_stored_bytes": 330,
+        "queue_s": 0.25,
+        "ttft_s": 1.0,
+    }
+    report = it.report()
+    assert (report["num_requests"], report["num_prompt_tokens"]) == (1, 18)
+    assert (report["num_loaded_bytes"], report["num_stored_bytes"]) == (2000, 330)
+
+
+def test_a_request_that_was_given_up_while_it_waited_has_no_times_and_is_not_counted() -> None:
+    it = controller()
+    it.on_new_request("r", segments((None, 9)), keys(2), 9, 10.0)
+    figures = it.on_finished("r")
+    assert figures is not None
+    assert figures["queue_s"] is figures["ttft_s"] is None
+    assert it.report()["num_requests"] == 0
+    assert it.is_idle
+
+
+def test_a_preempted_request_is_counted_once() -> None:
+    it = controller()
+    parts = segments(("a", 8), (None, 10))
+    it.on_new_request("r", parts, keys(2), 10, 10.0)
+    it.on_admitted("r", keys(2), {Tier.DISK: 8}, 10.5)
+    it.on_first_token("r", 11.0)
+    it.on_admitted("r", keys(2), {Tier.GPU: 8}, 12.0)
+    it.on_first_token("r", 13.0)
+    figures = it.on_finished("r")
+    assert figures is not None
+    assert (figures["num_gpu_tokens"], figures["num_disk_tokens"], figures["ttft_s"]) == (0, 8, 1.0)
+    assert it.report()["num_requests"] == 1
+    (node,) = [node for node in it.tree.nodes() if node.doc_id == "a"]
+    assert node.frequency == 1
+
+
+def test_unknown_request_ids_are_no_error() -> None:
+    it = controller()
+    it.on_admitted("nobody", keys(2), {Tier.GPU: 8}, 1.0)
+    it.on_first_token("nobody", 1.0)
+    it.on_loaded("nobody", 5)
+    it.on_stored("nobody", 7)
+    assert it.on_finished("nobody") is None
+    report = it.report()
+    assert (report["num_requests"], report["num_loaded_bytes"], report["num_stored_bytes"]) == (0, 5, 7)
+    assert it.take_finished() == {}
+
+
+def test_what_a_finished_request_stored_late_still_counts_for_the_engine() -> None:
+    it = controller()
+    figures = run(it, "r", segments((None, 8)), keys(2))
+    it.on_stored("r", 100)
+    assert figures["num_stored_bytes"] == 0
+    assert it.report()["num_stored_bytes"] == 100
+
+
+def test_finished_requests_are_handed_out_once() -> None:
+    it = controller()
+    figures = {name: run(it, name, segments((None, 8)), keys(2)) for name in ("r1", "r2")}
+    assert it.take_finished() == figures
+    assert it.take_finished() == {}
+
+
+def test_a_report_is_made_when_something_happened() -> None:
+    it = controller()
+    assert it.take_report() is not None, "the first one says what there is"
+    assert it.take_report() is None
+    run(it, "r", segments((None, 8)), keys(2))
+    assert it.take_report() is not None
+    assert it.take_report() is None
+
+
+def test_a_report_is_plain_json() -> None:
+    it = controller()
+    it.tiers[Tier.DISK] = TierReport(4000, 100, is_enabled=False)
+    it.tiers[Tier.GPU] = TierReport(2000, 50)
+    run(it, "r", segments(("a", 8), (None, 10)), keys(2), {Tier.GPU: 4})
+    location = it.tree.locate(b"0")
+    assert location is not None
+    it.tree.add(location.node, 0b11, Tier.GPU)
+    report = json.loads(json.dumps(it.report()))
+    assert report["tiers"] == [
+        {
+            "name": "gpu",
+            "capacity_bytes": 2000,
+            "used_bytes": 100,
+            "num_blocks": 2,
+            "num_evicted_blocks": 0,
+            "num_hit_tokens": 4,
+            "is_enabled": True,
+        },
+        {
+            "name": "disk",
+            "capacity_bytes": 4000,
+            "used_bytes": 0,
+            "num_blocks": 0,
+            "num_evicted_blocks": 0,
+            "num_hit_tokens": 0,
+            "is_enabled": False,
+        },
+    ]
+    assert report["hottest_documents"] == [{"doc_id": "a", "frequency": 1, "num_tokens": 8, "tiers": ["gpu"]}]
+
+
+def test_the_hottest_documents_are_the_ten_most_used_wherever_they_stood() -> None:
+    it = controller()
+    for i in range(12):
+        for turn in range(i + 1):
+            run(it, f"{i} {turn}", segments((f"d{i}", 8), (None, 9)), keys(2, f"{i} after {turn % 2} "))
+    hottest: Any = it.report()["hottest_documents"]
+    assert [document["doc_id"] for document in hottest] == [f"d{i}" for i in range(11, 1, -1)]
+    assert [document["frequency"] for document in hottest] == list(range(12, 2, -1))
+
+
+def test_a_million_documents_do_not_fill_the_memory_with_their_uses() -> None:
+    it = controller(ghost_size=4)
+    for i in range(3000):
+        run(it, f"r{i}", segments((f"d{i}", 8), (None, 9)), keys(2, f"{i} "))
+        run(it, f"hot{i}", segments(("hot", 8), (None, 9)), keys(2, "hot "))
+    assert len(it._uses) <= 1024
+    assert len(it.tree) < 20
+    hottest: Any = it.report()["hottest_documents"]
+    assert (hottest[0]["doc_id"], hottest[0]["frequency"]) == ("hot", 3000)

@@ -1,0 +1,324 @@
+"""The disk tier's threads over a real store: what is copied, written and read, and what they report."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragcache_core.chunkstore import ChunkNote, ChunkStore
+from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.vllm_plugin import disk_io
+from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
+
+CHUNK_BYTES = 4096
+NUM_ROWS = 300
+
+
+def payload(key: bytes) -> np.ndarray:
+    return np.frombuffer(Random(key).randbytes(CHUNK_BYTES), dtype=np.uint8)
+
+
+class Scene:
+    """Host memory, a store, and the threads between them."""
+
+    def __init__(self, folder: Path, num_slots: int = NUM_ROWS, num_buffers: int = NUM_ROWS) -> None:
+        self.memory = np.zeros((NUM_ROWS, CHUNK_BYTES), dtype=np.uint8)
+        self.store = ChunkStore(
+            folder, {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=num_slots * CHUNK_BYTES
+        )
+        self.io = DiskIO(self.store, memoryview(self.memory), num_buffered_bytes=num_buffers * CHUNK_BYTES)
+
+    def write(self, keys: list[bytes], *, job_id: int = 1, evicted: list[bytes] | None = None) -> None:
+        """Ask for chunks to be stored from the first rows of memory."""
+        chunks = []
+        for row, key in enumerate(keys):
+            assert self.io.reserve()
+            self.memory[row] = payload(key)
+            chunks.append(PendingChunk(key, row, ChunkNote(keys[row - 1] if row else None, "doc", row)))
+        self.io.store(job_id, chunks, evicted or [])
+
+    def read(self, keys: list[bytes], rows: list[int]) -> Load:
+        load = Load(7, keys, time.monotonic())
+        self.io.load(load, rows)
+        return load
+
+    def written(self) -> tuple[list[bytes], list[bytes], list[Exception]]:
+        """Return the keys that were stored, those that were not, and why."""
+        outcomes = list(self.io.take_written())
+        stored = [key for outcome in outcomes if outcome.error is None for key in outcome.keys]
+        lost = [key for outcome in outcomes if outcome.error is not None for key in outcome.keys]
+        return stored, lost, [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+Opening = Callable[..., Scene]
+
+
+@pytest.fixture
+def opening(tmp_path: Path) -> Iterator[Opening]:
+    opened: list[Scene] = []
+
+    def open_scene(**settings: int) -> Scene:
+        opened.append(Scene(tmp_path / f"cache{len(opened)}", **settings))
+        return opened[-1]
+
+    yield open_scene
+    for scene in opened:
+        scene.io.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds every write and read of the disk until it is set."""
+    go_on = threading.Event()
+    write, read = SlotFile.write, SlotFile.read
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(10), read(self, *args))[1])
+    yield go_on
+    go_on.set()
+
+
+def keys(num_keys: int, mark: str = "k") -> list[bytes]:
+    return [f"{mark}{i}".encode() for i in range(num_keys)]
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.002)
+
+
+def test_what_is_written_is_read_back(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(5))
+    scene.io.drain()
+    assert list(scene.io.take_copied()) == [1]
+    assert scene.written() == (keys(5), [], [])
+    load = scene.read(keys(5), [10, 12, 14, 16, 18])
+    scene.io.drain()
+    assert load.is_finished()
+    assert load.outcome() == [True] * 5
+    for row, key in zip((10, 12, 14, 16, 18), keys(5), strict=True):
+        assert (scene.memory[row] == payload(key)).all()
+    assert not scene.memory[11].any()
+
+
+def test_results_are_handed_out_once(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.io.drain()
+    assert (list(scene.io.take_copied()), scene.written()[0]) == ([1], keys(2))
+    assert (list(scene.io.take_copied()), scene.written()) == ([], ([], [], []))
+
+
+def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: threading.Event) -> None:
+    scene = opening()
+    scene.write(keys(3))
+    copied: list[int] = []
+    until(lambda: copied.extend(scene.io.take_copied()) or copied)
+    assert scene.written() == ([], [], [])
+    scene.memory[:] = 0xAA  # it belongs to another chunk by now
+    gate.set()
+    scene.io.drain()
+    load = scene.read(keys(3), [0, 1, 2])
+    scene.io.drain()
+    assert load.outcome() == [True] * 3
+    assert (scene.memory[1] == payload(b"k1")).all()
+
+
+def test_no_more_than_the_buffers_wait_for_the_disk(opening: Opening, gate: threading.Event) -> None:
+    scene = opening(num_buffers=3)
+    scene.write(keys(3))
+    assert not scene.io.reserve()
+    gate.set()
+    scene.io.drain()
+    assert [scene.io.reserve() for _ in range(4)] == [True, True, True, False]
+    for _ in range(3):
+        scene.io.unreserve()
+
+
+def test_there_is_room_for_one_chunk_however_large_it_is(opening: Opening) -> None:
+    scene = opening(num_buffers=0)
+    scene.write(keys(1))
+    scene.io.drain()
+    assert scene.written() == (keys(1), [], [])
+
+
+def test_what_gave_way_is_deleted_first(opening: Opening) -> None:
+    scene = opening(num_slots=4)
+    scene.write(keys(4))
+    scene.write(keys(2, "new"), job_id=2, evicted=keys(4)[2:])
+    scene.io.drain()
+    assert list(scene.io.take_copied()) == [1, 2]
+    assert scene.written() == (keys(4) + keys(2, "new"), [], [])
+    load = scene.read(keys(4), [0, 1, 2, 3])
+    scene.io.drain()
+    assert load.outcome() == [True, True, False, False]
+
+
+def test_a_job_of_nothing_is_done_too(opening: Opening) -> None:
+    scene = opening()
+    scene.io.store(9, [], [])
+    scene.io.drain()
+    assert list(scene.io.take_copied()) == [9]
+    assert scene.written() == ([], [], [])
+
+
+def test_a_write_error_half_way_reports_exactly_what_is_stored(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = opening()
+    write, num_writes = SlotFile.write, 0
+
+    def fail_the_third(self: SlotFile, *args: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *args)
+
+    monkeypatch.setattr(SlotFile, "write", fail_the_third)
+    asked = keys(disk_io._MAX_BATCH * 4)
+    scene.write(asked)
+    scene.io.drain()
+    stored, lost, (error,) = scene.written()
+    assert stored == asked[: 2 * disk_io._MAX_BATCH]
+    assert lost == asked[2 * disk_io._MAX_BATCH :]
+    assert isinstance(error, CacheTierError)
+    assert [key for key in asked if key in scene.store] == stored
+    scene.write(keys(2, "later"), job_id=2)
+    scene.io.drain()
+    assert scene.written()[0] == keys(2, "later"), "the threads live on, and so do the buffers"
+
+
+def test_a_full_store_is_an_error_that_is_reported(opening: Opening) -> None:
+    scene = opening(num_slots=2)
+    scene.write(keys(3))
+    scene.io.drain()
+    stored, lost, (error,) = scene.written()
+    assert (stored, lost) == ([], keys(3))
+    assert isinstance(error, CacheCapacityError)
+    assert list(scene.io.take_copied()) == [1]
+
+
+def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.io.drain()
+    scene.memory[:] = 0xEE
+    load = scene.read([b"k0", b"nothing", b"k1"], [5, 6, 7])
+    scene.io.drain()
+    assert load.outcome() == [True, False, True]
+    assert (scene.memory[6] == 0xEE).all()
+
+
+def test_a_read_error_is_a_miss_of_the_batch(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.io.drain()
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SlotFile, "read", fail)
+    scene.memory[:] = 0xEE
+    load = scene.read(keys(2), [5, 6])
+    scene.io.drain()
+    assert load.outcome() == [False, False]
+    assert (scene.memory == 0xEE).all()
+
+
+def test_a_reader_that_comes_too_late_writes_nothing(opening: Opening, gate: threading.Event) -> None:
+    scene = opening()
+    gate.set()
+    scene.write(keys(3))
+    scene.io.drain()
+    gate.clear()
+    scene.memory[:] = 0xEE
+    load = scene.read(keys(3), [0, 1, 2])
+    assert not load.is_finished()
+    assert load.abandon()
+    assert load.abandon(), "giving up twice is giving up"
+    assert load.outcome() == [False] * 3
+    gate.set()
+    scene.io.drain()
+    assert load.outcome() == [False] * 3
+    assert (scene.memory == 0xEE).all()
+
+
+def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.io.drain()
+    load = scene.read(keys(2), [8, 9])
+    scene.io.drain()
+    assert not load.abandon()
+    assert not load.is_abandoned
+    assert load.outcome() == [True, True]
+
+
+def test_giving_up_while_the_reader_delivers_is_all_or_nothing() -> None:
+    """Whoever was first wins; memory is never written after :meth:`Load.abandon` said yes."""
+    buffers = np.full((64, CHUNK_BYTES), 1, dtype=np.uint8)
+    for _ in range(200):
+        rows = np.zeros((64, CHUNK_BYTES), dtype=np.uint8)
+        load = Load(1, keys(64), 0.0)
+        thread = threading.Thread(target=load.deliver, args=(rows, list(range(64)), buffers, [True] * 64))
+        thread.start()
+        is_abandoned = load.abandon()
+        seen = rows.copy()
+        thread.join()
+        assert (rows == seen).all()
+        assert rows.any() == (not is_abandoned) == all(load.outcome())
+
+
+def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.Event) -> None:
+    scene = opening()
+    gate.set()
+    scene.write(keys(1))
+    scene.io.drain()
+    gate.clear()
+    scene.write(keys(1, "w"), job_id=2)
+    scene.read(keys(1), [5])
+    drained = threading.Thread(target=scene.io.drain)
+    drained.start()
+    drained.join(0.1)
+    assert drained.is_alive()
+    gate.set()
+    drained.join(10)
+    assert not drained.is_alive()
+    assert scene.written()[0] == keys(1) + keys(1, "w")
+
+
+def test_clearing_empties_the_store(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(3))
+    scene.io.drain()
+    scene.io.clear()
+    load = scene.read(keys(3), [0, 1, 2])
+    scene.io.drain()
+    assert load.outcome() == [False] * 3
+
+
+def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Opening, tmp_path: Path) -> None:
+    scene = opening()
+    threads_before = {thread.name for thread in threading.enumerate()}
+    assert "ragcache-disk-write" in threads_before
+    scene.write(keys(100))
+    scene.io.close()
+    scene.io.close()
+    assert scene.written()[0] == keys(100)
+    assert not any(thread in threading.enumerate() for thread in scene.io._threads)
+    with ChunkStore(
+        tmp_path / "cache0", {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=NUM_ROWS * CHUNK_BYTES
+    ) as store:
+        assert len(store) == 100

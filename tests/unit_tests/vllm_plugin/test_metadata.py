@@ -1,0 +1,108 @@
+"""Whatever a client says of its documents, the request is served."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.tree import check_invariants
+from ragcache_core.wire import KEY, MAX_DOC_ID_CHARS, MAX_DOCUMENTS, decode_kv_transfer_params, tile
+from tests.unit_tests.vllm_plugin.scene import BLOCK, controller, keys, run
+
+
+def absurd() -> list[dict[str, object]]:
+    documents = [{"id": "a", "start": 0, "end": 8}]
+    return [
+        {"version": 2, "documents": documents},
+        {"version": None},
+        {"version": 1, "documents": "a"},
+        {"version": 1, "documents": None},
+        {"version": 1, "documents": [None]},
+        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 8}]},
+        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 4}]},
+        {"version": 1, "documents": [{"id": "a", "start": -4, "end": 4}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 101}]},
+        {"version": 1, "documents": [{"id": "a", "start": 10**30, "end": 10**31}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 8}, {"id": "b", "start": 7, "end": 12}]},
+        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 12}, {"id": "b", "start": 0, "end": 4}]},
+        {"version": 1, "documents": [{"id": "a", "start": False, "end": True}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0.0, "end": 8.0}]},
+        {"version": 1, "documents": [{"id": "a", "start": math.nan, "end": 8}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": math.inf}]},
+        {"version": 1, "documents": [{"id": "", "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": 7, "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": "\ud800", "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": "x" * (1 << 20), "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": "x" * (MAX_DOC_ID_CHARS + 1), "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": str(i), "start": 0, "end": 1} for i in range(10_000)]},
+        {"version": 1, "documents": [{"id": "a", "start": 0}]},
+        {"version": 1, "documents": {"id": "a"}},
+    ]
+
+
+@pytest.mark.parametrize("metadata", absurd(), ids=lambda metadata: repr(metadata)[:60])
+def test_metadata_that_cannot_be_is_a_config_error_with_a_short_message(metadata: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        decode_kv_transfer_params({KEY: metadata}, 100)
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("metadata", [7, "x", ["documents"], 1.5, True])
+def test_metadata_that_is_no_object_is_a_config_error(metadata: object) -> None:
+    with pytest.raises(ConfigError):
+        decode_kv_transfer_params({KEY: metadata}, 100)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=4), children, max_size=4),
+    max_leaves=8,
+)
+spans = st.fixed_dictionaries(
+    {
+        "id": st.text(st.characters(), max_size=4) | json_values,
+        "start": st.integers(-3, 40) | json_values,
+        "end": st.integers(-3, 40) | json_values,
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    metadata=st.fixed_dictionaries({"version": st.sampled_from((1, 1, 1, 2))}, optional={"documents": st.lists(spans)})
+    | json_values,
+    num_tokens=st.integers(1, 40),
+    limit=st.none() | st.integers(1, 3),
+)
+def test_whatever_the_metadata_the_controller_serves_the_request(
+    metadata: object, num_tokens: int, limit: int | None
+) -> None:
+    it = controller(max_cached_documents=limit)
+    try:
+        parts = decode_kv_transfer_params({KEY: metadata}, num_tokens)
+    except ConfigError:
+        parts = tile([], num_tokens)
+    assert [part.start for part in parts] == [0, *[part.end for part in parts[:-1]]]
+    assert parts[-1].end == num_tokens
+    run(it, "r", parts, keys(num_tokens // BLOCK))
+    check_invariants(it.tree)
+    json.dumps(it.report()).encode()
+
+
+def test_the_most_documents_with_the_longest_ids_are_served() -> None:
+    it = controller()
+    documents = [
+        {"id": f"{i:04}".ljust(MAX_DOC_ID_CHARS, "\U0001f600"), "start": i * 4, "end": i * 4 + 4}
+        for i in range(MAX_DOCUMENTS)
+    ]
+    parts = decode_kv_transfer_params({KEY: {"version": 1, "documents": documents}}, MAX_DOCUMENTS * 4)
+    run(it, "r", parts, keys(MAX_DOCUMENTS))
+    assert len(it.tree) == MAX_DOCUMENTS
+    location = it.tree.locate(keys(MAX_DOCUMENTS)[-1])
+    assert location is not None
+    assert it.note(location).doc_id == documents[-1]["id"], "and it can be stored"

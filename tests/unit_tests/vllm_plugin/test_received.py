@@ -1,0 +1,22 @@
+"""What the server's process knows of its engines, before and after they have said anything."""
+
+from __future__ import annotations
+
+from ragcache_core.vllm_plugin.metrics import Received
+
+
+def test_a_server_that_nobody_has_asked_yet_has_an_empty_report() -> None:
+    received = Received()
+    received.begin("pgdsf")
+    report = received.engine()
+    assert report is not None
+    assert report["policy"] == "pgdsf"
+    assert (report["tiers"], report["hottest_documents"]) == ([], [])
+    assert {report[name] for name in report if name.startswith("num_")} == {0}
+
+
+def test_the_first_report_of_an_engine_takes_the_empty_ones_place() -> None:
+    received = Received()
+    received.begin("pgdsf")
+    received.add({"engine": {"policy": "pgdsf", "num_requests": 1}}, engine_index=0)
+    assert received.engine() == {"policy": "pgdsf", "num_requests": 1}

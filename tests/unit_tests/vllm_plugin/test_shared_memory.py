@@ -1,0 +1,94 @@
+"""What dead engines left in shared memory goes, what living ones have there stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.client.shared_memory import new_engine_id, remove_regions, sweep_shared_memory
+
+
+def region(folder: Path, engine_id: str, suffix: str = ".mmap") -> Path:
+    path = folder / f"vllm_offload_{engine_id}{suffix}"
+    path.write_bytes(b"KV")
+    return path
+
+
+@pytest.fixture
+def owner() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until its standard input is closed."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as it:
+        yield it
+
+
+def test_regions_of_dead_owners_go_and_those_of_living_ones_stay(
+    tmp_path: Path, owner: subprocess.Popen[bytes]
+) -> None:
+    theirs = region(tmp_path, new_engine_id(owner.pid))
+    ours = region(tmp_path, new_engine_id(os.getpid()))
+    assert sweep_shared_memory(folder=tmp_path) == []
+    owner.communicate()
+    assert sweep_shared_memory(folder=tmp_path) == [theirs]
+    assert (theirs.exists(), ours.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("suffix", [".mmap", "_dp0.mmap", "_dp13.mmap", ".mmap.kept"])
+def test_every_file_of_a_dead_engine_goes(tmp_path: Path, owner: subprocess.Popen[bytes], suffix: str) -> None:
+    path = region(tmp_path, new_engine_id(owner.pid), suffix)
+    owner.communicate()
+    assert sweep_shared_memory(folder=tmp_path) == [path]
+
+
+def test_a_process_that_has_the_number_of_a_dead_owner_is_not_taken_for_it(tmp_path: Path) -> None:
+    _, pid, started, random = new_engine_id(os.getpid()).split("-")
+    path = region(tmp_path, f"ragcache-{pid}-{int(started) - 1}-{random}")
+    assert sweep_shared_memory(folder=tmp_path) == [path]
+
+
+def test_our_own_regions_stay_even_where_the_owner_is_gone(tmp_path: Path) -> None:
+    """An engine whose owner died a moment ago still starts, and ends by itself."""
+    engine_id = "ragcache-1073741823-5-0a"
+    path = region(tmp_path, engine_id)
+    assert sweep_shared_memory(engine_id, folder=tmp_path) == []
+    assert sweep_shared_memory(folder=tmp_path) == [path]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm_offload_0c7f.mmap",
+        "vllm_offload_ragcache-.mmap",
+        "vllm_offload_ragcache-12-.mmap",
+        "vllm_offload_ragcache-x-1-ab.mmap",
+        "vllm_offload_ragcache-99999999-1-ab",
+        "psm_1234",
+    ],
+)
+def test_files_that_are_not_ours_stay(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"")
+    assert sweep_shared_memory(folder=tmp_path) == []
+    assert path.exists()
+
+
+def test_what_cannot_be_removed_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / "vllm_offload_ragcache-1073741823-5-0a.mmap"
+    folder.mkdir()
+    assert sweep_shared_memory(folder=tmp_path) == []
+    assert sweep_shared_memory(folder=tmp_path / "missing") == []
+
+
+def test_an_engines_regions_are_removed_by_its_name_and_no_others(tmp_path: Path) -> None:
+    one, two = new_engine_id(os.getpid()), new_engine_id(os.getpid())
+    assert one != two
+    kept = region(tmp_path, two)
+    for suffix in (".mmap", "_dp1.mmap"):
+        region(tmp_path, one, suffix)
+    remove_regions(one, tmp_path)
+    remove_regions(one, tmp_path)
+    assert list(tmp_path.iterdir()) == [kept]
