@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
@@ -24,16 +24,16 @@ from ragcache_core.vllm_plugin.compat import (
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Blocks of one KV cache group: ``blocks[i]`` of the engine and part ``parts[i]`` of chunk ``chunks[i]``."""
+    """Blocks of one KV cache group: (block of the engine, chunk of the host, part of the chunk)."""
 
     group: int
-    blocks: torch.Tensor
-    chunks: torch.Tensor
-    parts: torch.Tensor
+    places: list[tuple[int, int, int]]
 
 
 class CopyingWorker(OffloadingWorker):
-    """Moves blocks with plain tensor copies, on the thread that asks for it.
+    """Moves blocks with plain copies, on the thread that asks for it.
+
+    Page by page: torch's indexing of many pages at once takes 97 us a block of 128 KiB, NumPy's copy of each 7 us.
 
     ::
 
@@ -44,20 +44,20 @@ class CopyingWorker(OffloadingWorker):
     def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
         self._region: SharedOffloadRegion | None = region
         self._blocks_per_chunk = blocks_per_chunk
-        self._engine: list[torch.Tensor] = []
-        self._host: list[torch.Tensor] = []
+        self._engine: list[np.ndarray] = []
+        self._host: list[np.ndarray] = []
         self._groups = kv_caches.group_data_refs
         self._finished: list[TransferResult] = []
         for cache in kv_caches.tensors:
             page_bytes = cache.page_size_bytes
             rows = region.create_next_worker_view(page_bytes * blocks_per_chunk)
-            self._engine.append(cache.tensor)
+            self._engine.append(cache.tensor.numpy())
             self._host.append(
                 rows.as_strided(
                     (rows.shape[0], blocks_per_chunk, page_bytes),
                     (rows.stride(0), page_bytes, 1),
                     rows.storage_offset(),
-                )
+                ).numpy()
             )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -65,8 +65,9 @@ class CopyingWorker(OffloadingWorker):
         started_s, num_bytes = time.perf_counter(), 0
         for move in self._transfers(src_spec, dst_spec):
             for engine, host in self._tensors(move.group):
-                host[move.chunks, move.parts] = engine[move.blocks]
-                num_bytes += len(move.blocks) * engine.shape[1]
+                for block, chunk, part in move.places:
+                    host[chunk, part] = engine[block]
+                num_bytes += len(move.places) * engine.shape[1]
         self._finish(job_id, num_bytes, started_s)
         return True
 
@@ -75,8 +76,9 @@ class CopyingWorker(OffloadingWorker):
         started_s, num_bytes = time.perf_counter(), 0
         for move in self._transfers(dst_spec, src_spec):
             for engine, host in self._tensors(move.group):
-                engine[move.blocks] = host[move.chunks, move.parts]
-                num_bytes += len(move.blocks) * engine.shape[1]
+                for block, chunk, part in move.places:
+                    engine[block] = host[chunk, part]
+                num_bytes += len(move.places) * engine.shape[1]
         self._finish(job_id, num_bytes, started_s)
         return True
 
@@ -98,23 +100,20 @@ class CopyingWorker(OffloadingWorker):
     def _transfers(self, engine: GPULoadStoreSpec, host: LoadStoreSpec) -> Iterator[_Transfer]:
         """Yield the blocks of each group beside their places; the first may begin in the middle of a chunk."""
         first_block = first_chunk = 0
-        block_ids = torch.from_numpy(engine.block_ids).long()
-        chunk_ids = torch.from_numpy(host.block_ids).long()
+        block_ids, chunk_ids = engine.block_ids.tolist(), host.block_ids.tolist()
         for group, (num_blocks, first_index) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):
             if not num_blocks:
                 continue
-            index = torch.arange(num_blocks) + first_index % self._blocks_per_chunk
-            chunk = index // self._blocks_per_chunk
-            yield _Transfer(
-                group,
-                block_ids[first_block : first_block + num_blocks],
-                chunk_ids[first_chunk + chunk],
-                index % self._blocks_per_chunk,
-            )
+            first_part = first_index % self._blocks_per_chunk
+            places = []
+            for i in range(num_blocks):
+                chunk, part = divmod(first_part + i, self._blocks_per_chunk)
+                places.append((block_ids[first_block + i], chunk_ids[first_chunk + chunk], part))
+            yield _Transfer(group, places)
             first_block += num_blocks
-            first_chunk += int(chunk[-1]) + 1
+            first_chunk += chunk + 1
 
-    def _tensors(self, group: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _tensors(self, group: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ref in self._groups[group]:
             yield self._engine[ref.tensor_idx], self._host[ref.tensor_idx]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import queue
 import threading
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
-from ragcache_core.errors import CacheTierError
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _NUM_READERS = 4
 _NUM_BUFFERED_BYTES = 256 << 20
@@ -68,9 +70,9 @@ class Load:
         with self._lock:
             if self.is_abandoned:
                 return
-            for chunk_id, buffer, is_found in zip(chunk_ids, buffers, found, strict=True):
+            for i, is_found in enumerate(found):
                 if is_found:
-                    np.copyto(rows[chunk_id], buffer)
+                    np.copyto(rows[chunk_ids[i]], buffers[i])
             self._found = found
 
 
@@ -81,6 +83,7 @@ class _Batch:
     evicted: list[bytes]
     chunks: list[PendingChunk]
     payloads: list[np.ndarray]
+    error: Exception | None = None
 
 
 class DiskIO:
@@ -167,18 +170,23 @@ class DiskIO:
     def _copy_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job_id, chunks, evicted = job
-            payloads = []
-            for chunk in chunks:
-                payloads.append(_aligned(1, self._store.chunk_bytes)[0])
-                np.copyto(payloads[-1], self._rows[chunk.chunk_id])
+            batch = _Batch(evicted, chunks, [])
+            try:
+                for chunk in chunks:
+                    batch.payloads.append(_aligned(1, self._store.chunk_bytes)[0])
+                    np.copyto(batch.payloads[-1], self._rows[chunk.chunk_id])
+            except Exception as error:  # whatever it is, the writer reports it, and nobody waits for this thread
+                batch.error = error
             self._copied.append(job_id)
-            self._batches.put(_Batch(evicted, chunks, payloads))
+            self._batches.put(batch)
         self._batches.put(None)
 
     def _write_batches(self) -> None:
         while (batch := self._batches.get()) is not None:
             keys = [chunk.key for chunk in batch.chunks]
             try:
+                if batch.error is not None:
+                    raise batch.error
                 self._store.delete_many(batch.evicted)
                 for first in range(0, len(keys), _MAX_BATCH):
                     part = slice(first, first + _MAX_BATCH)
@@ -189,7 +197,7 @@ class DiskIO:
                         ]
                     )
                     self._written.append(Outcome(keys[part]))
-            except (CacheTierError, OSError, ValueError) as error:
+            except Exception as error:
                 done = {key for key in keys if key in self._store}
                 self._written.append(Outcome([key for key in keys if key not in done], error))
             finally:
@@ -200,11 +208,13 @@ class DiskIO:
                     self._is_written.notify_all()
 
     def _read(self, load: Load, chunk_ids: list[int]) -> None:
-        buffers = _aligned(len(chunk_ids), self._store.chunk_bytes)
+        buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)
+        found = [False] * len(chunk_ids)
         try:
+            buffers = _aligned(len(chunk_ids), self._store.chunk_bytes)
             found = self._store.read_many([(key, row.data) for key, row in zip(load.keys, buffers, strict=True)])
-        except (CacheTierError, OSError, ValueError):
-            found = [False] * len(chunk_ids)
+        except Exception:  # whatever it is, these chunks are misses
+            logger.exception("Chunks could not be read from %s", self._store.path)
         load.deliver(self._rows, chunk_ids, buffers, found)
 
 

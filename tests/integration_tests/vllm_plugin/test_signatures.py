@@ -13,138 +13,18 @@ from importlib.metadata import entry_points
 
 import pytest
 
-_READ = """
-import inspect, json
-from dataclasses import fields
-from ragcache_core.vllm_plugin import compat
-from vllm.entrypoints.launchers.api_server import entry
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from ragcache_core.vllm_plugin.connector import DocumentConnector
-from ragcache_core.vllm_plugin.block_pool import TreeFreeBlockQueue
-from ragcache_core.vllm_plugin.cpu_worker import CopyingWorker
-from ragcache_core.vllm_plugin.disk import DiskTier
-from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
-from vllm import plugins
-from vllm.config import CacheConfig, SchedulerConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
-from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
-from vllm.v1.kv_offload.base import OffloadingSpec
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
-import vllm
-base = compat.KVConnectorBase_V1
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
-
-def methods(cls):
-    return {name: parameters(f) for name, f in vars(cls).items() if inspect.isfunction(f) and name[0] != "_"}
-
-def names(cls):
-    return [field.name for field in fields(cls)]
-
-def sets(cls, *wanted):
-    "Whether the constructor of a class, or of one above it, sets each of these."
-    text = "".join(inspect.getsource(c.__init__) for c in cls.__mro__ if "__init__" in vars(c) and c is not object)
-    return [name for name in wanted if f"self.{name}:" in text or f"self.{name} =" in text]
-
-pool = compat.BlockPool(4, True, 16)
-taken = pool.get_new_blocks(1)
-pool.cached_block_hash_to_block.insert(b"hash", taken[0])
-host = CPUOffloadingManager(4, "lru")
-print(json.dumps({
-    "version": vllm.__version__,
-    "abstract": sorted(base.__abstractmethods__),
-    "still_abstract": sorted(DocumentConnector.__abstractmethods__),
-    "signatures": {name: list(inspect.signature(getattr(base, name)).parameters) for name in (
-        "on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
-        "request_finished", "start_load_kv", "save_kv_layer", "wait_for_layer_load", "wait_for_save")},
-    "requires_kv_delivery": isinstance(inspect.getattr_static(base, "requires_kv_delivery"), property),
-    "hma": list(inspect.signature(compat.SupportsHMA.request_finished_all_groups).parameters),
-    "main": list(inspect.signature(entry.main).parameters),
-    "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
-    "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
-    "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),
-    "plugin_groups": [plugins.DEFAULT_PLUGINS_GROUP, plugins.PLATFORM_PLUGINS_GROUP,
-        plugins.IO_PROCESSOR_PLUGINS_GROUP, plugins.STAT_LOGGER_PLUGINS_GROUP],
-    "endpoint_group": plugins.ENDPOINT_PLUGINS_GROUP,
-    "free_queue": methods(compat.FreeKVCacheBlockQueue),
-    "our_free_queue": sorted(methods(TreeFreeBlockQueue)),
-    "pool": {name: parameters(getattr(compat.BlockPool, name)) for name in (
-        "cache_full_blocks", "reset_prefix_cache", "_remove_cached_block_hashes")},
-    "pool_attributes": [name for name in ("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block")
-        if hasattr(pool, name)],
-    "cached_copies": [b.block_id for b in compat.cached_copies(pool, b"hash")] == [taken[0].block_id],
-    "block": [name for name in ("block_id", "ref_cnt", "block_hash", "is_null") if hasattr(taken[0], name)],
-    "hash_of_block": compat.get_block_hash(b"hash" + bytes(4)) == b"hash",
-    "scheduler_sets": sets(compat.Scheduler, "connector", "kv_cache_config", "kv_cache_manager"),
-    "scheduler_output": [parameters(c._update_request_with_output) for c in (compat.Scheduler, compat.AsyncScheduler)],
-    "scheduler_cls": [parameters(SchedulerConfig.get_scheduler_cls), {"scheduler_cls", "async_scheduling"}
-        <= set(names(SchedulerConfig))],
-    "scheduler_stats": "self.connector.get_kv_connector_stats()" in inspect.getsource(compat.Scheduler),
-    "manager_sets": sets(KVCacheManager, "block_pool"),
-    "kv_cache_config": sorted({"num_blocks", "kv_cache_tensors", "kv_cache_groups"} & set(names(KVCacheConfig))),
-    "kv_cache_tensor": "size" in names(KVCacheTensor),
-    "block_sizes": parameters(compat.resolve_kv_cache_block_sizes),
-    "seed": [compat.hash_seed("sha256") is not None, parameters(kv_cache_utils.resolve_none_hash_seed),
-        len(kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS) > 0, "prefix_caching_hash_algo" in names(CacheConfig)],
-    "policy": {name: parameters(getattr(compat.CachePolicy, name)) for name in (
-        "__init__", "get", "insert", "remove", "touch", "on_store_miss", "on_request_finished", "evict", "clear",
-        "mark_evictable", "mark_non_evictable")},
-    "policy_is_complete": [sorted(TreeCachePolicy.__abstractmethods__),
-        sorted(set(methods(compat.CachePolicy)) - set(methods(TreeCachePolicy)))],
-    "policy_by_name": parameters(CachePolicyFactory.get_cache_policy_cls),
-    "host": [name for name in ("_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks")
-        if hasattr(host, name)],
-    "host_view": parameters(CPUPrimaryTierOffloadingManager.get_kv_memoryview),
-    "chunk_status": [compat.ChunkStatus(3).chunk_id, compat.ChunkStatus(3).ref_cnt],
-    "tiering_sets": sets(compat.TieringOffloadingManager, "primary_tier", "secondary_tiers"),
-    "spec_sets": sets(compat.TieringOffloadingSpec, "num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker",
-        "_manager", "_engine_id", "extra_config", "config", "blocks_per_chunk", "tokens_per_hash"),
-    "spec": [parameters(compat.TieringOffloadingSpec.get_manager), parameters(compat.TieringOffloadingSpec.get_worker)],
-    "offload_config": names(compat.OffloadingConfig),
-    "tier_init": parameters(compat.SecondaryTierManager.__init__),
-    "tier_is_complete": sorted(DiskTier.__abstractmethods__),
-    "tier": {name: parameters(getattr(compat.SecondaryTierManager, name)) for name in (
-        "on_new_request", "lookup", "submit_store", "submit_load", "get_finished_jobs", "has_pending_work",
-        "drain_jobs", "shutdown")},
-    "tier_factory": "module_path" in inspect.getsource(SecondaryTierFactory),
-    "job": names(compat.TransferJob), "result": names(compat.JobResult),
-    "offload_key": compat.get_offload_block_hash(b"hash" + bytes(4)) == b"hash",
-    "worker": {name: parameters(getattr(compat.OffloadingWorker, name)) for name in (
-        "submit_store", "submit_load", "get_finished", "wait", "shutdown")},
-    "worker_is_complete": sorted(CopyingWorker.__abstractmethods__),
-    "transfer_result": names(compat.TransferResult),
-    "caches": names(compat.CanonicalKVCaches),
-    "gpu_spec": parameters(compat.GPULoadStoreSpec.__init__),
-    "region": [parameters(compat.SharedOffloadRegion.__init__)[:6],
-        parameters(compat.SharedOffloadRegion.create_next_worker_view), parameters(compat.SharedOffloadRegion.cleanup)],
-    "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap" in inspect.getsource(compat.SharedOffloadRegion.__init__),
-    "offloading_connector": {name: parameters(getattr(compat.OffloadingConnector, name)) for name in (
-        "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished",
-        "request_finished_all_groups", "reset_cache", "get_kv_connector_stats", "get_external_cache_hit_sources",
-        "on_new_request")},
-    "offloading_scheduler": [isinstance(inspect.getattr_static(compat.OffloadingConnector, "scheduler"), property),
-        sets(offloading.OffloadingConnectorScheduler, "manager"), names(offloading.TransferJob)],
-    "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
-    "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
-    "prom": [parameters(compat.KVConnectorPromMetrics.__init__), sets(compat.KVConnectorPromMetrics, "_counter_cls",
-        "_gauge_cls", "per_engine_labelvalues"), parameters(compat.KVConnectorPromMetrics.observe)],
-    "stats": sorted(compat.KVConnectorStats.__dataclass_fields__),
-    "stats_methods": sorted(methods(compat.KVConnectorStats)),
-}))
-"""
+from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
 def vllm_facts() -> dict[str, object]:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _READ], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.integration_tests.vllm_plugin.vllm_facts"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return facts
