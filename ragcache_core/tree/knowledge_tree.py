@@ -390,7 +390,7 @@ class KnowledgeTree(PrefixTree):
 
     def _forget(self, node: TreeNode) -> None:
         for state in self._states:
-            state.in_use.pop(node.id, None)
+            state.clear_column(node.id)
         parent = self._remove_node(node)
         if parent is not self.root:
             self._note_if_ghost(parent)

@@ -36,7 +36,7 @@ class TierState:
         self.policy = policy
         self.slower = tuple(slower)
         self.resident: list[int] = []
-        self.num_resident_children = array("l")
+        self.num_resident_children = array("i")
         self.ranks = array("d")
         self.in_use: dict[int, int] = {}
         self.clock = 0.0
@@ -44,7 +44,7 @@ class TierState:
         self.num_evicted_units = 0
         self._heaps: dict[int, list[_Entry]] = {}
         self._stale: list[_Entry] = []
-        self._offered = array("q")
+        self._is_offered = bytearray()
 
     def add_column(self, node_id: int) -> None:
         """Make room for a node of a new id."""
@@ -52,7 +52,12 @@ class TierState:
         self.resident.append(0)
         self.num_resident_children.append(0)
         self.ranks.append(0.0)
-        self._offered.append(-1)
+        self._is_offered.append(0)
+
+    def clear_column(self, node_id: int) -> None:
+        """Forget a node that is gone, before its id is given to another."""
+        self.in_use.pop(node_id, None)
+        self._is_offered[node_id] = 0
 
     def is_evictable(self, node: TreeNode) -> bool:
         """Return whether the last resident unit of ``node`` may go.
@@ -72,17 +77,18 @@ class TierState:
             self.ranks[node.id] = -math.inf
         elif self.policy.uses_clock:
             self.ranks[node.id] = self.policy.rank(node, self.clock)
+        self._is_offered[node.id] = 0
         self.offer(node)
 
     def offer(self, node: TreeNode) -> None:
         """Put a node among the candidates for eviction, if it can be evicted."""
-        if self._offered[node.id] == node.updated or not self.is_evictable(node):
+        if self._is_offered[node.id] or not self.is_evictable(node):
             return
         if not self.policy.uses_clock and not node.is_transient:
             self.ranks[node.id] = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
         bucket = self.policy.bucket(node)
         heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
-        self._offered[node.id] = node.updated
+        self._is_offered[node.id] = 1
 
     def candidate(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
         """Return the node that should give up its last resident unit, or None. It stays a candidate."""
@@ -151,14 +157,14 @@ class TierState:
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; of another, note that it has to be offered again."""
         node = self._node_of(entry, nodes)
-        if node is None and self._offered[entry[2]] == entry[1]:
-            self._offered[entry[2]] = -1
+        if node is None and (now := nodes[entry[2]]) is not None and now.updated == entry[1]:
+            self._is_offered[entry[2]] = 0
         return node
 
     def _migrate(self, nodes: Sequence[TreeNode | None]) -> None:
         migrated = 0
         while self._stale and (migrated < _MIGRATED_AT_ONCE or not self._heaps):
             if (node := self._keep(heappop(self._stale), nodes)) is not None:
-                self._offered[node.id] = -1
+                self._is_offered[node.id] = 0
                 self.offer(node)
                 migrated += 1
