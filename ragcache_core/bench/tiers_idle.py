@@ -44,7 +44,7 @@ def throughput_ratio(comparison: Comparison) -> float:
 
 def measure_idle(plan: Plan) -> Part:
     """Run the default configuration and plain vLLM side by side, batch by batch in turn."""
-    pairs = plan.sized(16, 2)
+    pairs = plan.sized(12, 2)
     kv_bytes = _GPU_BLOCKS * block_bytes(plan.model)
     cache = CacheConfig(kv_cache_bytes=kv_bytes, block_size=BLOCK_SIZE)
     plan.report("idle throughput: starting plain vLLM and ours")

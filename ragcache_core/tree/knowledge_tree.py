@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.policy.tournament import TournamentPolicy
@@ -135,9 +136,7 @@ class KnowledgeTree(PrefixTree):
         self.num_requests += 1
         cost_per_token_s = cost_s / num_missed_tokens if num_missed_tokens > 0 else 0.0
         for node in path:
-            if not self._keeps_frequency and not self._is_resident(node):
-                node.frequency = node.num_computed = 0
-                node.total_cost_s = 0.0
+            self._forget_uses((node,))
             node.frequency += 1
             if node.start + len(node.keys) > num_hit_units:
                 node.total_cost_s += cost_per_token_s
@@ -149,6 +148,8 @@ class KnowledgeTree(PrefixTree):
                 state.update_rank(node)
             if node.id in self._ghosts:
                 self._ghosts.move_to_end(node.id)
+        for state in self._states:
+            state.compact(self._nodes)
         if self._tournament is not None and self._tournament.observe(path):
             for state in self.tiers:
                 state.rerank()
@@ -204,6 +205,7 @@ class KnowledgeTree(PrefixTree):
     def remove(self, node: TreeNode, units: int, tier: Tier) -> None:
         """Note that the units of ``node`` in the mask ``units`` are gone from ``tier``: lost, not evicted."""
         self._remove(node, units, self.tiers[tier])
+        self._forget_uses((node,))
 
     def evict(self, tier: Tier, num_units: int = 1, protected: Collection[Hashable] = ()) -> list[EvictedUnit] | None:
         """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
@@ -211,22 +213,22 @@ class KnowledgeTree(PrefixTree):
         Atomic: where fewer can go, none goes and None is returned. ``protected`` are keys of units that stay.
         """
         state = self.tiers[tier]
-        held = self._shield(protected, state)
         clock = state.clock
-        evicted: list[EvictedUnit] = []
-        while len(evicted) < num_units:
-            node = state.candidate(self._nodes, self.num_requests)
-            if node is None:
-                break
-            evicted += self._evict_tail(node, num_units - len(evicted), state)
-        is_enough = len(evicted) == num_units
-        if not is_enough:
-            for unit in evicted:
-                self._add(unit.node, 1 << unit.unit, state)
-            state.clock = clock
-            state.num_evicted_units -= len(evicted)
-        self._unshield(held, state)
-        return evicted if is_enough else None
+        evicted = self._evict(state, num_units, protected)
+        if len(evicted) == num_units:
+            self._forget_uses(unit.node for unit in evicted)
+            return evicted
+        for unit in evicted:
+            self._add(unit.node, 1 << unit.unit, state)
+        state.clock = clock
+        state.num_evicted_units -= len(evicted)
+        return None
+
+    def evict_up_to(self, tier: Tier, num_units: int, protected: Collection[Hashable] = ()) -> list[EvictedUnit]:
+        """Do :meth:`evict`, but where fewer can go, take those."""
+        evicted = self._evict(self.tiers[tier], num_units, protected)
+        self._forget_uses(unit.node for unit in evicted)
+        return evicted
 
     def evict_anything(self, tier: Tier) -> EvictedUnit | None:
         """Take one unit out of ``tier`` that nobody holds, even if others depend on it; a last resort, O(nodes)."""
@@ -239,11 +241,11 @@ class KnowledgeTree(PrefixTree):
         if best is None:
             return None
         _, node, unit = best
-        self._remove(node, 1 << unit, state)
+        self.remove(node, 1 << unit, tier)
         state.num_evicted_units += 1
         return EvictedUnit(node, unit, node.keys[unit])
 
-    def evict_node(self, state: TierState, protected: Collection[TreeNode]) -> TreeNode | None:
+    def evict_node(self, state: TierState, protected: AbstractSet[TreeNode]) -> TreeNode | None:
         """Take the lowest-ranked leaf out of a shadow as a whole; None if it is a protected one."""
         node = state.candidate(self._nodes, self.num_requests)
         if node is None or node in protected:
@@ -327,6 +329,26 @@ class KnowledgeTree(PrefixTree):
                 tier.offer(node.parent)
         self._note_if_ghost(node)
 
+    def _evict(self, state: TierState, num_units: int, protected: Collection[Hashable]) -> list[EvictedUnit]:
+        held = self._shield(protected, state)
+        evicted: list[EvictedUnit] = []
+        while len(evicted) < num_units:
+            node = state.candidate(self._nodes, self.num_requests)
+            if node is None:
+                break
+            evicted += self._evict_tail(node, num_units - len(evicted), state)
+        self._unshield(held, state)
+        return evicted
+
+    def _forget_uses(self, nodes: Iterable[TreeNode]) -> None:
+        """Let nodes that have left the last tier start anew, where frequencies are not to survive that."""
+        if self._keeps_frequency:
+            return
+        for node in nodes:
+            if not self._is_resident(node):
+                node.frequency = node.num_computed = 0
+                node.total_cost_s = 0.0
+
     def _evict_tail(self, node: TreeNode, num_units: int, state: TierState) -> list[EvictedUnit]:
         state.clock = max(state.clock, state.ranks[node.id])
         mask, held = state.resident[node.id], state.in_use.get(node.id, 0)
@@ -334,7 +356,7 @@ class KnowledgeTree(PrefixTree):
         units = 0
         while mask and len(evicted) < num_units:
             unit = mask.bit_length() - 1
-            if held >> unit & 1:
+            if held >> unit & 1 or state.is_base(node, unit):
                 break
             mask ^= 1 << unit
             units |= 1 << unit

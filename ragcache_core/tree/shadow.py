@@ -63,11 +63,12 @@ class ShadowTournament:
         return documents
 
     def _admit(self, documents: Sequence[TreeNode], i: int, state: TierState) -> None:
+        retrieved = set(documents)
         for node in documents:
             if state.resident[node.id]:
                 continue
             while self._num_tokens[i] + node.num_tokens > self._capacity_tokens:
-                evicted = self._tree.evict_node(state, documents)
+                evicted = self._tree.evict_node(state, retrieved)
                 if evicted is None:
                     return
                 self._num_tokens[i] -= evicted.num_tokens

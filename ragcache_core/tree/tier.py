@@ -11,6 +11,7 @@ from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.node import TreeNode
 
 _MIGRATED_AT_ONCE = 16
+_MIN_ENTRIES = 1024
 
 _Entry = tuple[float, int, int]
 """(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
@@ -45,6 +46,8 @@ class TierState:
         self._heaps: dict[int, list[_Entry]] = {}
         self._stale: list[_Entry] = []
         self._is_offered = bytearray()
+        self._num_entries = 0
+        self._max_entries = _MIN_ENTRIES
 
     def add_column(self, node_id: int) -> None:
         """Make room for a node of a new id."""
@@ -69,7 +72,7 @@ class TierState:
             return False
         unit = mask.bit_length() - 1
         held = self.in_use.get(node.id)
-        return (held is None or not held >> unit & 1) and not self._is_base(node, unit)
+        return (held is None or not held >> unit & 1) and not self.is_base(node, unit)
 
     def update_rank(self, node: TreeNode) -> None:
         """Take note that a node was just retrieved."""
@@ -89,6 +92,18 @@ class TierState:
         bucket = self.policy.bucket(node)
         heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
         self._is_offered[node.id] = 1
+        self._num_entries += 1
+
+    def compact(self, nodes: Sequence[TreeNode | None]) -> None:
+        """Drop dead entries once they are the most: where nothing is evicted, none would ever come up."""
+        if self._num_entries <= self._max_entries:
+            return
+        for bucket, heap in list(self._heaps.items()):
+            alive = [entry for entry in heap if self._keep(entry, nodes) is not None]
+            heapify(alive)
+            self._heaps[bucket] = alive
+        self._num_entries = sum(len(heap) for heap in (*self._heaps.values(), self._stale))
+        self._max_entries = _MIN_ENTRIES + 2 * self._num_entries
 
     def candidate(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
         """Return the node that should give up its last resident unit, or None. It stays a candidate."""
@@ -127,7 +142,8 @@ class TierState:
             heapify(self._stale)
         self._heaps = {}
 
-    def _is_base(self, node: TreeNode, unit: int) -> bool:
+    def is_base(self, node: TreeNode, unit: int) -> bool:
+        """Return whether a slower tier has units that stand on this tier's copy of a unit."""
         for state in self.slower:
             mask = state.resident[node.id]
             if mask >> unit & 1:
@@ -145,12 +161,11 @@ class TierState:
 
     def _first(self, bucket: int, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         heap = self._heaps[bucket]
-        if len(heap) > 256 and len(heap) > 4 * len(nodes):
-            heap = self._heaps[bucket] = sorted(entry for entry in heap if self._keep(entry, nodes))
         while heap:
             if (node := self._keep(heap[0], nodes)) is not None:
                 return node
             heappop(heap)
+            self._num_entries -= 1
         del self._heaps[bucket]
         return None
 
@@ -164,6 +179,7 @@ class TierState:
     def _migrate(self, nodes: Sequence[TreeNode | None]) -> None:
         migrated = 0
         while self._stale and (migrated < _MIGRATED_AT_ONCE or not self._heaps):
+            self._num_entries -= 1
             if (node := self._keep(heappop(self._stale), nodes)) is not None:
                 self._is_offered[node.id] = 0
                 self.offer(node)

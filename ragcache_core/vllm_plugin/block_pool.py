@@ -67,8 +67,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
         num_missing = n - len(blocks)
         if num_missing:
-            evicted = self._tree.evict(Tier.GPU, num_missing)
-            blocks += [block for unit in evicted or () if (block := self._take(unit.key)) is not None]
+            evicted = self._tree.evict_up_to(Tier.GPU, num_missing)
+            blocks += [block for unit in evicted if (block := self._take(unit.key)) is not None]
         while len(blocks) < n:
             blocks.append(self._pop_anything())
         return blocks
@@ -136,6 +136,11 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             self._block_ids.pop(key, None)
             self._spare[block.block_id] = block
 
+    def spare_copy(self, key: Key) -> None:
+        """Take a free block for a spare one, if it holds ``key``: a request computed that again, and keeps it."""
+        if (block_id := self._block_ids.pop(key, None)) is not None:
+            self._spare[block_id] = self._cached.pop(block_id)
+
     def keep_copy(self, copies: list[KVCacheBlock], key: Key) -> None:
         """Let a free one of ``copies`` stand for ``key``, if no other one does: a block that did lost its content."""
         if key in self._block_ids or any(copy.ref_cnt > 0 for copy in copies):
@@ -199,6 +204,7 @@ class TreeBlockPool(BlockPool):
             node, unit = self.controller.locate_block(request.block_hashes, i)
             tree.hold(node, unit, Tier.GPU)
             tree.add(node, 1 << unit, Tier.GPU)
+            self.free_block_queue.spare_copy(request.block_hashes[i])
 
     def reset_prefix_cache(self) -> bool:
         is_reset: bool = super().reset_prefix_cache()

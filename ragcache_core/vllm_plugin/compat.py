@@ -45,6 +45,7 @@ from vllm.v1.kv_offload.base import (
     OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     TransferResult,
     get_offload_block_hash,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "OffloadingWorker",
     "ReqContext",
     "RequestOffloadingContext",
+    "ScheduleEndContext",
     "Scheduler",
     "SecondaryTierManager",
     "SharedOffloadRegion",

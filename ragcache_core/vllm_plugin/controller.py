@@ -105,6 +105,7 @@ class CacheController:
         self._requests: dict[str, RequestRecord] = {}
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
+        self.retrieved: dict[Key, tuple[float, float]] = {}
         self._uses: dict[DocId, tuple[int, TreeNode]] = {}
 
     # A request's life
@@ -151,6 +152,8 @@ class CacheController:
         for node in path:
             if node.doc_id is not None:
                 self._note_use(node.doc_id, node)
+                # One unit speaks for its node: a tree that grows again takes the highest.
+                self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
         """Take note of a request's first token."""
@@ -182,6 +185,11 @@ class CacheController:
             self.tree.release(record.retained)
         self._finished[request_id] = record.to_dict()
         return self._finished[request_id]
+
+    def take_retrieved(self) -> dict[Key, tuple[float, float]]:
+        """Return frequency and cost of the documents that were retrieved since the last call, by their first block."""
+        retrieved, self.retrieved = self.retrieved, {}
+        return retrieved
 
     def take_finished(self) -> dict[str, dict[str, object]]:
         """Return the figures of the requests that ended since the last call, by request id."""

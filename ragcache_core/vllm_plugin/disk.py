@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vllm.logger import init_logger
 
@@ -29,6 +29,7 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     SecondaryTierManager,
     TransferJob,
     get_offload_block_hash,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 _READ_TIMEOUT_S = 20.0
+_NOTED_AT_ONCE = 64
 
 
 class DiskTier(SecondaryTierManager):
@@ -129,9 +131,17 @@ class DiskTier(SecondaryTierManager):
             if load.is_finished():
                 results.append(self._finish_load(load))
             elif load.submitted_s < overdue_s and load.abandon():
-                self._disable(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
+                if load.started_s is not None and load.started_s < overdue_s:
+                    self._disable(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
                 results.append(self._finish_load(load))
         return results
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Have it noted now and then how often stored documents were used, for the next start."""
+        if len(self._controller.retrieved) >= _NOTED_AT_ONCE:
+            self._io.update_notes(
+                [(key, *worth) for key, worth in self._controller.take_retrieved().items() if key in self._stored]
+            )
 
     def has_pending_work(self) -> bool:
         return False  # vLLM steps as long as its own jobs are in flight; writes behind them need no steps
@@ -179,17 +189,16 @@ class DiskTier(SecondaryTierManager):
 
     def _make_room(self, new: dict[Key, int]) -> list[Key]:
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
-        evicted: list[Key] = []
-        num_free = self._num_slots - len(self._stored) - len(self._writing)
-        while len(new) > num_free + len(evicted):
-            units = self._tree.evict(Tier.DISK, 1, self._shielded(new))
-            if units is None:
-                new.popitem()
-                self._io.unreserve()
-                self._controller.counters.num_dropped_chunks += 1
-                continue
-            evicted += [unit.key for unit in units]  # type: ignore[misc]
-            self._stored.difference_update(evicted[-1:])
+        num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
+        if num_missing <= 0:
+            return []
+        units = self._tree.evict_up_to(Tier.DISK, num_missing, self._shielded(new))
+        evicted = [cast("Key", unit.key) for unit in units]
+        self._stored.difference_update(evicted)
+        for _ in range(num_missing - len(evicted)):
+            new.popitem()
+            self._io.unreserve()
+            self._controller.counters.num_dropped_chunks += 1
         return evicted
 
     def _shielded(self, new: dict[Key, int]) -> list[Key]:

@@ -6,6 +6,7 @@ import logging
 import mmap
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -46,34 +47,36 @@ class Load:
     job_id: int
     keys: list[bytes]
     submitted_s: float
+    started_s: float | None = None
     is_abandoned: bool = False
-    _found: list[bool] | None = None
+    _found: list[bool] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_finished(self) -> bool:
         """Return whether the reader is done."""
-        return self._found is not None
+        return len(self._found) == len(self.keys)
 
     def abandon(self) -> bool:
         """Give up; False if the reader was faster."""
         with self._lock:
-            if self._found is None:
+            if not self.is_finished():
                 self.is_abandoned = True
             return self.is_abandoned
 
     def outcome(self) -> list[bool]:
         """Return for each key whether its bytes are in host memory."""
-        return self._found if self._found is not None else [False] * len(self.keys)
+        return self._found if self.is_finished() and not self.is_abandoned else [False] * len(self.keys)
 
-    def deliver(self, rows: np.ndarray, chunk_ids: list[int], buffers: np.ndarray, found: list[bool]) -> None:
-        """Copy what was found into host memory, unless nobody waits any more."""
+    def deliver(self, rows: np.ndarray, chunk_ids: list[int], buffers: np.ndarray, found: list[bool]) -> bool:
+        """Copy what was found of the next chunks into host memory; False if nobody waits any more."""
         with self._lock:
             if self.is_abandoned:
-                return
+                return False
             for i, is_found in enumerate(found):
                 if is_found:
                     np.copyto(rows[chunk_ids[i]], buffers[i])
-            self._found = found
+            self._found += found
+            return True
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class _Batch:
     chunks: list[PendingChunk]
     payloads: list[np.ndarray]
     error: Exception | None = None
+    worths: list[tuple[bytes, float, float]] = field(default_factory=list)
 
 
 class DiskIO:
@@ -146,6 +150,12 @@ class DiskIO:
         while self._written:
             yield self._written.popleft()
 
+    def update_notes(self, worths: list[tuple[bytes, float, float]]) -> None:
+        """Have frequencies and costs noted anew: key, frequency, cost."""
+        with self._is_written:
+            self._num_unwritten += 1
+        self._batches.put(_Batch([], [], [], worths=worths))
+
     def drain(self) -> None:
         """Wait until everything that was asked for has been done."""
         wait(list(self._reads))
@@ -172,9 +182,9 @@ class DiskIO:
             job_id, chunks, evicted = job
             batch = _Batch(evicted, chunks, [])
             try:
-                for chunk in chunks:
-                    batch.payloads.append(_aligned(1, self._store.chunk_bytes)[0])
-                    np.copyto(batch.payloads[-1], self._rows[chunk.chunk_id])
+                batch.payloads = list(_aligned(len(chunks), self._store.chunk_bytes)) if chunks else []
+                for chunk, payload in zip(chunks, batch.payloads, strict=True):
+                    np.copyto(payload, self._rows[chunk.chunk_id])
             except Exception as error:  # whatever it is, the writer reports it, and nobody waits for this thread
                 batch.error = error
             self._copied.append(job_id)
@@ -188,6 +198,7 @@ class DiskIO:
                 if batch.error is not None:
                     raise batch.error
                 self._store.delete_many(batch.evicted)
+                self._store.update_notes(batch.worths)
                 for first in range(0, len(keys), _MAX_BATCH):
                     part = slice(first, first + _MAX_BATCH)
                     self._store.write_many(
@@ -208,14 +219,18 @@ class DiskIO:
                     self._is_written.notify_all()
 
     def _read(self, load: Load, chunk_ids: list[int]) -> None:
-        buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)
-        found = [False] * len(chunk_ids)
-        try:
-            buffers = _aligned(len(chunk_ids), self._store.chunk_bytes)
-            found = self._store.read_many([(key, row.data) for key, row in zip(load.keys, buffers, strict=True)])
-        except Exception:  # whatever it is, these chunks are misses
-            logger.exception("Chunks could not be read from %s", self._store.path)
-        load.deliver(self._rows, chunk_ids, buffers, found)
+        load.started_s = time.monotonic()
+        for first in range(0, len(chunk_ids), _MAX_BATCH):
+            keys, ids = load.keys[first : first + _MAX_BATCH], chunk_ids[first : first + _MAX_BATCH]
+            buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)
+            found = [False] * len(keys)
+            try:
+                buffers = _aligned(len(keys), self._store.chunk_bytes)
+                found = self._store.read_many([(key, row.data) for key, row in zip(keys, buffers, strict=True)])
+            except Exception:  # whatever it is, these chunks are misses
+                logger.exception("Chunks could not be read from %s", self._store.path)
+            if not load.deliver(self._rows, ids, buffers, found):
+                return
 
 
 def _aligned(num_rows: int, num_bytes: int) -> np.ndarray:
