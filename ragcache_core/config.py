@@ -22,14 +22,14 @@ FrequencyScope = Literal["ghost", "cached"]
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a mount of memory, not a place for files)
 _MAX_DEFAULT_HOST_BYTES = 8 << 30
 _MIB = 1 << 20
-_SIZE = re.compile(r"[+-]?\d+(\.\d+)?\s*([kmgtpe]?i?b?)?", re.IGNORECASE)
+_SIZE = re.compile(r"\d{1,24}(\.\d+)?\s*([kmgtpe]?i?b?)?", re.IGNORECASE)
 
 
 def _parse_bytes(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError("a size is a number of bytes, or text such as '64GiB'")  # noqa: TRY004 (pydantic wraps it)
     if isinstance(value, str) and not _SIZE.fullmatch(value.strip()):
-        raise ValueError("write a size as 64GiB, 512 MiB or 1073741824")
+        raise ValueError("write a size of 0 or more, as 64GiB, 512 MiB or 1073741824")
     return value.strip() if isinstance(value, str) else value
 
 
@@ -61,7 +61,7 @@ class CacheConfig(BaseModel):
     """KV memory of the engine: of the GPU, or of main memory on a machine without one. ``None`` leaves it to vLLM
     (a share of GPU memory; 1 GiB without a GPU)."""
 
-    block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
+    block_size: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
     """Tokens in a KV block; a document is cached in whole blocks. ``None`` leaves it to vLLM."""
 
     host_bytes: BytesOrNone | None = None
@@ -84,10 +84,10 @@ class CacheConfig(BaseModel):
     frequency: FrequencyScope = "ghost"
     """Whether the uses of a document count on after its eviction (``ghost``) or start anew (``cached``)."""
 
-    max_cached_documents: Annotated[int, Field(ge=1)] | None = None
+    max_cached_documents: Annotated[int, Field(ge=1, strict=True)] | None = None
     """Of a prompt with many documents only the first so many are kept; ``None`` keeps all."""
 
-    ghost_size: Annotated[int, Field(ge=0)] = 100_000
+    ghost_size: Annotated[int, Field(ge=0, strict=True)] = 100_000
     """Evicted documents whose uses are remembered (under 1 KiB each); 0 remembers none."""
 
     def __init__(self, **data: object) -> None:
@@ -137,6 +137,8 @@ class CacheConfig(BaseModel):
             raise ConfigError(f"{path} has no [cache] table: begin it with the line [cache]")
         if isinstance(directory := table.get("directory"), str) and directory and not directory.startswith("~"):
             table["directory"] = path.parent / directory
+        if overrides.get("disk_bytes") in (0, "0"):
+            table.pop("directory", None)  # of the tier that is switched off
         try:
             return cls(**{**table, **overrides})
         except ConfigError as error:
@@ -152,6 +154,7 @@ class CacheConfig(BaseModel):
         Raises:
             ConfigError: a capacity is larger than this machine's memory or disk, or the directory is unwritable.
         """
+        _check_kv_cache_bytes(self.kv_cache_bytes)
         decided: dict[str, object] = {"host_bytes": _host_bytes(self.host_bytes)}
         if self.disk_bytes:
             if not decided["host_bytes"]:
@@ -178,6 +181,18 @@ def _first_problem(error: ValidationError) -> str:
 
 def _shown(num_bytes: int) -> str:
     return ByteSize(num_bytes).human_readable()
+
+
+def _check_kv_cache_bytes(wanted: int | None) -> None:
+    """Refuse more KV memory than the machine has; of a GPU's memory vLLM says so itself."""
+    import psutil
+
+    total = psutil.virtual_memory().total
+    if wanted is not None and wanted > total and not Path("/dev/nvidia0").exists():
+        raise ConfigError(
+            f"CacheConfig.kv_cache_bytes is {_shown(wanted)}, this machine has {_shown(total)} of memory: "
+            "lower kv_cache_bytes"
+        )
 
 
 def _host_bytes(wanted: int | None) -> int:

@@ -28,6 +28,7 @@ _SUFFIXES = ("", "-wal", "-shm", "-journal")
 _TRANSIENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
 _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # the latter when a message quotes a damaged file
 _ROWS_PER_FETCH = 1000
+_MAX_WORTH = 1e12
 _SOUND_TYPES = {(bytes, p, d, int, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
 
 
@@ -210,6 +211,8 @@ def _entry(
 ) -> ChunkEntry | None:
     if (type(key), type(parent), type(doc_id), type(position), type(frequency), type(cost)) not in _SOUND_TYPES:
         return None
+    if not (position >= 0 and 0.0 <= frequency <= _MAX_WORTH and 0.0 <= cost <= _MAX_WORTH):
+        return None  # nor are these, whatever wrote them
     try:
         text = doc_id.decode("utf-8") if doc_id is not None else None
     except UnicodeDecodeError:

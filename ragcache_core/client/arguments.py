@@ -159,7 +159,8 @@ def server_environment(
     api_key: str, cache: CacheConfig | None, extra: Mapping[str, str] | None, *, engine_id: str
 ) -> dict[str, str]:
     """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
-    default = {} if cache is None or cache.kv_cache_bytes is not None else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
+    is_said = cache is not None and cache.kv_cache_bytes is not None
+    default = {} if is_said else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
     return {
         **({} if cache is None else {_RESERVED_CORES_ENV: "1"}),
         **os.environ,

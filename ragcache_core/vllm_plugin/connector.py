@@ -165,6 +165,11 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             self._policy = policy if isinstance(policy, TreeCachePolicy) else None
             self._begin(built.controller, kv_cache_config)
 
+    def shutdown(self) -> None:
+        if self._policy is not None and self._policy.journal is not None:
+            self._policy.journal.close()
+        super().shutdown()
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         assert self.controller is not None

@@ -152,8 +152,8 @@ class CacheController:
         for node in path:
             if node.doc_id is not None:
                 self._note_use(node.doc_id, node)
-                # One unit speaks for its node: a tree that grows again takes the highest.
-                self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
+                if Tier.DISK in self.tiers:  # one unit speaks for its node: a tree that grows again takes the highest
+                    self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
         """Take note of a request's first token."""

@@ -198,7 +198,8 @@ class DiskIO:
                 if batch.error is not None:
                     raise batch.error
                 self._store.delete_many(batch.evicted)
-                self._store.update_notes(batch.worths)
+                if batch.worths:
+                    self._store.update_notes(batch.worths)
                 for first in range(0, len(keys), _MAX_BATCH):
                     part = slice(first, first + _MAX_BATCH)
                     self._store.write_many(

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from vllm.logger import init_logger
@@ -42,41 +42,65 @@ class HostJournal:
     ``rows`` is host memory, ``[num_chunks, chunk_bytes]``.
     """
 
-    def __init__(self, engine_id: str, rows: np.ndarray, identity: Mapping[str, str | int]) -> None:
-        """Open the journal of an engine, or make it; one of another identity, or a damaged one, is started anew."""
-        self._rows = rows
-        self._path = SHARED_MEMORY / f"vllm_offload_{engine_id}.index.sqlite"
-        self._identity = repr(sorted(identity.items())).encode()
+    def __init__(self, path: Path, rows: np.ndarray) -> None:
+        """Open the index at ``path``; use :meth:`open` instead."""
+        self._rows: np.ndarray | None = rows
+        self._path = path
         self._generation = np.zeros(len(rows), dtype=np.int64)
         self._sealed: set[int] = set()
         self._work: queue.SimpleQueue[_Sealing | int | None] = queue.SimpleQueue()
         self._is_broken = False
-        try:
-            self._index = self._open()
-        except IndexDamagedError:
-            remove_index(self._path)
-            self._index = self._open()
+        self._index = ChunkIndex(path)
         self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
+        self.restored: list[tuple[int, ChunkEntry]] = []
+        """The chunks whose bytes are what they were, parents first."""
 
-    def restore(self) -> Iterator[tuple[int, ChunkEntry]]:
-        """Yield the chunks whose bytes are what they were, parents first; the others are forgotten. Then it starts."""
-        mark = self._identity_path
-        is_ours = mark.is_file() and mark.read_bytes() == self._identity
-        digests = {slot: digest for slot, _, digest in self._index.rows()} if is_ours else {}
-        batches = list(self._index.entries()) if is_ours else []
-        if not is_ours:
-            self._index.clear()
-            mark.write_bytes(self._identity)
+    @classmethod
+    def open(
+        cls, engine_id: str, rows: np.ndarray, identity: Mapping[str, str | int], folder: Path = SHARED_MEMORY
+    ) -> Self:
+        """Return the journal of an engine, at work; one of another identity, or a damaged one, is started anew.
+
+        Raises:
+            CacheTierError, OSError: it can be neither read nor written.
+        """
+        path = folder / f"vllm_offload_{engine_id}.index.sqlite"
+        mark, identity_bytes = path.with_suffix(".identity"), repr(sorted(identity.items())).encode()
+        if not (mark.is_file() and mark.read_bytes() == identity_bytes):
+            remove_index(path)
+            mark.write_bytes(identity_bytes)
+        try:
+            return cls._started(path, rows)
+        except IndexDamagedError:
+            remove_index(path)
+        try:
+            return cls._started(path, rows)
+        except IndexDamagedError as error:
+            raise CacheTierError(str(error)) from error
+
+    @classmethod
+    def _started(cls, path: Path, rows: np.ndarray) -> Self:
+        journal = cls(path, rows)
+        try:
+            journal._restore(rows)
+        except BaseException:
+            journal._index.close()
+            raise
+        journal._thread.start()
+        return journal
+
+    def _restore(self, rows: np.ndarray) -> None:
+        """Find what is as it was, and forget the rest."""
+        digests = {slot: digest for slot, _, digest in self._index.rows()}
         gone = []
-        for chunk, key, entry in (row for batch in batches for row in batch):
-            is_sound = 0 <= chunk < len(self._rows) and entry is not None
-            if entry is not None and is_sound and checksum(key, self._rows[chunk].data) == digests.get(chunk):
+        for chunk, key, entry in (row for batch in list(self._index.entries()) for row in batch):
+            is_sound = entry is not None and 0 <= chunk < len(rows)
+            if entry is not None and is_sound and checksum(key, rows[chunk].data) == digests.get(chunk):
                 self._sealed.add(chunk)
-                yield chunk, entry
+                self.restored.append((chunk, entry))
             else:
                 gone.append(chunk)
         self._index.delete(gone)
-        self._thread.start()
 
     def seal(self, chunk: int, key: Key, note: ChunkNote) -> None:
         """Enter a chunk that is complete, unless it is entered already."""
@@ -93,18 +117,11 @@ class HostJournal:
                 self._work.put(chunk)
 
     def close(self) -> None:
-        """End the thread, and close the index."""
+        """End the thread, close the index, and let go of host memory. Idempotent."""
         self._work.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._index.close()
-
-    @property
-    def _identity_path(self) -> Path:
-        return self._path.with_suffix(".identity")
-
-    def _open(self) -> ChunkIndex:
-        return ChunkIndex(self._path)
+        self._rows = None
 
     def _write(self) -> None:
         while (work := self._work.get()) is not None:
@@ -121,6 +138,7 @@ class HostJournal:
                 return
 
     def _seal(self, chunk: int, generation: int, key: Key, note: ChunkNote) -> None:
+        assert self._rows is not None
         digest = checksum(key, self._rows[chunk].data)
         # Only now: a chunk that was given up while its bytes were read may have held another's.
         if self._generation[chunk] == generation:

@@ -6,8 +6,8 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from ragcache_core.client.shared_memory import is_lasting, keep_region, return_region, sweep_shared_memory
-from ragcache_core.errors import ConfigError
+from ragcache_core.client.shared_memory import is_lasting, keep_region, sweep_shared_memory
+from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.building import current_building
 from ragcache_core.vllm_plugin.compat import (
@@ -57,8 +57,6 @@ class RAGCacheSpec(TieringOffloadingSpec):
         self.controller: CacheController | None = None
         self._worker: OffloadingWorker | None = None
         self._journal: HostJournal | None = None
-        if is_lasting(self._engine_id):
-            return_region(self._engine_id)
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -74,6 +72,9 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk
             )
             manager = super().get_manager()
+            if is_lasting(self._engine_id):
+                assert self._scheduler_mmap is not None
+                keep_region(self._engine_id, self._scheduler_mmap.fd)
             assert isinstance(manager, TieringOffloadingManager)
             policy = host_policy_of(manager)
             if isinstance(policy, TreeCachePolicy):
@@ -87,28 +88,30 @@ class RAGCacheSpec(TieringOffloadingSpec):
         """Take up what an engine that was killed left in host memory; None where nobody would find it again."""
         if not is_lasting(self._engine_id):
             return None
-        try:
-            identity = kv_identity(self.config)
-        except ConfigError as error:
-            logger.warning("Host memory will not survive the engine's death: %s", error)
-            return None
         assert self.controller is not None
         view = manager.primary_tier.get_kv_memoryview()
-        journal = HostJournal(self._engine_id, np.frombuffer(view, np.uint8).reshape(view.shape), identity)
-        chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restore()}
+        rows = np.frombuffer(view, np.uint8).reshape(view.shape)
+        try:
+            journal = HostJournal.open(self._engine_id, rows, kv_identity(self.config))
+        except (ConfigError, CacheTierError, OSError) as error:
+            logger.warning("Host memory will not survive the engine's death: %s", error)
+            return None
+        chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restored}
         found, orphans = self.controller.restore((entry for _, entry in chunks.values()), Tier.HOST)
         for key in orphans:
             journal.unseal(chunks[key][0])
         adopt_chunks(manager, {OffloadKey(key + FIRST_GROUP): chunks[key][0] for key in found})
         policy.journal = journal
-        keep_region(self._engine_id)
         if found:
             logger.info("RAGCache found %d blocks of KV in host memory", len(found))
         return journal
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if current_platform.is_cuda_alike() or current_platform.is_xpu():
-            return super().get_worker(kv_caches)
+            worker = super().get_worker(kv_caches)
+            if is_lasting(self._engine_id):
+                keep_region(self._engine_id, None)
+            return worker
         if self._worker is None:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
@@ -118,6 +121,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
             try:
+                if is_lasting(self._engine_id):
+                    keep_region(self._engine_id, region.fd)
                 self._worker = CopyingWorker(kv_caches, self.blocks_per_chunk, region)
             except BaseException:
                 region.cleanup()

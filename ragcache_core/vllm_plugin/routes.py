@@ -25,7 +25,7 @@ async def request_figures(response_id: str) -> dict[str, Any]:
 
     They may arrive a moment after the answer: it waits for them a little.
     """
-    for _ in range(int(_PATIENCE_S / _POLL_S)):
+    for _ in range(int(_PATIENCE_S / _POLL_S) if received.engine() is not None else 0):
         if (figures := received.request(response_id)) is not None:
             return figures
         await asyncio.sleep(_POLL_S)
@@ -35,7 +35,10 @@ async def request_figures(response_id: str) -> dict[str, Any]:
 @router.get("/stats")
 async def stats() -> dict[str, Any]:
     """Return the latest report of the engine's tiers."""
-    return received.engine() or {}
+    report = received.engine()
+    if report is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    return report
 
 
 class RAGCacheEndpoint:

@@ -104,7 +104,7 @@ def test_the_tiers_below_the_gpu_have_the_sizes_that_were_chosen(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("cache", "default"),
-    [(CacheConfig(), str(1 << 30)), (CacheConfig(kv_cache_bytes="2GiB"), None), (None, None)],
+    [(CacheConfig(), str(1 << 30)), (CacheConfig(kv_cache_bytes="2GiB"), None), (None, str(1 << 30))],
 )
 def test_a_cpu_server_is_told_how_much_memory_to_take_where_nobody_said(
     cache: CacheConfig | None, default: str | None
@@ -112,6 +112,9 @@ def test_a_cpu_server_is_told_how_much_memory_to_take_where_nobody_said(
     environment = server_environment("key", cache, {"MORE": "1"}, engine_id="me")
     assert environment.get(CPU_KV_CACHE_BYTES_ENV) == default
     assert (environment["VLLM_API_KEY"], environment["MORE"]) == ("key", "1")
+    assert environment.get("VLLM_CPU_NUM_OF_RESERVED_CPU") == (None if cache is None else "1")
+    asked = server_environment("key", cache, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "3"}, engine_id="me")
+    assert asked["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "3"
 
 
 def test_old_logs_make_room_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_core.client.shared_memory import new_engine_id, remove_regions, sweep_shared_memory
+from ragcache_core.client.shared_memory import (
+    is_lasting,
+    keep_region,
+    new_engine_id,
+    prepare_regions,
+    remove_regions,
+    sweep_shared_memory,
+)
+
+NAMESPACE = Path("/proc/self/ns/pid").stat().st_ino
 
 
 def region(folder: Path, engine_id: str, suffix: str = ".mmap") -> Path:
@@ -45,14 +54,14 @@ def test_every_file_of_a_dead_engine_goes(tmp_path: Path, owner: subprocess.Pope
 
 
 def test_a_process_that_has_the_number_of_a_dead_owner_is_not_taken_for_it(tmp_path: Path) -> None:
-    _, pid, started, random = new_engine_id(os.getpid()).split("-")
-    path = region(tmp_path, f"ragcache-{pid}-{int(started) - 1}-{random}")
+    _, namespace, pid, started, random = new_engine_id(os.getpid()).split("-")
+    path = region(tmp_path, f"ragcache-{namespace}-{pid}-{int(started) - 1}-{random}")
     assert sweep_shared_memory(folder=tmp_path) == [path]
 
 
 def test_our_own_regions_stay_even_where_the_owner_is_gone(tmp_path: Path) -> None:
     """An engine whose owner died a moment ago still starts, and ends by itself."""
-    engine_id = "ragcache-1073741823-5-0a"
+    engine_id = f"ragcache-{NAMESPACE}-1073741823-5-0a"
     path = region(tmp_path, engine_id)
     assert sweep_shared_memory(engine_id, folder=tmp_path) == []
     assert sweep_shared_memory(folder=tmp_path) == [path]
@@ -66,6 +75,7 @@ def test_our_own_regions_stay_even_where_the_owner_is_gone(tmp_path: Path) -> No
         "vllm_offload_ragcache-12-.mmap",
         "vllm_offload_ragcache-x-1-ab.mmap",
         "vllm_offload_ragcache-99999999-1-ab",
+        "vllm_offload_ragcache-7-1073741823-5-0a.mmap",  # of another namespace, whose processes nobody here sees
         "psm_1234",
     ],
 )
@@ -77,7 +87,7 @@ def test_files_that_are_not_ours_stay(tmp_path: Path, name: str) -> None:
 
 
 def test_what_cannot_be_removed_is_left(tmp_path: Path) -> None:
-    folder = tmp_path / "vllm_offload_ragcache-1073741823-5-0a.mmap"
+    folder = tmp_path / f"vllm_offload_ragcache-{NAMESPACE}-1073741823-5-0a.mmap"
     folder.mkdir()
     assert sweep_shared_memory(folder=tmp_path) == []
     assert sweep_shared_memory(folder=tmp_path / "missing") == []
@@ -92,3 +102,44 @@ def test_an_engines_regions_are_removed_by_its_name_and_no_others(tmp_path: Path
     remove_regions(one, tmp_path)
     remove_regions(one, tmp_path)
     assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_region_outlives_the_removal_of_its_name_until_the_engine_has_ended(tmp_path: Path) -> None:
+    engine_id = new_engine_id(os.getpid())
+    path = region(tmp_path, engine_id)
+    with path.open("rb") as file:
+        keep_region(engine_id, file.fileno(), tmp_path)
+        keep_region(engine_id, None, tmp_path)
+    path.unlink()  # as vLLM's worker does when it ends
+    prepare_regions(engine_id, tmp_path)
+    assert path.read_bytes() == b"KV"
+    remove_regions(engine_id, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_rest_of_a_start_that_was_cut_short_is_removed_before_the_next(tmp_path: Path) -> None:
+    engine_id = new_engine_id(os.getpid())
+    region(tmp_path, engine_id).write_bytes(b"")
+    prepare_regions(engine_id, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_and_a_scheduler_with_a_region_each_do_not_start(tmp_path: Path) -> None:
+    """One would take the other's KV for what is not there: zeros, which would go to the disk with a right checksum."""
+    engine_id = new_engine_id(os.getpid())
+    path = region(tmp_path, engine_id)
+    keep_region(engine_id, None, tmp_path)
+    path.unlink()
+    other = region(tmp_path, engine_id)
+    with other.open("rb") as file, pytest.raises(RuntimeError, match="start it again"):
+        keep_region(engine_id, file.fileno(), tmp_path)
+    other.unlink()
+    with pytest.raises(RuntimeError, match="start the engine again"):
+        keep_region(engine_id, None, tmp_path)
+
+
+def test_only_ids_that_a_launch_gave_are_found_again_by_the_next_start() -> None:
+    assert is_lasting(new_engine_id(os.getpid()))
+    assert is_lasting(f"{new_engine_id(os.getpid())}_dp1")
+    assert not is_lasting("ragcache-mine")
+    assert not is_lasting("8f14e45f")
