@@ -27,6 +27,7 @@ class TierState:
         in_use: units that a transfer or a running request holds; sparse.
         clock: the highest rank evicted (RAGCache §5.1, Eq. 2), one for each tier.
         num_units, num_evicted_units: resident now; given up since the start.
+        num_entries: in the heaps, dead ones included.
         slower: the tiers below, whose units may stand on this tier's.
 
     Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
@@ -46,7 +47,7 @@ class TierState:
         self._heaps: dict[int, list[_Entry]] = {}
         self._stale: list[_Entry] = []
         self._is_offered = bytearray()
-        self._num_entries = 0
+        self.num_entries = 0
         self._max_entries = _MIN_ENTRIES
 
     def add_column(self, node_id: int) -> None:
@@ -92,18 +93,18 @@ class TierState:
         bucket = self.policy.bucket(node)
         heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
         self._is_offered[node.id] = 1
-        self._num_entries += 1
+        self.num_entries += 1
 
     def compact(self, nodes: Sequence[TreeNode | None]) -> None:
         """Drop dead entries once they are the most: where nothing is evicted, none would ever come up."""
-        if self._num_entries <= self._max_entries:
+        if self.num_entries <= self._max_entries:
             return
         for bucket, heap in list(self._heaps.items()):
             alive = [entry for entry in heap if self._keep(entry, nodes) is not None]
             heapify(alive)
             self._heaps[bucket] = alive
-        self._num_entries = sum(len(heap) for heap in (*self._heaps.values(), self._stale))
-        self._max_entries = _MIN_ENTRIES + 2 * self._num_entries
+        self.num_entries = sum(len(heap) for heap in (*self._heaps.values(), self._stale))
+        self._max_entries = _MIN_ENTRIES + 2 * self.num_entries
 
     def candidate(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
         """Return the node that should give up its last resident unit, or None. It stays a candidate."""
@@ -165,7 +166,7 @@ class TierState:
             if (node := self._keep(heap[0], nodes)) is not None:
                 return node
             heappop(heap)
-            self._num_entries -= 1
+            self.num_entries -= 1
         del self._heaps[bucket]
         return None
 
@@ -179,7 +180,7 @@ class TierState:
     def _migrate(self, nodes: Sequence[TreeNode | None]) -> None:
         migrated = 0
         while self._stale and (migrated < _MIGRATED_AT_ONCE or not self._heaps):
-            self._num_entries -= 1
+            self.num_entries -= 1
             if (node := self._keep(heappop(self._stale), nodes)) is not None:
                 self._is_offered[node.id] = 0
                 self.offer(node)

@@ -318,3 +318,40 @@ def test_a_pinned_node_cannot_be_cut() -> None:
     tree.pin(cache(tree, [PathSegment(keys, 32)]))
     with pytest.raises(AssertionError, match="pinned"):
         tree.insert([PathSegment([keys[0], ("a", "x")], 32)])
+
+
+def test_counts_start_anew_also_where_blocks_are_cached_before_the_access_is_counted() -> None:
+    """As in the engine: vLLM caches a request's blocks when it schedules them, and then it is admitted."""
+    tree = KnowledgeTree(LRUPolicy(), keeps_frequency=False)
+    for _ in range(3):
+        (node,) = tree.insert(prompt("A"))
+        tree.add(node, node.full_mask, Tier.GPU)
+        tree.record_access([node], num_hit_units=0, num_missed_tokens=32, cost_s=1e-3)
+        assert node.frequency == 1
+        tree.evict_up_to(Tier.GPU, 2)
+
+
+def test_up_to_as_many_as_can_go_are_evicted() -> None:
+    tree = new_tree()
+    first, _ = cache(tree, prompt("A", "B"))
+    tree.hold(first, 1, Tier.GPU)
+    assert [unit.node.doc_id for unit in tree.evict_up_to(Tier.GPU, 9)] == ["B", "B"]
+    assert tree.evict_up_to(Tier.GPU, 9) == []
+
+
+def test_entries_do_not_pile_up_where_nothing_is_ever_evicted() -> None:
+    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=10**6)
+    for i in range(20_000):
+        path = tree.insert(prompt(f"d{i % 50}"))
+        tree.record_access(path, num_hit_units=2, num_missed_tokens=0, cost_s=0.0)
+        for node in path:
+            tree.add(node, node.full_mask, Tier.GPU)
+    check_invariants(tree)
+    assert all(state.num_entries < 2_000 for state in tree.tiers)
+
+
+def test_the_units_below_the_tail_are_looked_at_one_by_one() -> None:
+    tree = new_tree()
+    (node,) = cache(tree, prompt("A", blocks=5))
+    tree.add(node, 1 << 3, Tier.HOST)  # stands on what only the GPU has
+    assert [unit.unit for unit in tree.evict_up_to(Tier.GPU, 5)] == [4, 3]
