@@ -55,7 +55,7 @@ def test_the_connectors_methods_have_the_arguments_we_implement(vllm_facts: dict
 
 
 def test_the_server_program_is_where_we_start_it(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["main"] == [], "compat.run_api_server() calls it without arguments"
+    assert vllm_facts["main"] == [], "api_server.run_api_server() calls it without arguments"
 
 
 def test_requests_carry_our_metadata_and_token_ids(vllm_facts: dict[str, object]) -> None:
