@@ -1,0 +1,261 @@
+"""A prefix tree whose units lie in tiers: what is where, what is held, and what goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from ragcache_core.policy.base import ReplacementPolicy
+from ragcache_core.tree.node import EvictedUnit, TreeNode
+from ragcache_core.tree.prefix_tree import PrefixTree
+from ragcache_core.tree.tier import TierState
+from ragcache_core.types import Tier
+
+
+class TieredTree(PrefixTree):
+    """Units enter tiers, are held in them, and are evicted from the end of the lowest-ranked leaf.
+
+    What ranks mean, and what becomes of a node that is nowhere, belongs to the subclass.
+    """
+
+    def __init__(self, policy: ReplacementPolicy, num_root_tokens: int) -> None:
+        self.policy = policy
+        self.num_requests = 0
+        disk = TierState(policy)
+        host = TierState(policy, slower=(disk,))
+        self.tiers = (TierState(policy, slower=(host, disk)), host, disk)
+        self._states = [*self.tiers, *self._shadow_states()]
+        super().__init__(num_root_tokens)
+
+    def resident_mask(self, node: TreeNode, tier: Tier) -> int:
+        """Return which units of ``node`` lie in ``tier``, one bit each."""
+        return self.tiers[tier].resident[node.id]
+
+    # Being used
+
+    def pin(self, nodes: Iterable[TreeNode]) -> None:
+        """Keep nodes in their tiers until :meth:`unpin`."""
+        for node in nodes:
+            node.num_pins += 1
+
+    def unpin(self, nodes: Iterable[TreeNode]) -> None:
+        """Undo :meth:`pin`."""
+        for node in nodes:
+            assert node.num_pins > 0, node
+            node.num_pins -= 1
+            if not node.num_pins:
+                for state in self._states:
+                    state.offer(node)
+                self._on_left(node)
+
+    def hold(self, node: TreeNode, unit: int, tier: Tier) -> None:
+        """Keep one unit in ``tier``: a request or a transfer uses it there."""
+        in_use = self.tiers[tier].in_use
+        in_use[node.id] = in_use.get(node.id, 0) | 1 << unit
+
+    def let_go(self, node: TreeNode, unit: int, tier: Tier) -> None:
+        """Undo :meth:`hold`; does nothing where nobody holds the unit."""
+        state = self.tiers[tier]
+        if (before := state.in_use.get(node.id)) is None:
+            return
+        mask = before & ~(1 << unit)
+        if mask:
+            state.in_use[node.id] = mask
+        else:
+            del state.in_use[node.id]
+        state.offer(node)
+
+    # Entering and leaving a tier
+
+    def add(self, node: TreeNode, units: int, tier: Tier) -> None:
+        """Note that the units of ``node`` in the mask ``units`` lie in ``tier`` now."""
+        self._add(node, units, self.tiers[tier])
+
+    def remove(self, node: TreeNode, units: int, tier: Tier) -> None:
+        """Note that the units of ``node`` in the mask ``units`` are gone from ``tier``: lost, not evicted."""
+        self._remove(node, units, self.tiers[tier])
+        self._forget_uses((node,))
+
+    def evict(self, tier: Tier, num_units: int = 1, protected: Collection[Hashable] = ()) -> list[EvictedUnit] | None:
+        """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
+
+        Atomic: where fewer can go, none goes and None is returned. ``protected`` are keys of units that stay.
+        """
+        state = self.tiers[tier]
+        clock = state.clock
+        evicted = self._evict(state, num_units, protected)
+        if len(evicted) == num_units:
+            self._forget_uses(unit.node for unit in evicted)
+            return evicted
+        for unit in evicted:
+            self._add(unit.node, 1 << unit.unit, state)
+        state.clock = clock
+        state.num_evicted_units -= len(evicted)
+        return None
+
+    def evict_up_to(self, tier: Tier, num_units: int, protected: Collection[Hashable] = ()) -> list[EvictedUnit]:
+        """Do :meth:`evict`, but where fewer can go, take those."""
+        evicted = self._evict(self.tiers[tier], num_units, protected)
+        self._forget_uses(unit.node for unit in evicted)
+        return evicted
+
+    def evict_anything(self, tier: Tier) -> EvictedUnit | None:
+        """Take one unit out of ``tier`` that nobody holds, even if others depend on it; a last resort, O(nodes)."""
+        state = self.tiers[tier]
+        best: tuple[float, TreeNode, int] | None = None
+        for node in self.nodes():
+            free = state.resident[node.id] & ~state.in_use.get(node.id, 0)
+            if free and not node.num_pins and (best is None or state.ranks[node.id] < best[0]):
+                best = (state.ranks[node.id], node, free.bit_length() - 1)
+        if best is None:
+            return None
+        _, node, unit = best
+        self.remove(node, 1 << unit, tier)
+        state.num_evicted_units += 1
+        return EvictedUnit(node, unit, node.keys[unit])
+
+    def evict_node(self, state: TierState, protected: AbstractSet[TreeNode]) -> TreeNode | None:
+        """Take the lowest-ranked leaf out of a shadow as a whole; None if it is a protected one."""
+        node = state.candidate(self._nodes, self.num_requests)
+        if node is None or node in protected:
+            return None
+        self._evict_tail(node, len(node.keys), state)
+        return node
+
+    def place(self, node: TreeNode, state: TierState) -> None:
+        """Put a whole node into a shadow."""
+        self._add(node, node.full_mask, state)
+
+    def clear_tier(self, tier: Tier) -> None:
+        """Take everything out of ``tier``: its memory was reset or lost."""
+        state = self.tiers[tier]
+        state.in_use.clear()
+        for node in list(self.nodes()):
+            if state.resident[node.id]:
+                self._remove(node, state.resident[node.id], state)
+
+    # For the subclass
+
+    def _shadow_states(self) -> Sequence[TierState]:
+        """Return further tiers that hold no KV."""
+        return ()
+
+    def _on_arrived(self, node: TreeNode) -> None:
+        """Take note that a node is in a tier that it was not in."""
+
+    def _on_left(self, node: TreeNode) -> None:
+        """Take note that a node has left a tier, or is no longer pinned."""
+
+    def _forget_uses(self, nodes: Iterable[TreeNode]) -> None:
+        """Take note that nodes have given up units for good."""
+
+    # Inside
+
+    def _on_new_id(self, node_id: int) -> None:
+        for state in self._states:
+            state.add_column(node_id)
+
+    def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
+        self.policy.on_split(node, lower)
+        num_units = len(node.keys)
+        low_bits = node.full_mask
+        for state in self._states:
+            mask = state.resident[node.id]
+            state.resident[node.id], state.resident[lower.id] = mask & low_bits, mask >> num_units
+            state.num_resident_children[lower.id] = state.num_resident_children[node.id]
+            state.num_resident_children[node.id] = 1 if mask >> num_units else 0
+            state.ranks[lower.id] = state.ranks[node.id]
+            if held := state.in_use.pop(node.id, 0):
+                if held & low_bits:
+                    state.in_use[node.id] = held & low_bits
+                if held >> num_units:
+                    state.in_use[lower.id] = held >> num_units
+            if mask and not mask & low_bits and node.parent is not None:
+                state.num_resident_children[node.parent.id] -= 1
+        for state in self._states:
+            state.offer(node)
+            state.offer(lower)
+
+    def _add(self, node: TreeNode, units: int, state: TierState) -> None:
+        before = state.resident[node.id]
+        state.resident[node.id] = before | units
+        state.num_units += (units & ~before).bit_count()
+        if not before and units:
+            if node.parent is not None:
+                state.num_resident_children[node.parent.id] += 1
+            self._on_arrived(node)
+        for tier in self._at_or_above(state):
+            tier.offer(node)
+
+    def _remove(self, node: TreeNode, units: int, state: TierState) -> None:
+        before = state.resident[node.id]
+        after = state.resident[node.id] = before & ~units
+        state.num_units -= (before & units).bit_count()
+        if after == before:
+            return
+        for tier in self._at_or_above(state):
+            tier.offer(node)
+        if after:
+            return
+        if node.parent is not None:
+            state.num_resident_children[node.parent.id] -= 1
+            for tier in self._at_or_above(state):
+                tier.offer(node.parent)
+        self._on_left(node)
+
+    def _evict(self, state: TierState, num_units: int, protected: Collection[Hashable]) -> list[EvictedUnit]:
+        held = self._shield(protected, state)
+        evicted: list[EvictedUnit] = []
+        while len(evicted) < num_units:
+            node = state.candidate(self._nodes, self.num_requests)
+            if node is None:
+                break
+            evicted += self._evict_tail(node, num_units - len(evicted), state)
+        self._unshield(held, state)
+        return evicted
+
+    def _evict_tail(self, node: TreeNode, num_units: int, state: TierState) -> list[EvictedUnit]:
+        state.clock = max(state.clock, state.ranks[node.id])
+        mask, held = state.resident[node.id], state.in_use.get(node.id, 0)
+        evicted: list[EvictedUnit] = []
+        units = 0
+        while mask and len(evicted) < num_units:
+            unit = mask.bit_length() - 1
+            if held >> unit & 1 or state.is_base(node, unit):
+                break
+            mask ^= 1 << unit
+            units |= 1 << unit
+            evicted.append(EvictedUnit(node, unit, node.keys[unit]))
+        self._remove(node, units, state)
+        state.num_evicted_units += len(evicted)
+        return evicted
+
+    def _shield(self, keys: Collection[Hashable], state: TierState) -> dict[int, int]:
+        """Hold units, and return what was held of their nodes before."""
+        before: dict[int, int] = {}
+        for key in keys:
+            if (at := self._locations.get(key)) is not None:
+                held = state.in_use.get(at.node.id, 0)
+                before.setdefault(at.node.id, held)
+                state.in_use[at.node.id] = held | 1 << at.unit
+        return before
+
+    def _unshield(self, before: dict[int, int], state: TierState) -> None:
+        for node_id, held in before.items():
+            if held:
+                state.in_use[node_id] = held
+            else:
+                del state.in_use[node_id]
+            node = self._nodes[node_id]
+            assert node is not None
+            state.offer(node)
+
+    def _at_or_above(self, state: TierState) -> Sequence[TierState]:
+        """Return the tiers in which a change in ``state`` may make a node evictable: itself and those that feed it."""
+        for i, tier in enumerate(self.tiers):
+            if tier is state:
+                return self.tiers[: i + 1]
+        return (state,)
+
+    def _is_resident(self, node: TreeNode) -> bool:
+        return any(tier.resident[node.id] for tier in self.tiers)
