@@ -28,6 +28,7 @@ ENGINE_ARGS: dict[str, object] = {
     "max_model_len": 2048,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
+    "stream_interval": 8,  # the demo model is faster than the server can send single tokens
 }
 """How tests launch the demo model: exact arithmetic, no compilation."""
 
