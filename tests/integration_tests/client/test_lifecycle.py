@@ -24,7 +24,7 @@ from ragcache_core.client.process import GRACE_S
 from ragcache_core.errors import EngineDiedError, EngineStartError
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 
-LONG: dict[str, Any] = {"max_tokens": 1500, "n": 16, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = GRACE_S + 10) -> bool:

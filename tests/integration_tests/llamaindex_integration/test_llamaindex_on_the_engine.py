@@ -167,8 +167,8 @@ async def test_many_queries_at_once_are_all_answered(retriever: RAGCacheRetrieve
 async def test_leaving_a_stream_early_ends_the_request_in_the_engine(
     retriever: RAGCacheRetriever, engine: Engine
 ) -> None:
-    # Sixteen answers of 1,500 tokens each: seconds of work, also for a model that needs a millisecond for a step.
-    many: dict[str, object] = {"extra_body": {"ignore_eos": True, "n": 16}}
+    # Four answers of 1,500 tokens each: seconds of work, also for a model that needs a millisecond for a step.
+    many: dict[str, object] = {"extra_body": {"ignore_eos": True, "n": 4}}
     endless = RAGCacheLLM(engine, temperature=1.0, max_tokens=1500, additional_kwargs=many)
     query_engine = RAGCacheQueryEngine(retriever, endless, streaming=True)
 
@@ -185,8 +185,7 @@ async def test_leaving_a_stream_early_ends_the_request_in_the_engine(
     wait_until_idle(engine)
 
     asking = asyncio.create_task(endless.acomplete(QUESTION))
-    while not (await engine.astats()).num_running and not asking.done():  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.5)  # it takes seconds, and a busy server may be as long in saying that it runs
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
