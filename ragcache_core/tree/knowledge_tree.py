@@ -56,7 +56,7 @@ class KnowledgeTree(TieredTree):
     # Asking: changes nothing
 
     def match_prefix(self, segments: Iterable[PathSegment]) -> PrefixMatch:
-        """Return the longest cached prefix of a prompt, in whatever tiers; O(height)."""
+        """Return the longest cached prefix of a prompt, in whatever tiers; O(height) look-ups."""
         matched: list[TreeNode] = []
         num_units = num_tokens = 0
         by_tier = [0] * len(Tier)

@@ -2,7 +2,7 @@
 
 vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. :class:`RAGCacheConnector` adds host and disk
 by vLLM's own offloading; :class:`DocumentConnector` is for an engine whose GPU memory is its only tier. Metadata that
-contradicts the prompt is ignored for that request, counted, and logged once per reason, never an error: it distorts
+contradicts the prompt is ignored for that request, counted, and logged the first time, never an error: it distorts
 what is kept at most, and correctness never depends on it.
 """
 
@@ -76,7 +76,8 @@ class _DocumentAware:
             segments = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
         except ConfigError as error:
             self.controller.counters.num_ignored_metadata += 1
-            logger.warning_once("Ignoring the documents of a request: %s", str(error))
+            if self.controller.counters.num_ignored_metadata == 1:  # messages hold ids: each would be a new one
+                logger.warning("Ignoring the documents of a request, and of further ones without a word: %s", error)
             segments = tile([], request.num_prompt_tokens)
         self.controller.on_new_request(
             request.request_id, segments, request.block_hashes, request.num_prompt_tokens, time.monotonic()

@@ -6,7 +6,7 @@ on the scheduler's thread, tell it what happens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import cast
@@ -227,6 +227,14 @@ class CacheController:
         location = self.tree.locate(keys[index])
         assert location is not None
         return location
+
+    def shielded(self, keys: Iterable[Key]) -> list[Hashable]:
+        """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them."""
+        places = [at for key in keys if (at := self.tree.locate(key)) is not None]
+        if not places:
+            return []
+        before = self.tree.key_before(min(places, key=lambda at: at.node.start + at.unit))
+        return [*(at.node.keys[at.unit] for at in places), *([] if before is None else [before])]
 
     def note(self, location: Location) -> ChunkNote:
         """Return what has to be stored with a block's KV for the tree to grow again from it."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vllm.logger import init_logger
 
+from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.errors import CacheTierError
 from ragcache_core.tree import Location
 from ragcache_core.types import Tier
@@ -40,7 +41,6 @@ from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, is_adapted
 from ragcache_core.vllm_plugin.identity import kv_identity
 
 if TYPE_CHECKING:
-    from ragcache_core.chunkstore import ChunkStore
     from ragcache_core.vllm_plugin.controller import Key
     from ragcache_core.vllm_plugin.offload import RAGCacheSpec
 
@@ -71,8 +71,6 @@ class DiskTier(SecondaryTierManager):
             ConfigError: nothing tells the model's weights from others.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        from ragcache_core.chunkstore import ChunkStore
-
         assert offloading_spec.controller is not None
         self._controller = offloading_spec.controller
         self._tree = offloading_spec.controller.tree
@@ -138,10 +136,11 @@ class DiskTier(SecondaryTierManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Have it noted now and then how often stored documents were used, for the next start."""
-        if len(self._controller.retrieved) >= _NOTED_AT_ONCE:
-            self._io.update_notes(
-                [(key, *worth) for key, worth in self._controller.take_retrieved().items() if key in self._stored]
-            )
+        if len(self._controller.retrieved) < _NOTED_AT_ONCE:
+            return
+        retrieved = self._controller.take_retrieved()
+        if worths := [(key, *worth) for key, worth in retrieved.items() if key in self._stored]:
+            self._io.update_notes(worths)
 
     def has_pending_work(self) -> bool:
         return False  # vLLM steps as long as its own jobs are in flight; writes behind them need no steps
@@ -192,7 +191,7 @@ class DiskTier(SecondaryTierManager):
         num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
         if num_missing <= 0:
             return []
-        units = self._tree.evict_up_to(Tier.DISK, num_missing, self._shielded(new))
+        units = self._tree.evict_up_to(Tier.DISK, num_missing, self._controller.shielded(new))
         evicted = [cast("Key", unit.key) for unit in units]
         self._stored.difference_update(evicted)
         for _ in range(num_missing - len(evicted)):
@@ -200,11 +199,6 @@ class DiskTier(SecondaryTierManager):
             self._io.unreserve()
             self._controller.counters.num_dropped_chunks += 1
         return evicted
-
-    def _shielded(self, new: dict[Key, int]) -> list[Key]:
-        first = self._tree.locate(next(iter(new)))
-        predecessor = None if first is None else self._tree.key_before(first)
-        return [*new] if predecessor is None else [*new, predecessor]  # type: ignore[list-item]
 
     def _admit(self, key: Key, chunk_id: int) -> PendingChunk:
         location = self._tree.locate(key)

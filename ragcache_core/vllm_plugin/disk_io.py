@@ -130,6 +130,9 @@ class DiskIO:
 
     def store(self, job_id: int, chunks: list[PendingChunk], evicted: list[bytes]) -> None:
         """Write chunks for which buffers are reserved, after those that gave way to them are deleted."""
+        if not chunks and not evicted:
+            self._copied.append(job_id)
+            return
         with self._is_written:
             self._num_unwritten += 1
         self._jobs.put((job_id, chunks, evicted))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ragcache_core.tree import Location
@@ -111,9 +111,8 @@ class TreeCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         spare = [key for key in self._unknown if self._is_idle(key) and key not in protected][:n]
-        units = (
-            self.controller.tree.evict(Tier.HOST, n - len(spare), self._shielded(protected)) if n > len(spare) else []
-        )
+        shielded = self.controller.shielded(map(get_offload_block_hash, protected))
+        units = self.controller.tree.evict(Tier.HOST, n - len(spare), shielded) if n > len(spare) else []
         if units is None:
             return None
         for key in spare:
@@ -129,7 +128,9 @@ class TreeCachePolicy(CachePolicy):
         self._promised.clear()
         self._num_promises.clear()
         self._fleeting.clear()
-        self.journal = None
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
         self.controller.tree.clear_tier(Tier.HOST)
 
     def mark_evictable(self, key: OffloadKey) -> None:
@@ -144,21 +145,6 @@ class TreeCachePolicy(CachePolicy):
             self.controller.tree.hold(location.node, location.unit, Tier.HOST)
 
     # Inside
-
-    def _shielded(self, keys: set[OffloadKey]) -> list[Hashable]:
-        """Return the units that must not go for others to come: ``keys``, and what stands before the first of them."""
-        units: list[Hashable] = []
-        first: Location | None = None
-        for key in keys:
-            if (at := self._locate(key)) is None:
-                continue
-            units.append(at.node.keys[at.unit])
-            if first is None or at.node.start + at.unit < first.node.start + first.unit:
-                first = at
-        if first is not None:
-            predecessor = self.controller.tree.key_before(first)
-            units += [] if predecessor is None else [predecessor]
-        return units
 
     def _is_idle(self, key: OffloadKey) -> bool:
         return self._chunks[key].ref_cnt == 0 and key not in self._num_promises

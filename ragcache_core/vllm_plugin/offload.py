@@ -56,7 +56,6 @@ class RAGCacheSpec(TieringOffloadingSpec):
             )
         self.controller: CacheController | None = None
         self._worker: OffloadingWorker | None = None
-        self._journal: HostJournal | None = None
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -79,15 +78,15 @@ class RAGCacheSpec(TieringOffloadingSpec):
             policy = host_policy_of(manager)
             if isinstance(policy, TreeCachePolicy):
                 policy.controller = self.controller
-                self._journal = self._restore_host(manager, policy)
+                self._restore_host(manager, policy)
             current_building().controller = self.controller
         assert self._manager is not None
         return self._manager
 
-    def _restore_host(self, manager: TieringOffloadingManager, policy: TreeCachePolicy) -> HostJournal | None:
-        """Take up what an engine that was killed left in host memory; None where nobody would find it again."""
+    def _restore_host(self, manager: TieringOffloadingManager, policy: TreeCachePolicy) -> None:
+        """Take up what an engine that was killed left in host memory, and keep book for the next one."""
         if not is_lasting(self._engine_id):
-            return None
+            return
         assert self.controller is not None
         view = manager.primary_tier.get_kv_memoryview()
         rows = np.frombuffer(view, np.uint8).reshape(view.shape)
@@ -95,7 +94,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
             journal = HostJournal.open(self._engine_id, rows, kv_identity(self.config))
         except (ConfigError, CacheTierError, OSError) as error:
             logger.warning("Host memory will not survive the engine's death: %s", error)
-            return None
+            return
         chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restored}
         found, orphans = self.controller.restore((entry for _, entry in chunks.values()), Tier.HOST)
         for key in orphans:
@@ -104,7 +103,6 @@ class RAGCacheSpec(TieringOffloadingSpec):
         policy.journal = journal
         if found:
             logger.info("RAGCache found %d blocks of KV in host memory", len(found))
-        return journal
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if current_platform.is_cuda_alike() or current_platform.is_xpu():

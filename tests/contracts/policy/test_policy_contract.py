@@ -212,4 +212,4 @@ def test_the_tournament_changes_its_mind_only_for_a_better_candidate() -> None:
 )
 def test_a_setting_that_cannot_work_is_refused_with_its_value(make: object, value: str) -> None:
     with pytest.raises(ConfigError, match=value):
-        make()  # type: ignore[operator]
+        make()

@@ -61,7 +61,7 @@ def test_a_disk_that_cannot_be_written_takes_the_tier_out_of_service_not_the_eng
     lost = scene.store("C")
     assert scene.hits(stored) == scene.hits(lost) == []
     report = scene.controller.report()
-    assert report["tiers"][-1]["is_enabled"] is False  # type: ignore[index]
+    assert report["tiers"][-1]["is_enabled"] is False
     assert report["num_dropped_chunks"] == 2
     scene.store("D")
     assert scene.num_hits("D") == 0

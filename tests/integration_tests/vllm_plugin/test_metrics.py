@@ -51,7 +51,7 @@ class Server:
         extra = spec if has_tiers else {}
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
         labels = {i: ["demo", str(i)] for i in range(num_engines)}
-        self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)  # type: ignore[arg-type]
+        self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)
 
     def _in_registry(self, kind: Any) -> Any:
         return lambda *args, **kwargs: kind(*args, **kwargs, registry=self.registry)

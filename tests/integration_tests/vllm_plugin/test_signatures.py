@@ -68,7 +68,7 @@ def test_vllm_looks_for_plugins_where_we_register_ours(vllm_facts: dict[str, obj
     from ragcache_core.vllm_plugin import api_server
 
     assert vllm_facts["endpoint_group"] == "vllm.endpoint_plugins", "rename our entry point's group in pyproject.toml"
-    assert sorted(vllm_facts["plugin_groups"]) == sorted(api_server._PLUGIN_GROUPS), (  # type: ignore[call-overload]
+    assert sorted(vllm_facts["plugin_groups"]) == sorted(api_server._PLUGIN_GROUPS), (
         "follow it in api_server._PLUGIN_GROUPS: naming our plugin in VLLM_PLUGINS must not switch others off"
     )
     (point,) = [p for p in entry_points(group="vllm.endpoint_plugins") if p.name == api_server.ENDPOINT_PLUGIN]
@@ -86,7 +86,7 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(vllm_facts: dict[str, ob
         "get_all_free_blocks": ["self"],
         "iter_blocks_after": ["self", "cursor"],
     }, "override what is new or different in TreeFreeBlockQueue: the base class's linked list is empty there"
-    assert set(vllm_facts["free_queue"]) <= set(vllm_facts["our_free_queue"]), "override it in TreeFreeBlockQueue"  # type: ignore[call-overload]
+    assert set(vllm_facts["free_queue"]) <= set(vllm_facts["our_free_queue"]), "override it in TreeFreeBlockQueue"
     assert vllm_facts["pool"] == {
         "cache_full_blocks": [
             *("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
@@ -161,7 +161,7 @@ def test_the_offloading_spec_has_what_ours_builds_from(vllm_facts: dict[str, obj
     missing = {"groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "model", "cache", "parallel"} | {
         "kv_cache_layout"
     }
-    missing -= set(vllm_facts["offload_config"])  # type: ignore[call-overload]
+    missing -= set(vllm_facts["offload_config"])
     assert not missing, "kv_identity() puts them into the identity of a cache on disk: find their new names"
 
 

@@ -243,7 +243,7 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
     assert len(texts) == 1
     assert until(lambda: tiers.stats().num_ignored_metadata - before == len(ignored))
     log = log_path.read_text(errors="replace")
-    assert log.count("Ignoring the documents of a request: document 'b' spans tokens [5, 12)") == 1, "logged once"
+    assert log.count("Ignoring the documents of a request") == 1, "logged once"
     assert "x" * 500 not in log
 
 
