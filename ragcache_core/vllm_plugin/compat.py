@@ -107,6 +107,7 @@ __all__ = [
     "get_offload_block_hash",
     "hash_seed",
     "host_policy_of",
+    "is_stored_whole",
     "kv_bytes_per_block",
     "resolve_kv_cache_block_sizes",
 ]
@@ -147,6 +148,20 @@ def adopt_chunks(manager: TieringOffloadingManager, chunks: Mapping[OffloadKey, 
         tier._num_allocated_chunks = max(used) + 1
         tier._free_list = [chunk_id for chunk_id in range(max(used)) if chunk_id not in used]
         tier._num_evictable_cache_chunks = len(used)
+
+
+def is_stored_whole(connector: OffloadingConnector, request_id: str) -> bool:
+    """Return whether the offloading has taken in all of a running request that it will ever store."""
+    offloading = connector.scheduler
+    if (state := offloading._req_status.get(request_id)) is None:
+        return False
+    limits = [state.req.num_prompt_tokens] if offloading.config.offload_prompt_only else []
+    if state.max_offload_tokens is not None:
+        limits.append(state.max_offload_tokens)
+    groups = zip(offloading.config.kv_group_configs, state.group_states, strict=True)
+    return bool(limits) and all(
+        min(limits) // config.tokens_per_chunk <= group.next_stored_chunk_idx for config, group in groups
+    )
 
 
 def hash_seed(algorithm: str) -> str | None:

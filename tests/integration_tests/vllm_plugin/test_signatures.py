@@ -225,6 +225,12 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
     assert vllm_facts["offloading_scheduler"] == [True, ["manager"], ["req_id", "src_spec", "dst_spec"]], (
         "RAGCacheConnector reads scheduler.manager, and counts the bytes of store_jobs"
     )
+    assert vllm_facts["offloading_progress"] == {
+        "reads": True,
+        "states": ["_req_status", "config"],
+        "limits": [True, True],
+        "group": [True, True],
+    }, "compat.is_stored_whole says which requests build_connector_meta need not look into"
     assert vllm_facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert vllm_facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
 

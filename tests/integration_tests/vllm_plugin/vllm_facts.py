@@ -218,6 +218,19 @@ def facts() -> dict[str, object]:
             sets(offloading.OffloadingConnectorScheduler, "manager"),
             names(offloading.TransferJob),
         ],
+        "offloading_progress": {
+            "reads": "scheduler_output.num_scheduled_tokens,\n"
+            in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
+            "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config"),
+            "limits": [
+                "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
+                "offload_prompt_only" in offloading.SchedulerOffloadConfig.__annotations__,
+            ],
+            "group": [
+                "next_stored_chunk_idx" in offloading.RequestGroupState.__annotations__,
+                "tokens_per_chunk" in offloading.GroupOffloadConfig.__annotations__,
+            ],
+        },
         "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
         "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
         "prom": [
