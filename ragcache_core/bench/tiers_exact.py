@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ragcache_core.bench.tiers_engine import (
+from ragcache_core.bench.engines import (
     BLOCK_SIZE,
     TokenAnswer,
     TokenClient,
@@ -20,7 +20,7 @@ from ragcache_core.bench.tiers_engine import (
     kill_engine_core,
     launch,
 )
-from ragcache_core.bench.tiers_goals import Figure, Part, Plan, percentiles_ms
+from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.wire import KEY

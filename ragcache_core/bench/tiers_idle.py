@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ragcache_core.bench.engines import BLOCK_SIZE, TokenClient, TokenRequest, TokenTexts, block_bytes, launch
 from ragcache_core.bench.measure import Comparison
-from ragcache_core.bench.tiers_engine import BLOCK_SIZE, TokenClient, TokenRequest, TokenTexts, block_bytes, launch
-from ragcache_core.bench.tiers_goals import Figure, Part, Plan
+from ragcache_core.bench.report import Figure, Part, Plan
 from ragcache_core.config import CacheConfig
 
 _IN_FLIGHT = 16

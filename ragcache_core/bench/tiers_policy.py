@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean, stdev
 
-from ragcache_core.bench.tiers_goals import Figure, Part, Plan
-from ragcache_core.bench.tiers_trace import RetrievalTrace, TraceOptions
+from ragcache_core.bench.report import Figure, Part, Plan
+from ragcache_core.bench.trace import RetrievalTrace, TraceOptions
 from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
 from ragcache_core.tree import KnowledgeTree, PathSegment
 from ragcache_core.types import Tier

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ragcache_core.bench.tiers_engine import (
+from ragcache_core.bench.engines import (
     BLOCK_SIZE,
     TokenAnswer,
     TokenClient,
@@ -22,8 +22,8 @@ from ragcache_core.bench.tiers_engine import (
     block_bytes,
     launch,
 )
-from ragcache_core.bench.tiers_goals import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.tiers_trace import RetrievalTrace, TraceOptions
+from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
+from ragcache_core.bench.trace import RetrievalTrace, TraceOptions
 from ragcache_core.config import CacheConfig
 from ragcache_core.policy import POLICIES
 

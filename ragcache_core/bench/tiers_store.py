@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from ragcache_core.bench.killpoints import run_killpoints
-from ragcache_core.bench.tiers_goals import Figure, Part, Plan
+from ragcache_core.bench.report import Figure, Part, Plan
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
 from ragcache_core.policy import make_policy
 from ragcache_core.tree import KnowledgeTree

@@ -13,8 +13,8 @@ import tracemalloc
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from ragcache_core.bench.tiers_goals import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.tiers_trace import RetrievalTrace, TraceOptions
+from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
+from ragcache_core.bench.trace import RetrievalTrace, TraceOptions
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
 from ragcache_core.types import Tier

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ragcache_core.bench.engines import TokenAnswer
 from ragcache_core.bench.measure import Comparison
-from ragcache_core.bench.tiers import main
-from ragcache_core.bench.tiers_engine import TokenAnswer
-from ragcache_core.bench.tiers_exact import mismatches
-from ragcache_core.bench.tiers_goals import (
-    GOALS,
+from ragcache_core.bench.report import (
     Figure,
     Goal,
     Part,
@@ -23,6 +20,8 @@ from ragcache_core.bench.tiers_goals import (
     table,
     to_json,
 )
+from ragcache_core.bench.tiers import GOALS, main
+from ragcache_core.bench.tiers_exact import mismatches
 from ragcache_core.bench.tiers_idle import throughput_ratio
 from ragcache_core.bench.tiers_share import cached_share
 
@@ -53,18 +52,18 @@ def test_a_goal_is_judged_at_its_very_bound(goal: Goal, value: float, is_met: bo
 
 def test_a_missed_goal_is_named_and_not_hidden_by_the_table() -> None:
     part = to_json(Part("none", (Figure("swap_out_ratio", 1.2, 1.0), Figure("index_open_s", 2.0))), {})
-    report = merged({}, {"x": part})
+    report = merged({}, {"x": part}, GOALS)
     assert report["goals_missed"] == ["swap_out_ratio"]
     assert report["index_open_s"] == 2.0
-    rows = table(part["figures"]).splitlines()
+    rows = table(part["figures"], GOALS).splitlines()
     assert "MISSED" in rows[1]
     assert "met" in rows[2]
 
 
 def test_a_part_measured_anew_replaces_its_figures_and_keeps_the_others() -> None:
     before = merged({}, {"a": to_json(Part("", (Figure("index_open_s", 9.0),)), {}),
-                         "b": to_json(Part("", (Figure("killpoint_lost", 0),)), {})})  # fmt: skip
-    after = merged(before, {"a": to_json(Part("", (Figure("index_open_s", 1.0),)), {})})
+                         "b": to_json(Part("", (Figure("killpoint_lost", 0),)), {})}, GOALS)  # fmt: skip
+    after = merged(before, {"a": to_json(Part("", (Figure("index_open_s", 1.0),)), {})}, GOALS)
     assert (after["index_open_s"], after["killpoint_lost"]) == (1.0, 0)
     assert after["goals_missed"] == []
     assert "idle_throughput_ratio" in after["goals_not_measured"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ragcache_core.bench.tiers_policy import RunLength, recommended, token_hit_rate
-from ragcache_core.bench.tiers_trace import RetrievalTrace, TraceOptions
+from ragcache_core.bench.trace import RetrievalTrace, TraceOptions
 
 SMALL = TraceOptions(num_documents=2_000, skew=1.3, shift=2.0)
 

@@ -1,4 +1,4 @@
-"""What ``make bench-tiers`` reports: figures with their baselines, the goals they are held against, one table."""
+"""What a benchmark reports: figures with their baselines, the goals they are held against, one table."""
 
 from __future__ import annotations
 
@@ -35,27 +35,8 @@ _SIGNS: dict[str, Callable[[float, float], bool]] = {
     "=": operator.eq,
 }
 
-GOALS: dict[str, Goal] = {
-    "exact_requests": Goal(">=", 500),
-    "exact_mismatches": Goal("=", 0),
-    "exact_host_hits": Goal(">", 0),
-    "exact_disk_hits": Goal(">", 0),
-    "exact_evicted_blocks": Goal(">", 0),
-    "exact_preemptions": Goal(">", 0),
-    "exact_chunked_prefills": Goal(">", 0),
-    "exact_restarts": Goal(">", 0),
-    "cached_share_ratio": Goal(">=", 1.4),
-    "decision_p99_ms_1k": Goal("<", 0.3),
-    "decision_p99_ms_100k": Goal("<", 1.0),
-    "bytes_per_node": Goal("<", 1024),
-    "idle_throughput_ratio": Goal(">=", 0.97),
-    "swap_out_ratio": Goal("<=", 1.0),
-    "killpoints": Goal(">=", 1000),
-    "killpoint_lost": Goal("=", 0),
-    "killpoint_wrong": Goal("=", 0),
-    "index_open_s": Goal("<", 5.0),
-}
-"""What the figures have to reach; a figure without a goal is there to be read beside one that has."""
+Goals = Mapping[str, Goal]
+"""What figures have to reach; one without a goal is there to be read beside one that has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +91,15 @@ def to_json(part: Part, facts: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def merged(report: Mapping[str, Any], parts: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def merged(report: Mapping[str, Any], parts: Mapping[str, dict[str, Any]], goals: Goals) -> dict[str, Any]:
     """Return a report with ``parts`` measured anew, and every figure by its key beside them."""
     all_parts = {**report.get("parts", {}), **parts}
     figures = [figure for part in all_parts.values() for figure in part["figures"]]
-    missed = [f["key"] for f in figures if f["key"] in GOALS and not GOALS[f["key"]].is_met(f["value"])]
+    missed = [f["key"] for f in figures if f["key"] in goals and not goals[f["key"]].is_met(f["value"])]
     return {
         **{figure["key"]: figure["value"] for figure in figures},
         "goals_missed": missed,
-        "goals_not_measured": sorted(GOALS.keys() - {figure["key"] for figure in figures}),
+        "goals_not_measured": sorted(goals.keys() - {figure["key"] for figure in figures}),
         "parts": all_parts,
     }
 
@@ -132,12 +113,12 @@ def read_report(path: Path) -> dict[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
-def table(figures: Iterable[Mapping[str, Any]]) -> str:
+def table(figures: Iterable[Mapping[str, Any]], goals: Goals) -> str:
     """Return the table of figures as :func:`to_json` gives them."""
     line = "{:<26} {:>12} {:>12} {:>10} {:>10}  {:<9} {:<6} {}"
     lines = [line.format("figure", "value", "baseline", "p50 ms", "p99 ms", "goal", "", "")]
     for figure in figures:
-        goal = GOALS.get(figure["key"])
+        goal = goals.get(figure["key"])
         verdict = "" if goal is None else "met" if goal.is_met(figure["value"]) else "MISSED"
         numbers = (_shown(figure[name]) for name in ("value", "baseline", "p50_ms", "p99_ms"))
         lines.append(line.format(figure["key"], *numbers, str(goal or ""), verdict, figure["note"]).rstrip())
