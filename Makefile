@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format bench bench-tiers clean
+.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -32,7 +32,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick bench bench-tiers: export HF_HUB_OFFLINE = 1
+test test-quick bench bench-tiers bench-pipeline: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -57,6 +57,9 @@ bench: $(READY) ## measure staged retrieval and the engine's door against their 
 
 bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/bench-tiers.json (half an hour)
 	$(VENV)/bin/python -m ragcache_core.bench.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+
+bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
+	$(VENV)/bin/python -m ragcache_core.bench.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,6 +44,8 @@ class TokenAnswer:
     num_cached_tokens: int
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
     total_s: float = 0.0
+    ttft_s: float | None = None
+    """The engine's own figure, from the request's arrival there; plain vLLM has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class TokenClient:
             (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             {tier: figures.get(f"num_{tier}_tokens") or 0 for tier in _TIERS},
             total_s,
+            figures.get("ttft_s"),
         )
 
     def ask_all(
