@@ -1,7 +1,17 @@
 """The knowledge tree: one prefix tree over documents for all tiers, free of vLLM and of I/O."""
 
+from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
 from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode
 
-__all__ = ["EvictedUnit", "KnowledgeTree", "Location", "PathSegment", "PrefixMatch", "TreeNode", "check_invariants"]
+__all__ = [
+    "EvictedUnit",
+    "KnowledgeTree",
+    "Location",
+    "NodeChanges",
+    "PathSegment",
+    "PrefixMatch",
+    "TreeNode",
+    "check_invariants",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import reduce
 from operator import or_
 
@@ -34,6 +35,7 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
             assert tree.resident_mask(node, tier) & ~node.full_mask == 0
             if is_connected:
                 assert not _gaps(tree, node, tier), (node, tier)
+    _check_protection(tree)
     for tier in Tier:
         state = tree.tiers[tier]
         assert state.num_units == sum(state.resident[n.id].bit_count() for n in tree.nodes())
@@ -43,6 +45,16 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
         for node in tree.nodes():
             if state.is_evictable(node):
                 assert state.is_candidate(node), (node, tier)
+
+
+def _check_protection(tree: KnowledgeTree) -> None:
+    counts: Counter[int] = Counter()
+    for key, count in tree.protected_keys.items():
+        location = tree.locate(key)
+        assert location is not None, key
+        for node in location.node.path():
+            counts[node.id] += count
+    assert tree.protected == counts
 
 
 def _gaps(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> int:

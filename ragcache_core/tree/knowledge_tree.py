@@ -62,8 +62,7 @@ class KnowledgeTree(TieredTree):
         by_tier = [0] * len(Tier)
         for node, num_common in self._walk([key for segment in segments for key in segment.keys]):
             masks = [state.resident[node.id] & ((1 << num_common) - 1) for state in self.tiers]
-            here = masks[0] | masks[1] | masks[2]
-            leading = (~here & (here + 1)).bit_length() - 1
+            leading = _num_leading(masks[0] | masks[1] | masks[2])
             tokens_per_unit = node.num_tokens / len(node.keys)
             counted = 0
             for tier, mask in enumerate(masks):
@@ -77,6 +76,17 @@ class KnowledgeTree(TieredTree):
             if leading < len(node.keys):
                 break
         return PrefixMatch(tuple(matched), num_units, num_tokens, tuple(by_tier))
+
+    def num_leading_tokens(self, node: TreeNode) -> int:
+        """Return the tokens of the longest prefix of the path to ``node`` that lies in any tiers; O(height)."""
+        gpu, host, disk = self.tiers
+        num_tokens = 0
+        for step in node.path():
+            leading = _num_leading(gpu.resident[step.id] | host.resident[step.id] | disk.resident[step.id])
+            if leading < len(step.keys):
+                return num_tokens + round(leading * step.num_tokens / len(step.keys))
+            num_tokens += step.num_tokens
+        return num_tokens
 
     # Growing
 
@@ -186,7 +196,8 @@ class KnowledgeTree(TieredTree):
                 node.total_cost_s = 0.0
 
     def _note_if_ghost(self, node: TreeNode) -> None:
-        if not (node.children or node.num_users or node.num_pins or any(s.resident[node.id] for s in self._states)):
+        is_wanted = node.children or node.num_users or node.num_pins or self.is_protected(node)
+        if not (is_wanted or any(s.resident[node.id] for s in self._states)):
             self._ghosts[node.id] = None
             if node.doc_id is None:  # a run without a name hardly comes back: it is the first to be forgotten
                 self._ghosts.move_to_end(node.id, last=False)
@@ -201,8 +212,15 @@ class KnowledgeTree(TieredTree):
             self._forget(node)
 
     def _forget(self, node: TreeNode) -> None:
+        if self.changes is not None:
+            self.changes.note(node)
         for state in self._states:
             state.clear_column(node.id)
         parent = self._remove_node(node)
         if parent is not self.root:
             self._note_if_ghost(parent)
+
+
+def _num_leading(mask: int) -> int:
+    """Return how many of the lowest bits are set without a gap."""
+    return (~mask & (mask + 1)).bit_length() - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from ragcache_core.policy.base import ReplacementPolicy
@@ -15,6 +15,8 @@ _MIN_ENTRIES = 1024
 
 _Entry = tuple[float, int, int]
 """(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
+
+_NOTHING: Mapping[int, int] = {}
 
 
 class TierState:
@@ -29,14 +31,22 @@ class TierState:
         num_units, num_evicted_units: resident now; given up since the start.
         num_entries: in the heaps, dead ones included.
         slower: the tiers below, whose units may stand on this tier's.
+        protected: ids of nodes that are given up last; the tree's, which tells when one is no longer.
 
     Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
-    whatever makes a node evictable again offers it again.
+    whatever makes a node evictable again offers it again. A protected node is put aside when it is offered or comes
+    up, and offered again when it is no longer protected.
     """
 
-    def __init__(self, policy: ReplacementPolicy, slower: Sequence[TierState] = ()) -> None:
+    def __init__(
+        self,
+        policy: ReplacementPolicy,
+        slower: Sequence[TierState] = (),
+        protected: Mapping[int, int] = _NOTHING,
+    ) -> None:
         self.policy = policy
         self.slower = tuple(slower)
+        self.protected = protected
         self.resident: list[int] = []
         self.num_resident_children = array("i")
         self.ranks = array("d")
@@ -46,6 +56,7 @@ class TierState:
         self.num_evicted_units = 0
         self._heaps: dict[int, list[_Entry]] = {}
         self._stale: list[_Entry] = []
+        self._aside: set[int] = set()
         self._is_offered = bytearray()
         self.num_entries = 0
         self._max_entries = _MIN_ENTRIES
@@ -88,12 +99,21 @@ class TierState:
         """Put a node among the candidates for eviction, if it can be evicted."""
         if self._is_offered[node.id] or not self.is_evictable(node):
             return
-        if not self.policy.uses_clock and not node.is_transient:
-            self.ranks[node.id] = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
+        if node.id in self.protected:
+            self._put_aside(node)
+            return
+        self._refresh_rank(node)
         bucket = self.policy.bucket(node)
         heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
         self._is_offered[node.id] = 1
         self.num_entries += 1
+
+    def unprotect(self, node: TreeNode) -> None:
+        """Take note that a node is no longer protected."""
+        if node.id in self._aside:
+            self._aside.remove(node.id)
+            self._is_offered[node.id] = 0
+            self.offer(node)
 
     def compact(self, nodes: Sequence[TreeNode | None]) -> None:
         """Drop dead entries once they are the most: where nothing is evicted, none would ever come up."""
@@ -107,7 +127,10 @@ class TierState:
         self._max_entries = _MIN_ENTRIES + 2 * self.num_entries
 
     def candidate(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
-        """Return the node that should give up its last resident unit, or None. It stays a candidate."""
+        """Return the node that should give up its last resident unit, or None. It stays a candidate.
+
+        A protected one only where there is no other.
+        """
         if self._stale:
             self._migrate(nodes)
         best: TreeNode | None = None
@@ -118,14 +141,15 @@ class TierState:
                 continue
             if len(self._heaps) == 1:
                 return node
-            rank = self.ranks[node.id]
-            score = rank if node.is_transient else self.policy.score(node, rank, num_requests)
+            score = self._score(node, num_requests)
             if best is None or score < best_score:
                 best, best_score = node, score
-        return best
+        return best if best is not None or not self._aside else self._first_aside(nodes, num_requests)
 
     def is_candidate(self, node: TreeNode) -> bool:
         """Return whether :meth:`candidate` will come to this node; O(entries)."""
+        if node.id in self._aside:
+            return self.is_evictable(node)
         entries = [entry for heap in (*self._heaps.values(), self._stale) for entry in heap]
         return any(self._node_of(entry, {node.id: node}) is node for entry in entries if entry[2] == node.id)
 
@@ -164,11 +188,42 @@ class TierState:
         heap = self._heaps[bucket]
         while heap:
             if (node := self._keep(heap[0], nodes)) is not None:
-                return node
+                if node.id not in self.protected:
+                    return node
+                self._put_aside(node)
             heappop(heap)
             self.num_entries -= 1
         del self._heaps[bucket]
         return None
+
+    def _put_aside(self, node: TreeNode) -> None:
+        self._aside.add(node.id)
+        self._is_offered[node.id] = 1
+
+    def _first_aside(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
+        """Return the lowest-ranked protected node; O(those put aside), for when there is nothing else."""
+        best: TreeNode | None = None
+        best_score = math.inf
+        for node_id in list(self._aside):
+            node = nodes[node_id]
+            assert node is not None
+            if not self.is_evictable(node):
+                self._aside.remove(node_id)
+                self._is_offered[node_id] = 0
+                continue
+            self._refresh_rank(node)
+            score = self._score(node, num_requests)
+            if best is None or score < best_score:
+                best, best_score = node, score
+        return best
+
+    def _refresh_rank(self, node: TreeNode) -> None:
+        if not self.policy.uses_clock and not node.is_transient:
+            self.ranks[node.id] = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
+
+    def _score(self, node: TreeNode, num_requests: int) -> float:
+        rank = self.ranks[node.id]
+        return rank if node.is_transient else self.policy.score(node, rank, num_requests)
 
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; of another, note that it has to be offered again."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from ragcache_core.policy.base import ReplacementPolicy
+from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.node import EvictedUnit, TreeNode
 from ragcache_core.tree.prefix_tree import PrefixTree
 from ragcache_core.tree.tier import TierState
@@ -16,14 +17,24 @@ class TieredTree(PrefixTree):
     """Units enter tiers, are held in them, and are evicted from the end of the lowest-ranked leaf.
 
     What ranks mean, and what becomes of a node that is nowhere, belongs to the subclass.
+
+    Attributes:
+        tiers: by :class:`~ragcache_core.types.Tier`.
+        num_requests: that were counted since the start.
+        protected_keys: what waiting requests will hit, and how many of them.
+        protected: how many of those are in a node or below it, by node id; such a node is evicted last.
+        changes: is told of every node that changes, if somebody wants to know.
     """
 
     def __init__(self, policy: ReplacementPolicy, num_root_tokens: int) -> None:
         self.policy = policy
         self.num_requests = 0
-        disk = TierState(policy)
-        host = TierState(policy, slower=(disk,))
-        self.tiers = (TierState(policy, slower=(host, disk)), host, disk)
+        self.changes: NodeChanges | None = None
+        self.protected_keys: dict[Hashable, int] = {}
+        self.protected: dict[int, int] = {}
+        disk = TierState(policy, (), self.protected)
+        host = TierState(policy, (disk,), self.protected)
+        self.tiers = (TierState(policy, (host, disk), self.protected), host, disk)
         self._states = [*self.tiers, *self._shadow_states()]
         super().__init__(num_root_tokens)
 
@@ -65,6 +76,35 @@ class TieredTree(PrefixTree):
             del state.in_use[node.id]
         state.offer(node)
 
+    def protect(self, key: Hashable) -> None:
+        """Keep the nodes from the root to the unit ``key`` in the tree, and evict them last, until :meth:`unprotect`.
+
+        A waiting request will hit them. Where nothing else is left they go all the same, the lowest-ranked first.
+        """
+        self.protected_keys[key] = self.protected_keys.get(key, 0) + 1
+        last = self._locations[key].node
+        for node in last.path():
+            self.protected[node.id] = self.protected.get(node.id, 0) + 1
+        self._on_arrived(last)
+
+    def unprotect(self, key: Hashable) -> None:
+        """Undo :meth:`protect`."""
+        count = self.protected_keys.pop(key) - 1
+        if count:
+            self.protected_keys[key] = count
+        last = self._locations[key].node
+        for node in last.path():
+            self.protected[node.id] -= 1
+            if not self.protected[node.id]:
+                del self.protected[node.id]
+                for state in self.tiers:
+                    state.unprotect(node)
+        self._on_left(last)
+
+    def is_protected(self, node: TreeNode) -> bool:
+        """Return whether ``node`` is evicted last."""
+        return node.id in self.protected
+
     # Entering and leaving a tier
 
     def add(self, node: TreeNode, units: int, tier: Tier) -> None:
@@ -102,11 +142,14 @@ class TieredTree(PrefixTree):
     def evict_anything(self, tier: Tier) -> EvictedUnit | None:
         """Take one unit out of ``tier`` that nobody holds, even if others depend on it; a last resort, O(nodes)."""
         state = self.tiers[tier]
-        best: tuple[float, TreeNode, int] | None = None
+        best: tuple[tuple[bool, float], TreeNode, int] | None = None
         for node in self.nodes():
             free = state.resident[node.id] & ~state.in_use.get(node.id, 0)
-            if free and not node.num_pins and (best is None or state.ranks[node.id] < best[0]):
-                best = (state.ranks[node.id], node, free.bit_length() - 1)
+            if not free or node.num_pins:
+                continue
+            worth = (self.is_protected(node), state.ranks[node.id])
+            if best is None or worth < best[0]:
+                best = (worth, node, free.bit_length() - 1)
         if best is None:
             return None
         _, node, unit = best
@@ -141,10 +184,10 @@ class TieredTree(PrefixTree):
         return ()
 
     def _on_arrived(self, node: TreeNode) -> None:
-        """Take note that a node is in a tier that it was not in."""
+        """Take note that a node is in a tier that it was not in, or is protected."""
 
     def _on_left(self, node: TreeNode) -> None:
-        """Take note that a node has left a tier, or is no longer pinned."""
+        """Take note that a node has left a tier, or is no longer pinned or protected."""
 
     def _forget_uses(self, nodes: Iterable[TreeNode]) -> None:
         """Take note that nodes have given up units for good."""
@@ -157,6 +200,10 @@ class TieredTree(PrefixTree):
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self.policy.on_split(node, lower)
+        if num_protected := self.protected.get(node.id, 0):
+            num_protected -= sum(self.protected_keys.get(key, 0) for key in node.keys)
+            if num_protected:
+                self.protected[lower.id] = num_protected
         num_units = len(node.keys)
         low_bits = node.full_mask
         for state in self._states:
@@ -175,6 +222,9 @@ class TieredTree(PrefixTree):
         for state in self._states:
             state.offer(node)
             state.offer(lower)
+        if self.changes is not None:
+            self.changes.note(node)
+            self.changes.note(lower)
 
     def _add(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
@@ -184,6 +234,8 @@ class TieredTree(PrefixTree):
             if node.parent is not None:
                 state.num_resident_children[node.parent.id] += 1
             self._on_arrived(node)
+        if units & ~before:
+            self._note_change(node, state)
         for tier in self._at_or_above(state):
             tier.offer(node)
 
@@ -193,6 +245,7 @@ class TieredTree(PrefixTree):
         state.num_units -= (before & units).bit_count()
         if after == before:
             return
+        self._note_change(node, state)
         for tier in self._at_or_above(state):
             tier.offer(node)
         if after:
@@ -256,6 +309,10 @@ class TieredTree(PrefixTree):
             if tier is state:
                 return self.tiers[: i + 1]
         return (state,)
+
+    def _note_change(self, node: TreeNode, state: TierState) -> None:
+        if self.changes is not None and state in self.tiers:
+            self.changes.note(node)
 
     def _is_resident(self, node: TreeNode) -> bool:
         return any(tier.resident[node.id] for tier in self.tiers)

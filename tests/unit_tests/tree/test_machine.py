@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ragcache_core.policy import POLICIES, PrefillCostModel
-from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
+from ragcache_core.tree import KnowledgeTree, Location, NodeChanges, PathSegment, check_invariants
 from ragcache_core.types import Tier
 
 Key = tuple[str, ...]
@@ -28,6 +30,10 @@ class TreeMachine(RuleBasedStateMachine):
         self.resident: dict[Tier, set[Key]] = {tier: set() for tier in Tier}
         self.held: dict[Tier, set[Key]] = {tier: set() for tier in Tier}
         self.retained: list[Key] = []
+        self.protected: list[Key] = []
+        self.tree.changes = NodeChanges()
+        self.changed = self.tree.changes.subscribe()
+        self.seen: set[tuple[Tier, Key]] = set()
 
     def _segments(self, documents: list[str], tail: int, has_names: bool) -> list[PathSegment]:
         segments: list[PathSegment] = []
@@ -73,13 +79,20 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(Tier), num_units=st.integers(1, 6), shields=st.booleans())
     def evict(self, tier: Tier, num_units: int, shields: bool) -> None:
-        protected = sorted(self.resident[tier])[:2] if shields else []
-        evicted = self.tree.evict(tier, num_units, protected)
+        shielded = sorted(self.resident[tier])[:2] if shields else []
+        unprotected = deepcopy(self.tree)
+        for key in self.protected:
+            unprotected.unprotect(key)
+        evicted = self.tree.evict(tier, num_units, shielded)
+        assert (evicted is None) == (unprotected.evict(tier, num_units, shielded) is None)
         if evicted is None:
             return
         assert len(evicted) == num_units
+        if not shields and any(self.tree.is_protected(unit.node) for unit in evicted):
+            state = self.tree.tiers[tier]
+            assert not [n for n in self.tree.nodes() if state.is_evictable(n) and not self.tree.is_protected(n)]
         for unit in evicted:
-            assert unit.key in self.resident[tier] - self.held[tier] - set(protected)
+            assert unit.key in self.resident[tier] - self.held[tier] - set(shielded)
             self.resident[tier].remove(unit.key)
 
     @rule(tier=st.sampled_from(Tier), data=st.data())
@@ -107,6 +120,20 @@ class TreeMachine(RuleBasedStateMachine):
         self.retained.remove(key)
         self.tree.release(key)
 
+    @rule(data=st.data())
+    def protect(self, data: st.DataObject) -> None:
+        if keys := sorted(key for node in self.tree.nodes() for key in node.keys if isinstance(key, tuple)):
+            key = data.draw(st.sampled_from(keys))
+            self.tree.protect(key)
+            self.protected.append(key)
+
+    @precondition(lambda self: self.protected)
+    @rule(data=st.data())
+    def unprotect(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(set(self.protected))))
+        self.protected.remove(key)
+        self.tree.unprotect(key)
+
     @rule()
     def reset_the_gpu(self) -> None:
         if not self.resident[Tier.HOST] and not self.resident[Tier.DISK]:
@@ -125,8 +152,30 @@ class TreeMachine(RuleBasedStateMachine):
                 if self.tree.resident_mask(node, tier) >> i & 1
             }
             assert found == self.resident[tier]
-        for key in self.retained:
+        for key in (*self.retained, *self.protected):
             assert self.tree.locate(key) is not None
+        for node in self.tree.nodes():
+            needed = any(at.node.path()[: len(node.path())] == node.path() for at in self._protected_places())
+            assert self.tree.is_protected(node) == needed
+
+    @invariant()
+    def leading_tokens_are_those_before_the_first_gap(self) -> None:
+        for node in self.tree.nodes():
+            keys = [key for step in node.path() for key in step.keys]
+            missing = [i for i, key in enumerate(keys) if not any(key in self.resident[t] for t in Tier)]
+            assert self.tree.num_leading_tokens(node) == (missing[0] if missing else len(keys))
+
+    @invariant()
+    def whoever_wants_to_know_is_told_of_every_node_that_changed(self) -> None:
+        now = {(tier, key) for tier in Tier for key in self.resident[tier]}
+        for _, key in now ^ self.seen:
+            location = self.tree.locate(key)
+            assert location is None or location.node in self.changed
+        self.seen = now
+        self.changed.clear()
+
+    def _protected_places(self) -> list[Location]:
+        return [at for key in self.protected if (at := self.tree.locate(key)) is not None]
 
 
 TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

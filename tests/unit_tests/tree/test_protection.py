@@ -1,0 +1,192 @@
+"""What waiting requests will hit is evicted last; and who wants to know is told what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import pytest
+
+from ragcache_core.policy import POLICIES, LRUPolicy, PrefillCostModel, TournamentPolicy
+from ragcache_core.tree import KnowledgeTree, NodeChanges, PathSegment, TreeNode, check_invariants
+from ragcache_core.types import Tier
+
+BLOCK = 16
+
+
+def document(doc_id: str, *before: str, blocks: int = 2) -> PathSegment:
+    """A document after others; keys as the engine's hashes are: each covers everything before it."""
+    return PathSegment([(*before, doc_id, i) for i in range(blocks)], blocks * BLOCK, doc_id)
+
+
+def cache(tree: KnowledgeTree, *segments: PathSegment, tier: Tier = Tier.GPU) -> list[TreeNode]:
+    """Serve a prompt whose documents were not cached, and put them into ``tier``."""
+    path = tree.insert(segments)
+    tree.record_access(path, num_hit_units=0, num_missed_tokens=sum(s.num_tokens for s in segments), cost_s=1e-3)
+    for node in path:
+        tree.add(node, node.full_mask, tier)
+    check_invariants(tree)
+    return path
+
+
+def evict_all(tree: KnowledgeTree, tier: Tier = Tier.GPU) -> str:
+    """Return the documents in the order of their eviction."""
+    order: list[str] = []
+    while (evicted := tree.evict(tier)) is not None:
+        check_invariants(tree)
+        order += [unit.node.doc_id or "?" for unit in evicted]
+    return "".join(dict.fromkeys(order))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("is_late", [False, True], ids=["before it is offered", "while it is offered"])
+def test_what_a_waiting_request_will_hit_goes_last(policy: str, is_late: bool) -> None:
+    tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()))
+    segments = [document("A"), document("B", "A")]
+    if not is_late:
+        tree.insert(segments)
+        tree.protect(("A", "B", 1))
+    cache(tree, *segments)
+    for doc_id in "CDE":
+        cache(tree, document(doc_id))
+        cache(tree, document(doc_id))
+    if is_late:
+        tree.protect(("A", "B", 1))
+    assert evict_all(tree)[-2:] == "BA"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_nobody_waits_for_any_more_goes_as_always(policy: str) -> None:
+    orders = []
+    for protects in (False, True):
+        tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()))
+        for doc_id in "ABCD":
+            cache(tree, document(doc_id))
+        if protects:
+            tree.protect(("A", 0))
+            tree.protect(("A", 1))
+            assert [unit.node.doc_id for unit in tree.evict(Tier.GPU, 2) or ()] == ["B", "B"]
+            tree.unprotect(("A", 0))
+            assert [unit.node.doc_id for unit in tree.evict(Tier.GPU, 2) or ()] == ["C", "C"]
+            tree.unprotect(("A", 1))
+            check_invariants(tree)
+            assert not tree.protected
+        orders.append(evict_all(tree))
+    assert orders == ["ABCD", "AD"]
+
+
+def test_protection_never_makes_an_eviction_fail() -> None:
+    tree = KnowledgeTree(LRUPolicy())
+    for doc_id in "ABC":
+        cache(tree, document(doc_id))
+    for doc_id in "BA":
+        tree.protect((doc_id, 1))
+    evicted = tree.evict(Tier.GPU, 6)
+    assert evicted is not None
+    assert [unit.node.doc_id for unit in evicted] == ["C", "C", "A", "A", "B", "B"]
+
+
+def test_the_last_resort_takes_protected_units_last() -> None:
+    tree = KnowledgeTree(LRUPolicy())
+    for doc_id in "AB":
+        cache(tree, document(doc_id))
+    tree.protect(("A", 0))
+    order = [unit.node.doc_id for _ in range(4) if (unit := tree.evict_anything(Tier.GPU)) is not None]
+    assert order == ["B", "B", "A", "A"]
+
+
+def test_every_tier_heeds_protection() -> None:
+    tree = KnowledgeTree(LRUPolicy())
+    for doc_id in "AB":
+        for tier in Tier:
+            cache(tree, document(doc_id), tier=tier)
+    tree.protect(("A", 1))
+    assert [evict_all(tree, tier) for tier in Tier] == ["BA"] * 3
+
+
+def test_a_shadow_ignores_protection() -> None:
+    trees = [KnowledgeTree(TournamentPolicy(), shadow_tokens=4 * BLOCK) for _ in range(2)]
+    for doc_id in "AB":
+        for tree in trees:
+            cache(tree, document(doc_id))
+    trees[0].protect(("A", 1))
+    shadows = []
+    for tree in trees:
+        cache(tree, document("C"))
+        states = [state for state in tree._states if state not in tree.tiers]
+        shadows.append([[n.doc_id for n in tree.nodes() if state.resident[n.id]] for state in states])
+    assert shadows[0] == shadows[1]
+    assert ["B", "C"] in shadows[0]
+
+
+def test_a_protected_run_can_be_cut() -> None:
+    """A document learned later: what the waiting request hits stays protected, what follows does not."""
+    for key, expected in ((("A", 0), "BCA"), (("A", "B", 1), "CBA")):
+        tree = KnowledgeTree(LRUPolicy())
+        first, second = document("A"), document("B", "A")
+        cache(tree, PathSegment([*first.keys, *second.keys], 4 * BLOCK))
+        tree.protect(key)
+        cache(tree, document("C"))
+        tree.insert([first, second])
+        check_invariants(tree)
+        assert evict_all(tree) == expected
+
+
+def test_a_protected_node_stays_in_the_tree_until_it_is_unprotected() -> None:
+    tree = KnowledgeTree(LRUPolicy(), ghost_size=0)
+    tree.insert([document("A")])
+    tree.protect(("A", 1))
+    tree.insert([])
+    assert len(tree) == 1
+    tree.unprotect(("A", 1))
+    tree.insert([])
+    assert len(tree) == 0
+    check_invariants(tree)
+
+
+@pytest.mark.parametrize("num_evicted", range(4))
+def test_leading_tokens_are_counted_up_to_the_first_gap_in_all_tiers(num_evicted: int) -> None:
+    tree = KnowledgeTree(LRUPolicy(), num_root_tokens=5)
+    first, second = cache(tree, document("A"), document("B", "A"))
+    tree.evict_up_to(Tier.GPU, num_evicted)
+    assert tree.num_leading_tokens(second) == (4 - num_evicted) * BLOCK
+    assert tree.num_leading_tokens(first) == min(4 - num_evicted, 2) * BLOCK
+    tree.add(second, second.full_mask, Tier.DISK)
+    assert tree.num_leading_tokens(second) == (4 if num_evicted < 3 else 4 - num_evicted) * BLOCK
+    assert tree.num_leading_tokens(tree.root) == 0
+
+
+def told(changed: set[TreeNode]) -> set[Hashable]:
+    """Return the documents of the nodes that changed, and forget them."""
+    names: set[Hashable] = {node.doc_id for node in changed}
+    changed.clear()
+    return names
+
+
+def test_whoever_wants_to_know_is_told_which_nodes_changed() -> None:
+    tree = KnowledgeTree(LRUPolicy(), ghost_size=0)
+    cache(tree, document("A"))
+    tree.changes = NodeChanges()
+    first, second = tree.changes.subscribe(), tree.changes.subscribe()
+    (node,) = cache(tree, document("B"))
+    assert told(first) == {"B"}
+    tree.add(node, node.full_mask, Tier.GPU)
+    tree.match_prefix([document("A")])
+    assert told(first) == set(), "nothing is there that was not"
+    tree.evict(Tier.GPU, 2)
+    assert told(first) == {"A"}
+    tree.insert([])
+    assert tree.locate(("A", 0)) is None
+    assert told(first) == {"A"}
+    tree.insert([PathSegment([("B", 0), "x"], 2 * BLOCK, "X")])
+    assert len(first) == 2, "both halves"
+    assert told(first) == {"B"}
+    assert told(second) == {"A", "B"}, "a reader that comes late misses nothing"
+
+
+def test_what_shadows_hold_is_no_change() -> None:
+    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=4 * BLOCK)
+    tree.changes = NodeChanges()
+    changed = tree.changes.subscribe()
+    path = tree.insert([document("A")])
+    tree.record_access(path, num_hit_units=0, num_missed_tokens=2 * BLOCK, cost_s=1e-3)
+    assert not changed
