@@ -8,6 +8,7 @@ return a new one, so that a search which runs keeps the index it began with.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -27,8 +28,14 @@ DEFAULT_CUTS = (0.05, 0.15, 0.4, 1.0)
 """Shares of the work after which a stage ends. The top documents settle in the first few percent of the work, so the
 cuts are geometric."""
 
-_MULTIPLY_ADDS_PER_MS = 5e6
-"""Measured: one core does 4 to 6 million per millisecond over vectors that do not fit its caches."""
+MULTIPLY_ADDS_PER_MS = 5e6
+"""Where a store's pace begins. Measured: one core does 4 to 6 million over vectors that do not fit its caches."""
+_PACE_BOUNDS = (MULTIPLY_ADDS_PER_MS / 1000, MULTIPLY_ADDS_PER_MS * 1000)
+_LARGEST_SURPRISE = 4.0
+"""A search that took so many times longer, or shorter, than expected moves the pace as far as any stranger one."""
+_PACE_WEIGHT = 0.2
+_LEAST_TIMED_S = 0.0002
+"""A shorter search is mostly the cost of its calls and says nothing of longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,32 @@ class Cancellation:
         return bool(self.flag[0])
 
 
+class SearchPace:
+    """How many multiply-adds a millisecond of search does, learnt from searches that ran. Thread-safe.
+
+    A moving geometric mean: one search of a second in the place of a millisecond's moves it by a quarter.
+    """
+
+    def __init__(self) -> None:
+        self._per_ms = MULTIPLY_ADDS_PER_MS
+        self._learning = threading.Lock()
+
+    @property
+    def multiply_adds_per_ms(self) -> float:
+        """The pace now."""
+        return self._per_ms
+
+    def record(self, work: float, took_s: float) -> None:
+        """Learn from a search of ``work`` multiply-adds."""
+        if took_s < _LEAST_TIMED_S or work <= 0:
+            return
+        with self._learning:
+            surprise = work / (took_s * 1000) / self._per_ms
+            surprise = min(max(surprise, 1 / _LARGEST_SURPRISE), _LARGEST_SURPRISE)
+            slowest, fastest = _PACE_BOUNDS
+            self._per_ms = min(max(self._per_ms * surprise**_PACE_WEIGHT, slowest), fastest)
+
+
 class StagedIndex(Protocol):
     """A published index: immutable, searchable from many threads at once."""
 
@@ -162,17 +195,19 @@ class StagedIndex(Protocol):
         ...
 
 
-def stage_cuts(stages: int | Sequence[float] | None, work: float) -> tuple[float, ...]:
+def stage_cuts(
+    stages: int | Sequence[float] | None, work: float, multiply_adds_per_ms: float = MULTIPLY_ADDS_PER_MS
+) -> tuple[float, ...]:
     """Return increasing shares of the work, ending in 1.
 
-    ``None`` takes :data:`DEFAULT_CUTS` without the stages that would last less than about a millisecond; a number
-    takes that many, geometrically; a sequence is used as it is.
+    ``None`` takes :data:`DEFAULT_CUTS` without the stages that would last less than about a millisecond at the pace of
+    ``multiply_adds_per_ms``; a number takes that many, geometrically; a sequence is used as it is.
 
     Raises:
         SearchError: not a number of stages, or not increasing shares that end in 1.
     """
     if stages is None:
-        return _worthwhile(DEFAULT_CUTS, work)
+        return _worthwhile(DEFAULT_CUTS, work / multiply_adds_per_ms)
     if isinstance(stages, int | np.integer):
         if isinstance(stages, bool) or stages < 1:
             raise SearchError(f"stages is {stages!r}: give a number of at least 1, or increasing shares that end in 1")
@@ -188,11 +223,11 @@ def stage_cuts(stages: int | Sequence[float] | None, work: float) -> tuple[float
     return (*cuts[:-1], 1.0)
 
 
-def _worthwhile(cuts: Sequence[float], work: float) -> tuple[float, ...]:
+def _worthwhile(cuts: Sequence[float], search_ms: float) -> tuple[float, ...]:
     kept: list[float] = []
     for cut in cuts[:-1]:
         done = kept[-1] if kept else 0.0
-        if min(cut - done, 1.0 - cut) * work >= _MULTIPLY_ADDS_PER_MS:
+        if min(cut - done, 1.0 - cut) * search_ms >= 1.0:
             kept.append(cut)
     return (*kept, 1.0)
 

@@ -67,13 +67,12 @@ class Snapshot:
         Raises:
             SearchError, EmptyStoreError, TooFewDocumentsError
         """
-        if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-            raise SearchError(f"k is {k!r}: ask for at least 1 document")
+        wanted = check_k(k)
         if self.index is None or not len(self.documents):
             raise EmptyStoreError("the store holds no documents yet: add some before searching")
-        if k > len(self.documents):
+        if wanted > len(self.documents):
             raise TooFewDocumentsError(
-                f"{k} documents were asked for, the store holds {len(self.documents)}: use a smaller k"
+                f"{wanted} documents were asked for, the store holds {len(self.documents)}: use a smaller k"
             )
         return self.index
 
@@ -138,6 +137,17 @@ class Snapshot:
         new = [i for i in neighbors.ids.tolist() if i not in seen]
         if new:
             seen.update(self.documents.read(new))
+
+
+def check_k(k: object) -> int:
+    """Return how many documents are asked for.
+
+    Raises:
+        SearchError: not a positive number.
+    """
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        raise SearchError(f"k is {k!r}: ask for at least 1 document")
+    return int(k)
 
 
 def _growing(first: int, last: int) -> Iterator[int]:

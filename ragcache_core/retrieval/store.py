@@ -13,21 +13,10 @@ from typing import Any, Self
 
 import filelock
 
-from ragcache_core.errors import (
-    ConfigError,
-    StoreError,
-    StoreExistsError,
-    UnknownDocumentError,
-)
+from ragcache_core.errors import ConfigError, StoreError, StoreExistsError, UnknownDocumentError
 from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric
 from ragcache_core.retrieval.embed import Embedder, as_embedder, check_query
-from ragcache_core.retrieval.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    lock_folder,
-    make_folder,
-    read_manifest,
-)
+from ragcache_core.retrieval.manifest import MANIFEST_NAME, Manifest, lock_folder, make_folder, read_manifest
 from ragcache_core.retrieval.opening import load_snapshot, match_embedder
 from ragcache_core.retrieval.snapshot import Filter, Snapshot, StoreStats
 from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
@@ -323,15 +312,13 @@ class DocumentStore:
         Raises:
             SearchError: an empty query or an impossible ``k``. TooFewDocumentsError, EmptyStoreError
         """
-        self._check_open()
-        snapshot = self._snapshot
+        snapshot, _ = self.begin_search()
         snapshot.index_for(k)
         return snapshot.search(snapshot.embed(query), k, where)
 
     def search_vector(self, vector: object, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
         """Return the ``k`` documents nearest to a vector ``[dimension]``. See :meth:`search`."""
-        self._check_open()
-        snapshot = self._snapshot
+        snapshot, _ = self.begin_search()
         snapshot.index_for(k)
         return snapshot.search(check_query(vector, snapshot.manifest.dimension), k, where)
 
@@ -341,14 +328,14 @@ class DocumentStore:
         """Yield what the search knows after each stage; the last update is final and equals :meth:`search`'s.
 
         ``stages`` is a number of them, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default 5, 15, 40
-        and 100 %, without stages shorter than about a millisecond. There are at most so many: a stage that adds no
-        work is left out, and a search that is done ends. Closing the iterator early stops the search.
+        and 100 %, without those that would, by the searches so far, take less than about a millisecond. There are at
+        most so many: a stage that adds no work is left out, and a search that is done ends. Closing the iterator early
+        stops the search.
         """
-        self._check_open()
-        snapshot = self._snapshot
+        snapshot, threads = self.begin_search()
         snapshot.index_for(k)
-        vector = await self._threads.run(lambda: snapshot.embed(query))
-        async with aclosing(self._threads.updates(snapshot, vector, k, stages)) as updates:
+        vector = await threads.run(lambda: snapshot.embed(query))
+        async with aclosing(threads.updates(snapshot, vector, k, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -356,13 +343,21 @@ class DocumentStore:
         self, vector: object, k: int, *, stages: int | Sequence[float] | None = None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what the search knows after each stage. See :meth:`search_staged`."""
-        self._check_open()
-        snapshot = self._snapshot
+        snapshot, threads = self.begin_search()
         snapshot.index_for(k)
         checked = check_query(vector, snapshot.manifest.dimension)
-        async with aclosing(self._threads.updates(snapshot, checked, k, stages)) as updates:
+        async with aclosing(threads.updates(snapshot, checked, k, stages)) as updates:
             async for update in updates:
                 yield update
+
+    def begin_search(self) -> tuple[Snapshot, SearchThreads]:
+        """Return the state that a search beginning now keeps until it ends, and the threads that run it.
+
+        Raises:
+            StoreError: the store was closed, or opened before a fork.
+        """
+        self._check_open()
+        return self._snapshot, self._threads
 
     # About the store
 

@@ -1,28 +1,37 @@
-"""The threads of a store: one named executor, and staged searches in it."""
+"""The threads of a store: one named executor, and staged searches in it. And coroutines for callers that block."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from typing import Any, TypeVar
 
 import faiss
 
 from ragcache_core.errors import StoreError
-from ragcache_core.retrieval.base import Cancellation, Stage, Vectors, stage_cuts
+from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, Vectors, stage_cuts
 from ragcache_core.retrieval.snapshot import Snapshot
 from ragcache_core.types import Document, RetrievalUpdate
 
 _Result = TypeVar("_Result")
 
+_INTERRUPT_POLL_S = 0.25
+
 
 class SearchThreads:
     """Runs blocking work for callers in any number of event loops. Safe to use from several threads."""
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._owner = owner
+        self._clock_s = clock_s
+        self._pace = SearchPace()
         self._executor = ThreadPoolExecutor(
             max_workers=min(16, (os.cpu_count() or 1) + 4),
             thread_name_prefix="ragcache-retrieval",
@@ -51,16 +60,29 @@ class SearchThreads:
     async def updates(
         self, snapshot: Snapshot, vector: Vectors, k: int, stages: int | Sequence[float] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what the search knows after each stage: one call of the executor for each, awaited in between."""
+        """Yield what the search knows after each stage: one call of the executor for each, awaited in between.
+
+        A search that reaches its end is timed, without the waits and the reading of documents.
+        """
         index = snapshot.index_for(k)
         cancel = Cancellation()
-        steps = index.stages(vector, int(k), stage_cuts(stages, index.work(k)), cancel)
+        work = index.work(k)
+        cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms)
+        steps = index.stages(vector, int(k), cuts, cancel)
         seen: dict[int, Document] = {}
         number = 0
+        searched_s = 0.0
 
         def advance() -> RetrievalUpdate | None:
+            nonlocal searched_s
+            began_s = self._clock_s()
             stage: Stage | None = next(steps, None)
-            return None if stage is None else snapshot.update(stage, number, seen)
+            searched_s += self._clock_s() - began_s
+            if stage is None:
+                return None
+            if stage.is_final:
+                self._pace.record(work, searched_s)
+            return snapshot.update(stage, number, seen)
 
         try:
             while (update := await self._stoppable(advance, cancel)) is not None:
@@ -81,6 +103,51 @@ class SearchThreads:
             if not future.done():
                 await asyncio.wait([asyncio.wrap_future(future)])
             raise
+
+
+def run_blocking(make: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+    """Return what the coroutine that ``make`` returns comes to, whether or not an event loop runs in this thread.
+
+    It runs in a loop of its own, in a thread of its own with a copy of the caller's context; both have ended when this
+    returns or raises. An interrupt of the caller cancels the coroutine and is raised when that has cleaned up.
+    """
+    result: Future[_Result] = Future()
+    is_interrupted = False
+    cancel: Callable[[], object] | None = None
+
+    async def run() -> _Result:
+        nonlocal cancel
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel = partial(loop.call_soon_threadsafe, task.cancel)
+        if is_interrupted:
+            raise asyncio.CancelledError
+        return await make()
+
+    def work() -> None:
+        if result.set_running_or_notify_cancel():
+            try:
+                result.set_result(asyncio.run(run()))
+            except BaseException as error:
+                result.set_exception(error)
+
+    # Not an executor: an interrupt while that starts its thread makes it forget the thread.
+    thread = threading.Thread(target=copy_context().run, args=(work,), name="ragcache-blocking")
+    try:
+        thread.start()
+        while not wait((result,), _INTERRUPT_POLL_S).done:
+            pass  # an interrupt in the microsecond before a wait is noticed when it ends
+    except BaseException:
+        if not result.cancel():
+            is_interrupted = True
+            if cancel is not None:
+                with suppress(RuntimeError):  # the loop is closed: it was just done
+                    cancel()
+            wait((result,))
+            thread.join()
+        raise
+    thread.join()
+    return result.result()
 
 
 def closed_error(owner: str) -> StoreError:

@@ -1,0 +1,331 @@
+"""Several stores searched as one: every shard that arrives is a stage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ragcache_core.errors import (
+    ConfigError,
+    DuplicateDocumentError,
+    EmbedderMismatchError,
+    EmptyStoreError,
+    TooFewDocumentsError,
+    UnknownDocumentError,
+)
+from ragcache_core.retrieval.base import Metric, Vectors
+from ragcache_core.retrieval.embed import Embedder, TrainableEmbedder, check_query
+from ragcache_core.retrieval.opening import is_same_state
+from ragcache_core.retrieval.snapshot import Filter, Snapshot, check_k
+from ragcache_core.retrieval.store import DocumentStore
+from ragcache_core.retrieval.threads import SearchThreads
+from ragcache_core.types import DocId, Document, RetrievalUpdate
+
+_MOST_IDS_COMPARED = 100_000
+"""Measured: 0.1 s. The ids of larger shards are not compared when they are put together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A store at the moment at which a search began."""
+
+    store: DocumentStore
+    snapshot: Snapshot
+    threads: SearchThreads
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.snapshot.documents)
+
+    @contextmanager
+    def naming_itself(self) -> Iterator[None]:
+        """Say in an error which shard it comes from."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in the shard {self.store.path}")
+            raise
+
+
+class ShardedStore:
+    """Reads several open stores as one. They stay their owners', who may add to them and close them.
+
+    ::
+
+        news, archive = DocumentStore.open("news.ragcache"), DocumentStore.open("archive.ragcache")
+        async for update in ShardedStore([news, archive]).search_staged("Who keeps the lighthouse of Zor?", k=4):
+            ...
+
+    Scores are compared across shards, so all have the same metric and the same embedder. The built-in one is fitted
+    on documents: fit it once and make every shard with it, ``DocumentStore.create(path, embedder=fitted)``.
+
+    Documents are ordered by score, and by id where scores are equal, whichever shard came first; which of several that
+    tie for a shard's last place it finds is its index's choice. A document that two shards hold is found once, where it
+    is nearer; up to 100,000 documents in all are checked for this at the start, and it is refused.
+
+    Raises:
+        ConfigError: no stores, one of them twice, or metrics that differ. EmbedderMismatchError: embedders that differ.
+        DuplicateDocumentError: a document is in two of them. StoreError: one of them is closed.
+    """
+
+    def __init__(self, stores: Iterable[DocumentStore]) -> None:
+        self._stores = tuple(stores)
+        if not self._stores:
+            raise ConfigError("there are no shards: give at least one store")
+        for store in self._stores:
+            if not isinstance(store, DocumentStore):
+                raise ConfigError(f"a shard is a {type(store).__name__}: give open DocumentStores")
+        if len({store.path for store in self._stores}) < len(self._stores):
+            raise ConfigError("a store is among the shards twice: give each once")
+        for a, b in pairwise(self._stores):
+            if a.metric != b.metric:
+                raise ConfigError(
+                    f"{a.path} has the metric {a.metric!r}, {b.path} {b.metric!r}: their scores cannot be compared, "
+                    "make one of them anew"
+                )
+        self._compared: tuple[Embedder, ...] = ()
+        self._begin()
+        self._check_ids()
+
+    # Searching
+
+    def search(self, query: str, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+        """Return the ``k`` nearest documents of all shards, in one stage. See :meth:`DocumentStore.search`.
+
+        Raises:
+            SearchError: an empty query or an impossible ``k``. TooFewDocumentsError, EmptyStoreError
+            EmbedderMismatchError: a shard was fitted otherwise since. An error of a shard's search names the shard.
+        """
+        shards = self._searched(k)
+        return self._search(shards, shards[0].snapshot.embed(query), k, where)
+
+    def search_vector(self, vector: object, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+        """Return the ``k`` documents nearest to a vector ``[dimension]``. See :meth:`search`."""
+        shards = self._searched(k)
+        return self._search(shards, check_query(vector, shards[0].snapshot.manifest.dimension), k, where)
+
+    async def search_staged(
+        self, query: str, k: int, *, stages: int | Sequence[float] | None = None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield the best of the shards that have arrived, after each; the last update is final and equals
+        :meth:`search`'s.
+
+        With ``stages``, as :meth:`DocumentStore.search_staged` takes them, each shard's own stages count too. An early
+        update may hold fewer than ``k`` documents. A shard that fails ends the search with its error, which names it.
+        Closing the iterator early stops the search in all of them.
+        """
+        shards = self._searched(k)
+        first = shards[0]
+        vector = await first.threads.run(lambda: first.snapshot.embed(query))
+        async with aclosing(self._updates(shards, vector, k, stages)) as updates:
+            async for update in updates:
+                yield update
+
+    async def search_vector_staged(
+        self, vector: object, k: int, *, stages: int | Sequence[float] | None = None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield the best of the shards that have arrived, after each. See :meth:`search_staged`."""
+        shards = self._searched(k)
+        checked = check_query(vector, shards[0].snapshot.manifest.dimension)
+        async with aclosing(self._updates(shards, checked, k, stages)) as updates:
+            async for update in updates:
+                yield update
+
+    def _search(self, shards: Sequence[_Shard], vector: Vectors, k: int, where: Filter | None) -> RetrievalUpdate:
+        def search(shard: _Shard) -> Callable[[], RetrievalUpdate]:
+            return lambda: shard.snapshot.search(vector, min(int(k), shard.num_documents), where)
+
+        running = []
+        try:
+            for shard in shards:
+                with shard.naming_itself():
+                    running.append(shard.threads.submit(search(shard)))
+            found = []
+            for shard, future in zip(shards, running, strict=True):
+                with shard.naming_itself():
+                    found.append(future.result())
+        finally:
+            for future in running:
+                future.cancel()
+            wait(running)
+        return self._merged(found, k, 0, is_final=True)
+
+    async def _updates(
+        self, shards: Sequence[_Shard], vector: Vectors, k: int, stages: int | Sequence[float] | None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        arrived: asyncio.Queue[tuple[int, RetrievalUpdate | Exception]] = asyncio.Queue()
+
+        async def follow(position: int, shard: _Shard) -> None:
+            wanted = min(int(k), shard.num_documents)
+            try:
+                with shard.naming_itself():
+                    updates = shard.threads.updates(shard.snapshot, vector, wanted, 1 if stages is None else stages)
+                    async with aclosing(updates):
+                        async for update in updates:
+                            arrived.put_nowait((position, update))
+            except Exception as error:
+                arrived.put_nowait((position, error))
+
+        tasks = [asyncio.create_task(follow(position, shard)) for position, shard in enumerate(shards)]
+        known: dict[int, RetrievalUpdate] = {}
+        number, is_final = 0, False
+        try:
+            while not is_final:
+                position, update = await arrived.get()
+                if isinstance(update, Exception):
+                    raise update
+                known[position] = update
+                is_final = len(known) == len(shards) and all(each.is_final for each in known.values())
+                yield self._merged([known[i] for i in sorted(known)], k, number, is_final)
+                number += 1
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _merged(self, updates: Iterable[RetrievalUpdate], k: int, stage: int, is_final: bool) -> RetrievalUpdate:
+        """Return the best of ``updates``, which come in the order of the shards."""
+        sign = -1 if self.metric == "ip" else 1
+        pairs = [pair for update in updates for pair in zip(update.scores, update.documents, strict=True)]
+        best: dict[DocId, tuple[float, Document]] = {}
+        for score, document in sorted(pairs, key=lambda pair: (sign * pair[0], pair[1].doc_id)):
+            best.setdefault(document.doc_id, (score, document))
+        found = list(best.values())[: int(k)]
+        return RetrievalUpdate(
+            documents=tuple(document for _, document in found),
+            scores=tuple(score for score, _ in found),
+            stage=stage,
+            is_final=is_final,
+        )
+
+    def _searched(self, k: object) -> list[_Shard]:
+        """Return the shards that hold documents, if ``k`` can be asked of them."""
+        wanted = check_k(k)
+        shards = [shard for shard in self._begin() if shard.num_documents]
+        if not shards:
+            raise EmptyStoreError("the shards hold no documents yet: add some before searching")
+        total = sum(shard.num_documents for shard in shards)
+        if wanted > total:
+            raise TooFewDocumentsError(f"{wanted} documents were asked for, the shards hold {total}: use a smaller k")
+        return shards
+
+    def _begin(self) -> list[_Shard]:
+        """Return the state of every shard now; their embedders are compared when one is new."""
+        shards = [_Shard(store, *store.begin_search()) for store in self._stores]
+        embedders = tuple(shard.snapshot.embedder for shard in shards)
+        if len(embedders) != len(self._compared) or any(
+            now is not before for now, before in zip(embedders, self._compared, strict=True)
+        ):
+            _check_comparable(shards)
+            self._compared = embedders
+        return shards
+
+    def _check_ids(self) -> None:
+        if len(self) > _MOST_IDS_COMPARED:
+            return
+        holder: dict[DocId, DocumentStore] = {}
+        for store in self._stores:
+            for doc_id in store.ids():
+                if (other := holder.setdefault(doc_id, store)) is not store:
+                    raise DuplicateDocumentError(
+                        f"document {doc_id!r} is in {other.path} and in {store.path}: delete it from one of them"
+                    )
+
+    # Looking up
+
+    def get(self, doc_ids: Iterable[DocId]) -> list[Document]:
+        """Return documents in the order of ``doc_ids``.
+
+        Raises:
+            UnknownDocumentError: one of them is in no shard.
+        """
+        wanted = [doc_ids] if isinstance(doc_ids, str) else list(doc_ids)
+        found: dict[DocId, Document] = {}
+        for snapshot in (shard.snapshot for shard in self._begin()):
+            internal = snapshot.documents.find([doc_id for doc_id in wanted if doc_id not in found])
+            documents = snapshot.documents.read(list(internal.values()))
+            found.update({doc_id: documents[internal_id] for doc_id, internal_id in internal.items()})
+        for doc_id in wanted:
+            if doc_id not in found:
+                raise UnknownDocumentError(f"document {doc_id!r} is in no shard: check ids() for what is")
+        return [found[doc_id] for doc_id in wanted]
+
+    def shard_of(self, doc_id: DocId) -> DocumentStore:
+        """Return the store that holds a document, the first if several do.
+
+        Raises:
+            UnknownDocumentError: it is in no shard.
+        """
+        for store in self._stores:
+            if doc_id in store:
+                return store
+        raise UnknownDocumentError(f"document {doc_id!r} is in no shard: check ids() for what is")
+
+    def ids(self) -> list[DocId]:
+        """Return the ids of all documents, shard by shard."""
+        return list(dict.fromkeys(doc_id for store in self._stores for doc_id in store.ids()))
+
+    def __len__(self) -> int:
+        return sum(len(store) for store in self._stores)
+
+    def __contains__(self, doc_id: object) -> bool:
+        return any(doc_id in store for store in self._stores)
+
+    # About the shards
+
+    @property
+    def stores(self) -> tuple[DocumentStore, ...]:
+        """The shards, in the order given."""
+        return self._stores
+
+    @property
+    def embedder(self) -> Embedder:
+        """The embedder of all shards."""
+        return next((store.embedder for store in self._stores if len(store)), self._stores[0].embedder)
+
+    @property
+    def dimension(self) -> int | None:
+        """Dimensions of the vectors; ``None`` until the embedder was first used."""
+        return next((store.dimension for store in self._stores if store.dimension is not None), None)
+
+    @property
+    def metric(self) -> Metric:
+        """How near two vectors are: ``l2`` or ``ip``."""
+        return self._stores[0].metric
+
+
+def _check_comparable(shards: Sequence[_Shard]) -> None:
+    """Raise unless all shards embed alike. One that holds nothing yet may be unfitted."""
+    fitted: _Shard | None = None
+    for shard in shards:
+        first, embedder = shards[0].snapshot.embedder, shard.snapshot.embedder
+        if embedder.name != first.name:
+            raise EmbedderMismatchError(
+                f"{shards[0].store.path} has the embedder {first.name!r}, {shard.store.path} {embedder.name!r}: their "
+                "scores cannot be compared, make all shards with one embedder"
+            )
+        if isinstance(embedder, TrainableEmbedder) and not embedder.is_fitted:
+            continue
+        if fitted is None:
+            fitted = shard
+        other, dimensions = fitted.snapshot, (fitted.store.dimension, shard.store.dimension)
+        if None not in dimensions and dimensions[0] != dimensions[1]:
+            raise EmbedderMismatchError(
+                f"{fitted.store.path} has {dimensions[0]} dimensions, {shard.store.path} {dimensions[1]}: make all "
+                "shards with one embedder"
+            )
+        if (
+            isinstance(embedder, TrainableEmbedder)
+            and isinstance(other.embedder, TrainableEmbedder)
+            and embedder is not other.embedder
+            and not is_same_state(embedder, other.embedder)
+        ):
+            raise EmbedderMismatchError(
+                f"the embedders of {fitted.store.path} and {shard.store.path} were fitted on different documents: fit "
+                f"one {embedder.name!r} on a good part of both and make all shards with it, "
+                "DocumentStore.create(path, embedder=fitted)"
+            )

@@ -1,0 +1,67 @@
+"""Where a pipeline's stages come from: a store, several, or any retriever, which is one stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.types import Document, RetrievalUpdate
+
+
+@runtime_checkable
+class StageSource(Protocol):
+    """Finds documents in stages."""
+
+    def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield what is known after each stage; the last update, and no other, is final.
+
+        Closing the iterator early stops the search.
+        """
+        ...
+
+
+class StagedSearch(Protocol):
+    """What :class:`DocumentStore` and :class:`ShardedStore` offer, and another vector store may."""
+
+    def search_staged(
+        self, query: str, k: int, *, stages: int | Sequence[float] | None = None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield what the search knows after each stage."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _StoreSource:
+    store: StagedSearch
+    cuts: int | Sequence[float] | None
+
+    def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        return self.store.search_staged(query, k, stages=self.cuts)
+
+
+def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> StageSource:
+    """Return ``obj`` as a source of stages: one itself, or something with ``search_staged`` as a store has it.
+
+    ``stages`` is what a store's search is cut into; a source that is one already cuts its own.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(obj, type):
+        if callable(getattr(obj, "stages", None)):
+            return obj  # type: ignore[return-value]
+        if callable(getattr(obj, "search_staged", None)):
+            return _StoreSource(obj, stages)  # type: ignore[arg-type]
+    raise ConfigError(
+        f"{obj!r} is no source of stages: pass a DocumentStore, a ShardedStore, or an object with "
+        "stages(query, k) that yields RetrievalUpdates"
+    )
+
+
+async def one_stage(find: Callable[[], Awaitable[Sequence[Document]]]) -> AsyncGenerator[RetrievalUpdate, None]:
+    """Yield what ``find`` finds as the only stage, which is final. Its scores are not known: NaN."""
+    documents = tuple(await find())
+    yield RetrievalUpdate(documents, (math.nan,) * len(documents), stage=0, is_final=True)

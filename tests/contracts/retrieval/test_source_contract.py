@@ -1,0 +1,110 @@
+"""What every source of stages promises, whatever finds the documents."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.retrieval import DocumentStore, ShardedStore, StageSource, TfidfSvdEmbedder, as_source, one_stage
+from ragcache_core.types import Document, RetrievalUpdate
+
+DOCUMENTS = [Document(f"doc-{i}", f"Person{i} keeps the lighthouse of Town{i % 7}.") for i in range(300)]
+QUERY = "Who keeps the lighthouse of Town3?"
+
+
+class OtherRetriever:
+    """A retriever of another make: it only knows a list of documents."""
+
+    async def find(self, k: int) -> list[Document]:
+        await asyncio.sleep(0)
+        return DOCUMENTS[:k]
+
+    def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        return one_stage(lambda: self.find(k))
+
+
+@pytest.fixture(params=["flat", "ivf", "hnsw", "cut", "shards", "shards-cut", "other"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StageSource]:
+    embedder = TfidfSvdEmbedder(16).fit([d.text for d in DOCUMENTS])
+    with ExitStack() as stack:
+
+        def make(name: str, documents: list[Document], index: str = "flat") -> DocumentStore:
+            store = DocumentStore.create(tmp_path / name, embedder=embedder, index=index)  # type: ignore[arg-type]
+            stack.enter_context(store).add(documents)
+            return store
+
+        kinds: dict[str, Callable[[], StageSource]] = {
+            "cut": lambda: as_source(make("store", DOCUMENTS), stages=4),
+            "shards": lambda: as_source(ShardedStore([make(f"{i}", DOCUMENTS[i::3]) for i in range(3)])),
+            "shards-cut": lambda: as_source(ShardedStore([make(f"{i}", DOCUMENTS[i::2]) for i in range(2)]), stages=3),
+            "other": lambda: as_source(OtherRetriever()),
+        }
+        yield kinds.get(request.param, lambda: as_source(make("store", DOCUMENTS, request.param)))()
+
+
+def test_the_last_update_and_no_other_is_final_and_stages_are_counted(source: StageSource) -> None:
+    async def scenario() -> list[RetrievalUpdate]:
+        return [update async for update in source.stages(QUERY, 4)]
+
+    updates = asyncio.run(scenario())
+    assert [u.is_final for u in updates] == [False] * (len(updates) - 1) + [True]
+    assert [u.stage for u in updates] == list(range(len(updates)))
+    assert len(updates[-1].documents) == 4
+    for update in updates:
+        assert len(update.scores) == len(update.documents) == len({d.doc_id for d in update.documents}) <= 4
+
+
+def test_a_search_that_is_left_early_leaves_no_task(source: StageSource) -> None:
+    async def scenario() -> None:
+        async with aclosing(source.stages(QUERY, 4)) as updates:
+            await anext(updates)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_two_searches_at_once_find_what_each_finds_alone(source: StageSource) -> None:
+    async def last(query: str) -> RetrievalUpdate:
+        return [update async for update in source.stages(query, 3)][-1]
+
+    async def both() -> list[RetrievalUpdate]:
+        return list(await asyncio.gather(last(QUERY), last("Person7")))
+
+    together = asyncio.run(both())
+    alone = [asyncio.run(last(QUERY)), asyncio.run(last("Person7"))]
+    assert [u.documents for u in together] == [u.documents for u in alone]
+
+
+def test_a_source_is_returned_as_it_is() -> None:
+    retriever = OtherRetriever()
+    assert as_source(retriever) is retriever
+
+
+def test_one_stage_says_that_it_knows_no_scores() -> None:
+    (update,) = asyncio.run(_all(one_stage(lambda: OtherRetriever().find(2))))
+    assert update.documents == tuple(DOCUMENTS[:2])
+    assert all(math.isnan(score) for score in update.scores)
+
+
+def test_what_the_only_stage_raises_is_raised() -> None:
+    async def find() -> list[Document]:
+        raise OSError("the other store is gone")
+
+    with pytest.raises(OSError, match="the other store is gone"):
+        asyncio.run(_all(one_stage(find)))
+
+
+@pytest.mark.parametrize("other", ["a string", 3, None, DocumentStore, object()], ids=str)
+def test_what_has_no_stages_is_refused(other: object) -> None:
+    with pytest.raises(ConfigError, match="is no source of stages: pass a DocumentStore"):
+        as_source(other)
+
+
+async def _all(updates: AsyncGenerator[RetrievalUpdate, None]) -> list[RetrievalUpdate]:
+    return [update async for update in updates]
