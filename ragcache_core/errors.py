@@ -30,7 +30,8 @@
     │   ├── DuplicateDocumentError
     │   └── UnknownDocumentError (KeyError)
     ├── SearchError (ValueError)             a query that cannot be answered
-    │   └── TooFewDocumentsError             k is larger than the store
+    │   ├── TooFewDocumentsError             k is larger than the store
+    │   └── SearchTimeoutError (TimeoutError)  the documents were not final in time
     └── CacheTierError                       the cache of KV chunks on disk
         ├── CacheDirectoryError              missing and not to be made, unwritable, not a directory
         ├── CacheLockedError                 another engine keeps its cache there
@@ -163,6 +164,10 @@ class SearchError(RAGCacheError, ValueError):
 
 class TooFewDocumentsError(SearchError):
     """More documents were asked for than the store holds."""
+
+
+class SearchTimeoutError(SearchError, TimeoutError):
+    """A search did not end in the time given."""
 
 
 class CacheTierError(RAGCacheError):

@@ -1,0 +1,141 @@
+"""When to generate ahead of a search that is not done: RAGCache's Algorithm 2 as a state machine.
+
+Events go in (a stage ended, the engine told its load, a speculation failed, the asker left), actions come out; it reads
+no clock and awaits nothing. Theorem 5.1 says what is best after a stage that ends with other documents:
+
+======================  ==============================  =========================================
+..                      the engine has room             it has none
+======================  ==============================  =========================================
+not the final stage     start: only idle time is used   defer until it has room, and search on
+the final stage         generate at once                generate at once: the scheduler knows best
+======================  ==============================  =========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+D = TypeVar("D", bound=Hashable)
+"""What a stage found: the documents' ids in the order of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Generic[D]):
+    """Begin to generate from ``candidates``, and hold the answer back."""
+
+    number: int
+    candidates: D
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End this speculation: it was wrong, or nobody waits for it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """This speculation was right: its answer is the answer."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generate(Generic[D]):
+    """No speculation was right: ask the engine now."""
+
+    candidates: D
+
+
+Action = Start[D] | Cancel | Confirm | Generate[D]
+
+
+class SpeculativePipeline(Generic[D]):
+    """Decides what one search's speculation does next (RAGCache §5.3, Algorithm 2).
+
+    At most one speculation lives at a time. After the final stage comes exactly one :class:`Confirm` or
+    :class:`Generate`, never before, and a speculation from other candidates than the final ones is never confirmed. We
+    differ from Algorithm 2 in that a start for which there was no room is made up for when there is, if its candidates
+    still stand: Theorem 5.1 has the search continue "until the pool empties".
+
+    Attributes:
+        max_prefill_bs: the pending prefills that leave no room for one more; 0 starts nothing. It may be set when the
+            engine has told it.
+    """
+
+    def __init__(self, *, max_prefill_bs: int, max_failures: int = 2) -> None:
+        """Begin a search. After ``max_failures`` speculations that failed, no other is started."""
+        self.max_prefill_bs = max_prefill_bs
+        self._failures_left = max_failures
+        self._num_started = 0
+        self._live: Start[D] | None = None
+        self._deferred: Start[D] | None = None  # numbered when it starts
+        self._is_over = False
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a start waits for room."""
+        return self._deferred is not None
+
+    def on_stage(self, candidates: D, *, is_final: bool, num_pending: int) -> list[Action[D]]:
+        """Return what to do now that a stage ended with ``candidates``.
+
+        ``num_pending`` prefills wait or run in the engine, this search's own speculation not counted.
+
+        Raises:
+            ValueError: the search is over: its final stage came, or it was closed.
+        """
+        if self._is_over:
+            raise ValueError(
+                f"a stage with {candidates!r} after the end of the search: make a pipeline for each search"
+            )
+        if self._live is not None and self._live.candidates == candidates:
+            return self._confirm(self._live) if is_final else []
+        actions = self._cancel()
+        if is_final:
+            self._end()
+            return [*actions, Generate(candidates)]
+        self._defer(candidates)
+        return [*actions, *self.on_load(num_pending)]
+
+    def on_load(self, num_pending: int) -> list[Action[D]]:
+        """Return the start that was deferred, if there is room for it now."""
+        if self._deferred is None or num_pending >= self.max_prefill_bs:
+            return []
+        self._live, self._deferred = self._deferred, None
+        self._num_started += 1
+        return [self._live]
+
+    def on_failed(self, number: int) -> list[Action[D]]:
+        """Return nothing to do yet: what failed is started again when there is room, unless too much failed.
+
+        A speculation that is not the living one may fail late; that changes nothing.
+        """
+        if self._live is not None and self._live.number == number:
+            failed, self._live = self._live, None
+            self._failures_left -= 1
+            self._defer(failed.candidates)
+        return []
+
+    def on_closed(self) -> list[Action[D]]:
+        """Return what ends the living speculation: the asker left, or the search failed. Closing again does nothing."""
+        actions = self._cancel()
+        self._end()
+        return actions
+
+    def _confirm(self, speculation: Start[D]) -> list[Action[D]]:
+        self._end()
+        return [Confirm(speculation.number)]
+
+    def _cancel(self) -> list[Action[D]]:
+        live, self._live = self._live, None
+        return [] if live is None else [Cancel(live.number)]
+
+    def _defer(self, candidates: D) -> None:
+        self._deferred = Start(self._num_started, candidates) if self._failures_left > 0 else None
+
+    def _end(self) -> None:
+        self._is_over, self._live, self._deferred = True, None, None

@@ -1,0 +1,363 @@
+"""Algorithm 2 as a state machine: Theorem 5.1's cases, and what must hold whatever happens in whatever order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SpeculativePipeline, Start
+
+MAX_PREFILL_BS = 2
+NO_ROOM = MAX_PREFILL_BS
+
+
+def pipeline(**settings: int) -> SpeculativePipeline[str]:
+    return SpeculativePipeline(**{"max_prefill_bs": MAX_PREFILL_BS, **settings})
+
+
+# Theorem 5.1
+
+
+def test_case_1_an_empty_pool_and_the_final_documents_generate_at_once() -> None:
+    assert pipeline().on_stage("A", is_final=True, num_pending=0) == [Generate("A")]
+
+
+def test_case_2_a_full_pool_and_documents_that_may_change_defer_the_start() -> None:
+    search = pipeline()
+    assert search.on_stage("A", is_final=False, num_pending=NO_ROOM) == []
+    assert search.is_deferred
+    assert search.on_load(NO_ROOM) == []
+    assert search.on_load(NO_ROOM - 1) == [Start(0, "A")]
+    assert not search.is_deferred
+
+
+def test_case_3_a_full_pool_and_the_final_documents_generate_at_once() -> None:
+    assert pipeline().on_stage("A", is_final=True, num_pending=100) == [Generate("A")]
+
+
+def test_case_4_an_empty_pool_and_documents_that_may_change_start_a_speculation() -> None:
+    assert pipeline().on_stage("A", is_final=False, num_pending=0) == [Start(0, "A")]
+
+
+# Algorithm 2
+
+
+def test_the_search_of_figure_11_cancels_once_and_confirms() -> None:
+    search: SpeculativePipeline[tuple[int, ...]] = SpeculativePipeline(max_prefill_bs=1)
+    stages = [(1, 3), (1, 2), (1, 2), (1, 2)]
+    actions = [search.on_stage(docs, is_final=i == 3, num_pending=0) for i, docs in enumerate(stages)]
+    assert actions == [[Start(0, (1, 3))], [Cancel(0), Start(1, (1, 2))], [], [Confirm(1)]]
+
+
+def test_a_changed_order_is_another_prompt() -> None:
+    search: SpeculativePipeline[tuple[int, ...]] = SpeculativePipeline(max_prefill_bs=1)
+    search.on_stage((1, 2), is_final=False, num_pending=0)
+    assert search.on_stage((2, 1), is_final=True, num_pending=0) == [Cancel(0), Generate((2, 1))]
+
+
+def test_a_superseded_speculation_ends_even_if_there_is_no_room_for_the_next() -> None:
+    search = pipeline()
+    search.on_stage("A", is_final=False, num_pending=0)
+    assert search.on_stage("B", is_final=False, num_pending=NO_ROOM) == [Cancel(0)]
+    assert search.on_stage("A", is_final=False, num_pending=NO_ROOM) == []
+    assert search.on_load(0) == [Start(1, "A")], "the last candidates, not those that were deferred first"
+
+
+def test_a_repeated_stage_starts_what_there_was_no_room_for() -> None:
+    search = pipeline()
+    search.on_stage("A", is_final=False, num_pending=NO_ROOM)
+    assert search.on_stage("A", is_final=False, num_pending=0) == [Start(0, "A")]
+    assert search.on_stage("A", is_final=False, num_pending=0) == []
+
+
+def test_no_prefills_allowed_means_no_speculation() -> None:
+    search = pipeline(max_prefill_bs=0)
+    assert search.on_stage("A", is_final=False, num_pending=0) == []
+    assert search.on_load(0) == []
+    assert search.on_stage("A", is_final=True, num_pending=0) == [Generate("A")]
+
+
+def test_the_room_may_become_known_during_the_search() -> None:
+    search = pipeline(max_prefill_bs=0)
+    search.on_stage("A", is_final=False, num_pending=0)
+    search.max_prefill_bs = 1
+    assert search.on_load(0) == [Start(0, "A")]
+
+
+# Failures
+
+
+def test_a_failed_speculation_is_started_again_when_there_is_room_until_too_many_failed() -> None:
+    search = pipeline(max_failures=2)
+    search.on_stage("A", is_final=False, num_pending=0)
+    assert search.on_failed(0) == []
+    assert search.on_load(0) == [Start(1, "A")]
+    assert search.on_failed(1) == []
+    assert not search.is_deferred
+    assert search.on_load(0) == []
+    assert search.on_stage("B", is_final=False, num_pending=0) == []
+    assert search.on_stage("B", is_final=True, num_pending=0) == [Generate("B")]
+
+
+def test_a_speculation_that_failed_is_not_confirmed() -> None:
+    search = pipeline()
+    search.on_stage("A", is_final=False, num_pending=0)
+    search.on_failed(0)
+    assert search.on_stage("A", is_final=True, num_pending=0) == [Generate("A")]
+
+
+def test_the_late_failure_of_a_cancelled_speculation_is_no_failure() -> None:
+    search = pipeline(max_failures=1)
+    search.on_stage("A", is_final=False, num_pending=0)
+    search.on_stage("B", is_final=False, num_pending=0)
+    search.on_failed(0)
+    assert search.on_stage("B", is_final=True, num_pending=0) == [Confirm(1)]
+
+
+def test_a_confirmed_speculation_that_fails_generates_nothing_twice() -> None:
+    search = pipeline()
+    search.on_stage("A", is_final=False, num_pending=0)
+    search.on_stage("A", is_final=True, num_pending=0)
+    assert search.on_failed(0) == []
+    assert search.on_closed() == []
+
+
+# The end
+
+
+def test_closing_cancels_what_lives_once() -> None:
+    search = pipeline()
+    search.on_stage("A", is_final=False, num_pending=0)
+    assert search.on_closed() == [Cancel(0)]
+    assert search.on_closed() == []
+    assert search.on_load(0) == []
+
+
+@pytest.mark.parametrize("end", ["final", "closed"])
+def test_a_stage_after_the_end_is_refused(end: Literal["final", "closed"]) -> None:
+    search = pipeline()
+    if end == "final":
+        search.on_stage("A", is_final=True, num_pending=0)
+    else:
+        search.on_closed()
+    with pytest.raises(ValueError, match="'B' after the end of the search: make a pipeline for each search"):
+        search.on_stage("B", is_final=False, num_pending=0)
+
+
+# Whatever happens in whatever order
+
+
+@dataclass(frozen=True)
+class Stage:
+    candidates: str
+    num_pending: int
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    num_pending: int
+
+
+@dataclass(frozen=True)
+class Fail:
+    """The living speculation fails, or the one before it does, late."""
+
+    is_late: bool = False
+
+
+@dataclass(frozen=True)
+class Close:
+    pass
+
+
+Event = Stage | Load | Fail | Close
+
+
+@dataclass
+class Engine:
+    """What the actions do, judged by nothing but the events and the promises."""
+
+    max_failures: int
+    started: dict[int, str] = field(default_factory=dict)
+    live: set[int] = field(default_factory=set)
+    failed: int = 0
+    confirmed: list[int] = field(default_factory=list)
+    generated: list[str] = field(default_factory=list)
+    shown: str | None = None
+    is_final: bool = False
+    is_closed: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_final or self.is_closed
+
+    def run(self, search: SpeculativePipeline[str], event: Event) -> None:
+        num_started = len(self.started)
+        room = True
+        match event:
+            case Stage(candidates, num_pending, is_final):
+                self.shown, self.is_final, room = candidates, is_final, num_pending < search.max_prefill_bs
+                actions = search.on_stage(candidates, is_final=is_final, num_pending=num_pending)
+            case Load(num_pending):
+                room = num_pending < search.max_prefill_bs
+                actions = search.on_load(num_pending)
+            case Fail(is_late):
+                room = False
+                number = len(self.started) - (2 if is_late else 1)
+                self.failed += number in self.live and not self.confirmed
+                self.live.discard(number)
+                actions = search.on_failed(number)
+            case Close():
+                self.is_closed = True
+                actions = search.on_closed()
+        for action in actions:
+            self.act(action)
+        assert room or len(self.started) == num_started, "started without room"
+        assert len(self.live) <= 1
+        assert len(self.confirmed) + len(self.generated) == self.is_final, "exactly one answer, once all is final"
+        assert not (self.is_over and search.is_deferred)
+        assert all(self.started[n] == self.shown for n in self.live), "what lives is what was shown last"
+        if self.is_final and not self.confirmed:
+            assert self.generated == [self.shown]
+        if self.is_over:
+            assert self.live <= set(self.confirmed), "all that was started is confirmed, cancelled or failed"
+        elif room and not isinstance(event, Close) and self.shown is not None and self.failed < self.max_failures:
+            assert self.live, "there was room, and the candidates stand"
+
+    def act(self, action: Action[str]) -> None:
+        match action:
+            case Start(number, candidates):
+                assert not self.live
+                assert not self.is_over
+                assert number not in self.started
+                assert candidates == self.shown
+                assert self.failed < self.max_failures
+                self.started[number] = candidates
+                self.live.add(number)
+            case Cancel(number):
+                self.live.remove(number)
+            case Confirm(number):
+                assert self.is_final
+                assert number in self.live
+                assert self.started[number] == self.shown
+                self.confirmed.append(number)
+            case Generate(candidates):
+                assert self.is_final
+                assert not self.live
+                self.generated.append(candidates)
+
+
+def play(events: list[Event], *, max_failures: int = 2) -> Engine:
+    search = pipeline(max_failures=max_failures)
+    engine = Engine(max_failures)
+    for event in events:
+        if isinstance(event, Stage) and engine.is_over:
+            continue
+        engine.run(search, event)
+    return engine
+
+
+INTERLUDES: tuple[tuple[Event, ...], ...] = (
+    (),
+    (Load(0),),
+    (Load(NO_ROOM),),
+    (Fail(),),
+    (Fail(), Load(0)),
+    (Fail(is_late=True),),
+    (Close(),),
+)
+"""What may happen between two stages."""
+
+
+def searches(num_stages: int) -> Iterator[list[Event]]:
+    """Every search of so many stages: candidates that stay, change and come back, load, failures and closing between.
+
+    The first candidates may be called A without loss, and the last stage's load is of no account.
+    """
+    candidates = product("A", *["ABC"[: i + 1] for i in range(1, min(num_stages, 3))])
+    for shown in candidates:
+        for pending in product((0, NO_ROOM), repeat=num_stages - 1):
+            for between in product(INTERLUDES, repeat=num_stages):
+                events: list[Event] = []
+                for i in range(num_stages):
+                    is_final = i == num_stages - 1
+                    events.append(Stage(shown[i], NO_ROOM if is_final else pending[i], is_final))
+                    events += between[i]
+                yield events
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("max_failures", [1, 2])
+def test_every_short_search_keeps_every_promise(num_stages: int, max_failures: int) -> None:
+    ends = [play(events, max_failures=max_failures) for events in searches(num_stages)]
+    assert any(end.generated for end in ends)
+    assert any(end.confirmed for end in ends) == (num_stages > 1)
+    assert len(ends) >= 7**num_stages
+
+
+@pytest.mark.parametrize("max_failures", [1, 2, 3])
+def test_every_interleaving_of_six_stages_keeps_every_promise(max_failures: int) -> None:
+    """Exhaustive: each event in each state that any order of events leads to; states that differ in numbers are one."""
+    num_stages = 6
+    others: list[Event] = [Load(0), Load(NO_ROOM), Fail(), Fail(is_late=True), Close()]
+    seen: set[tuple[object, ...]] = set()
+    reached = [(pipeline(max_failures=max_failures), Engine(max_failures), 0)]
+    confirmed = generated = 0
+    while reached:
+        search, engine, stage = reached.pop()
+        stages = [Stage(c, p, last) for c, p, last in product("ABC", (0, NO_ROOM), (False, True))]
+        can_go_on = not engine.is_over and stage < num_stages
+        for event in [*others, *(s for s in stages if can_go_on and (s.is_final or stage < num_stages - 1))]:
+            next_search, next_engine = deepcopy(search), deepcopy(engine)
+            next_engine.run(next_search, event)
+            next_stage = stage + isinstance(event, Stage)
+            state = (next_stage, *_state(next_search), *_state(next_engine))
+            if state not in seen:
+                seen.add(state)
+                reached.append((next_search, next_engine, next_stage))
+                confirmed += bool(next_engine.confirmed)
+                generated += bool(next_engine.generated)
+    assert {state[0] for state in seen} == set(range(num_stages + 1))
+    assert confirmed
+    assert generated
+
+
+def _state(thing: SpeculativePipeline[str] | Engine) -> tuple[object, ...]:
+    """Return all that decides what comes next: not the numbers of speculations, and of those only what lives."""
+    match thing:
+        case Engine():
+            live = tuple(thing.started[n] for n in thing.live)
+            return thing.shown, thing.failed, live, thing.is_closed, bool(thing.confirmed), bool(thing.generated)
+        case _:
+            own = sorted((name, value) for name, value in vars(thing).items() if name != "_num_started")
+            return tuple(value.candidates if isinstance(value, Start) else value for _, value in own)
+
+
+EVENTS = st.one_of(
+    st.builds(Stage, st.sampled_from("ABC"), st.integers(0, 3)),
+    st.builds(Load, st.integers(0, 3)),
+    st.builds(Fail, st.booleans()),
+)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(
+    events=st.lists(EVENTS, max_size=18),
+    end=st.sampled_from([Stage("A", 0, is_final=True), Stage("B", 9, is_final=True), Close()]),
+    after=st.lists(st.one_of(st.builds(Load, st.integers(0, 3)), st.builds(Fail), st.just(Close())), max_size=4),
+    max_failures=st.integers(0, 3),
+)
+def test_any_order_of_events_keeps_every_promise(
+    events: list[Event], end: Event, after: list[Event], max_failures: int
+) -> None:
+    played = play([*events, end, *after], max_failures=max_failures)
+    assert played.is_final == isinstance(end, Stage)
+    assert len(played.confirmed) + len(played.generated) == played.is_final
