@@ -118,6 +118,32 @@ def render_chat(
     return RenderedPrompt(tuple(messages), text, tokenized.token_ids, segments)
 
 
+def render_known(
+    tokenizer: PromptTokenizer,
+    one: Sequence[ChatMessage],
+    other: Sequence[ChatMessage],
+    documents: Iterable[tuple[DocId, str]],
+) -> RenderedPrompt:
+    """Return what two prompts begin with alike, as tokens that every prompt with that beginning begins with.
+
+    ``one`` and ``other`` differ in all that is not known yet, from its first character on. The last token is left out:
+    with what follows it might be another one. The result is no whole prompt, so it has no messages.
+    """
+    rendered = tokenizer.render(one)
+    text = rendered[: num_alike(rendered, tokenizer.render(other))]
+    cut = tokenizer.encode(text)
+    num_known = max(num_alike(tokenizer.encode(rendered).token_ids, cut.token_ids) - 1, 0)
+    known = TokenizedText(cut.token_ids[:num_known], cut.offsets[:num_known])
+    end = known.offsets[-1][1] if num_known else 0
+    return RenderedPrompt((), text[:end], known.token_ids, segment_tokens(known, locate_documents(text, documents)))
+
+
+def num_alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many items, characters of a text or others, two sequences begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
 def check_prompt_fits(num_prompt_tokens: int, max_model_len: int, num_output_tokens: int = 1) -> None:
     """Refuse a prompt that leaves no room for ``num_output_tokens`` in a context window of ``max_model_len`` tokens.
 
@@ -138,6 +164,8 @@ class PromptLayout:
 
     The documents come before the question, so that requests about the same documents share a prefix of tokens.
     ``document_format`` holds ``{text}`` (and may hold ``{doc_id}``), ``question_format`` holds ``{question}``.
+    ``relevance_hint``, ``"Most relevant first: {order}"``, is shown before the question where the documents do not
+    stand in the order of their relevance; it names them by ``{doc_id}`` where the prompt does, else by their number.
 
     Raises:
         ConfigError: a format lacks its placeholder.
@@ -147,8 +175,11 @@ class PromptLayout:
     document_format: str = "Document: {text}"
     document_separator: str = "\n\n"
     question_format: str = "Question: {question}"
+    relevance_hint: str | None = None
 
     def __post_init__(self) -> None:
+        if self.relevance_hint is not None and self.relevance_hint.count("{order}") != 1:
+            raise ConfigError(f"relevance_hint is {self.relevance_hint!r}; it must hold {{order}} once")
         for name, placeholder in (("document_format", "{text}"), ("question_format", "{question}")):
             if (value := getattr(self, name)).count(placeholder) != 1:
                 raise ConfigError(f"{name} is {value!r}; it must hold {placeholder} once")
@@ -163,16 +194,40 @@ class PromptLayout:
         """Return all documents as the prompt shows them."""
         return self.document_separator.join(self.document_text(d) for d in documents)
 
-    def messages(self, documents: Sequence[Document], question: str) -> list[ChatMessage]:
+    def hint(self, documents: Sequence[Document], relevance: Sequence[Document] | None) -> str:
+        """Return the line that names ``documents`` by ``relevance``, most relevant first; empty where it says nothing.
+
+        That is without a ``relevance_hint``, and where they stand in that order already.
+        """
+        if self.relevance_hint is None or relevance is None:
+            return ""
+        places = {document.doc_id: i for i, document in enumerate(documents)}
+        order = [places[document.doc_id] for document in relevance if document.doc_id in places]
+        if order == sorted(order):
+            return ""
+        is_named = "{doc_id}" in self.document_format
+        return self.relevance_hint.replace(
+            "{order}", ", ".join(documents[i].doc_id if is_named else str(i + 1) for i in order)
+        )
+
+    def messages(
+        self, documents: Sequence[Document], question: str, *, relevance: Sequence[Document] | None = None
+    ) -> list[ChatMessage]:
         """Return the messages of the OpenAI protocol: the static prefix, then documents and question.
+
+        ``relevance`` are the documents as they were retrieved, for the ``relevance_hint``.
 
         Raises:
             PromptError: the question is empty.
         """
+        return self.messages_of(self.context(documents), question, self.hint(documents, relevance))
+
+    def messages_of(self, context: str, question: str, hint: str = "") -> list[ChatMessage]:
+        """Return the messages about documents that are a text already; see :meth:`messages`."""
         if not question.strip():
             raise PromptError("the question is empty: ask something")
         asked = self.question_format.replace("{question}", question.strip())
-        content = self.document_separator.join(part for part in (self.context(documents), asked) if part)
+        content = self.document_separator.join(part for part in (context, hint, asked) if part)
         prefix: list[ChatMessage] = [{"role": "system", "content": self.static_prefix}] if self.static_prefix else []
         return [*prefix, {"role": "user", "content": content}]
 
@@ -182,16 +237,18 @@ class PromptLayout:
         documents: Sequence[Document],
         question: str,
         *,
+        relevance: Sequence[Document] | None = None,
         max_prompt_tokens: int | None = None,
     ) -> RenderedPrompt:
-        """Return the prompt as token ids, with the exact span of every document.
+        """Return the prompt as token ids, with the exact span of every document; see :meth:`messages`.
 
         Raises:
             PromptError: the question is empty, or the chat template does not show a document as it was given.
             PromptTooLongError: more than ``max_prompt_tokens`` tokens.
         """
         shown = [(d.doc_id, self.document_text(d)) for d in documents]
-        prompt = render_chat(tokenizer, self.messages(documents, question), shown, within=self.context(documents))
+        messages = self.messages(documents, question, relevance=relevance)
+        prompt = render_chat(tokenizer, messages, shown, within=self.context(documents))
         if max_prompt_tokens is not None:
             check_prompt_fits(len(prompt.token_ids), max_prompt_tokens, num_output_tokens=0)
         found = [s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
