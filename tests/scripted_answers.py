@@ -37,6 +37,11 @@ class Seen:
         documents: Sequence[JsonObject] = (self.kv_transfer_params.get("ragcache") or {}).get("documents", [])
         return documents
 
+    @property
+    def speculation(self) -> str | None:
+        """The id that marks the request as speculative."""
+        return (self.kv_transfer_params.get("ragcache") or {}).get("speculation")
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import socket
 import threading
@@ -48,6 +49,7 @@ from tests.scripted_answers import (
 
 __all__ = [
     "ENGINE_DEAD",
+    "IDLE",
     "THREE_TIERS",
     "Refusal",
     "Reply",
@@ -58,6 +60,7 @@ __all__ = [
     "text_of",
 ]
 
+_CONFIRM = re.compile(r"/v1/ragcache/speculations/([^/]+)/confirm")
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 1024
 THREE_TIERS: JsonObject = {
@@ -77,6 +80,8 @@ THREE_TIERS: JsonObject = {
     ],
 }  # fmt: skip
 """What an engine with three tiers, whose disk failed, says of its cache."""
+IDLE: JsonObject = {"num_pending_prefills": 0, "max_prefill_bs": 4, "is_speculative": True}
+"""What an engine with nothing to do says of its load."""
 
 
 @dataclass
@@ -102,6 +107,12 @@ class ScriptedServer:
     """Seconds before RAGCache's routes answer."""
     cache_questions: list[str] = field(default_factory=list)
     """What RAGCache's routes were asked, whether or not they are there: paths without ``/v1/ragcache/``."""
+    load: JsonObject | None = None
+    """What ``/v1/ragcache/load`` answers, to :data:`IDLE` for example; with ``None`` there is no speculation."""
+    confirmed: list[str] = field(default_factory=list)
+    """Ids of the speculations that were confirmed."""
+    aborted: list[Seen] = field(default_factory=list)
+    """Requests whose client hung up before the end."""
 
     def __post_init__(self) -> None:
         self._script: deque[Reply | Refusal] = deque()
@@ -149,6 +160,8 @@ class ScriptedServer:
         with self._lock:
             self.requests.clear()
             self.cache_questions.clear()
+            self.confirmed.clear()
+            self.aborted.clear()
             self._script.clear()
             self._prompts.clear()
 
@@ -195,6 +208,8 @@ class ScriptedServer:
     def _cache_answer(self, question: str) -> JsonObject | None:
         """Return what a route of RAGCache's says; ``None`` where it does not know."""
         self.cache_questions.append(question)
+        if question == "load":
+            return self.load
         if self.cache is None:
             return None
         return self.cache if question == "stats" else self._figures.get(question.removeprefix("requests/"))
@@ -279,9 +294,13 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 self._complete(request, request_id)
             except (_HungUpError, OSError):
+                owner.aborted.append(request)
                 self.close_connection = True
             finally:
                 owner._running.discard(request_id)
+        elif (found := _CONFIRM.fullmatch(self.path)) and owner.load is not None:
+            owner.confirmed.append(found[1])
+            self._send(204, "")
         else:
             self._send(404, {"detail": "Not Found"})
 

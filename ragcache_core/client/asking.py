@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import openai
 
+from ragcache_core.client.arranging import ArrangingDoor, RememberedOrders
+from ragcache_core.client.binding import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.cache_stats import CacheStatsRoutes
 from ragcache_core.client.failures import translate_errors
 from ragcache_core.client.generation import (
@@ -20,8 +22,13 @@ from ragcache_core.client.generation import (
     whole,
 )
 from ragcache_core.client.handshake import Handshake
+from ragcache_core.client.learning import LayoutLearner
+from ragcache_core.client.load import LoadRoute
 from ragcache_core.client.metrics import parse_metrics
+from ragcache_core.client.mirror import CacheMirror
 from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, plan_rendered, server_renders
+from ragcache_core.client.speculating import Speculations
+from ragcache_core.client.speculating_door import SpeculatingDoor
 from ragcache_core.client.tokenizer import checked_tokenizer
 from ragcache_core.client.transport import AsyncRetryingTransport, RetryingTransport, ServerWatch
 from ragcache_core.errors import TokenizerUnavailableError
@@ -32,7 +39,7 @@ from ragcache_core.types import Document
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
-class ServerDoor:
+class ServerDoor(SpeculatingDoor, ArrangingDoor):
     """The one way to ask a server that runs. Its methods may be called by any thread, the async ones from any loop.
 
     Attributes:
@@ -51,8 +58,9 @@ class ServerDoor:
         self.base_url = base_url
         self.api_key = api_key
         self._watch = watch
-        self._transport = RetryingTransport(watch)
-        self._async_transport = AsyncRetryingTransport(watch)
+        self._speculations = Speculations(base_url, api_key)
+        self._transport = RetryingTransport(watch, self._speculations)
+        self._async_transport = AsyncRetryingTransport(watch, self._speculations)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
         self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)
@@ -60,7 +68,11 @@ class ServerDoor:
             base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
         )
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async)
+        self._load = LoadRoute(base_url, api_key, self._http, self._http_async)
         self._remembered = RememberedDocuments()
+        self._reordered = RememberedOrders()
+        self._mirror = CacheMirror(base_url, api_key)
+        self._bound: BoundPrompt | None = None
 
     def _shake_hands(self, tokenizer: Callable[[str], PromptTokenizer]) -> None:
         server = Handshake(self._http, self.base_url, self.api_key)
@@ -69,8 +81,11 @@ class ServerDoor:
         self._tokenizer = checked_tokenizer(
             lambda: tokenizer(card.root), lambda messages: server.token_ids(card.name, messages)
         )
+        self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=self.max_model_len)
 
     def _close_connections(self) -> None:
+        self._mirror.close()
+        self._speculations.close()
         self._async_transport.close()
         self._transport.close()
 
@@ -169,9 +184,51 @@ class ServerDoor:
         """Return the asynchronous client, good for any event loop. The engine closes it."""
         return self._http_async
 
-    def remember_documents(self, documents: Iterable[Document], shown: Callable[[Document], str] | None = None) -> None:
-        """Note what was retrieved: a later chat request that holds such a text is known to show that document."""
-        self._remembered.add(documents, shown)
+    def remember_documents(
+        self,
+        documents: Iterable[Document],
+        shown: Callable[[Document], str] | None = None,
+        *,
+        query: str | None = None,
+    ) -> None:
+        """Note what was retrieved: a later chat request that holds such a text is known to show that document.
+
+        ``documents`` are those of one search, best first, and ``query`` is what was asked: from the request that shows
+        them the layout of the prompt is learned, unless one is bound.
+        """
+        self._remembered.add(documents, shown, query=query)
+
+    def bind_prompt(
+        self,
+        prompt: Any,
+        format_docs: FormatDocuments | None = None,
+        *,
+        context: str = "context",
+        question: str = "question",
+    ) -> BoundPrompt:
+        """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
+
+        Of a prompt that shows the question before the documents only the static part can be prefilled; a warning says
+        so.
+
+        Args:
+            prompt: a prompt template of LangChain or LlamaIndex, a ``PromptLayout``, or a function of context and
+                question that returns messages.
+            format_docs: makes the context of the framework's documents, as in the chain. A ``PromptLayout`` needs none.
+            context: the template's name of the documents (LlamaIndex: ``context_str``).
+            question: the template's name of the question (LlamaIndex: ``query_str``).
+
+        Raises:
+            ConfigError: ``prompt`` cannot make messages of these variables.
+        """
+        tokenizer, limit = self._tokenizer_at_hand(), self.max_model_len
+        self._bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, context=context, question=question)
+        return self._bound
+
+    @property
+    def bound_prompt(self) -> BoundPrompt | None:
+        """The prompt bound last, or else the one learned from the requests so far."""
+        return self._bound or self._learner.prompt
 
     def plan_chat(
         self,
@@ -194,7 +251,10 @@ class ServerDoor:
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
         shown = given + [(doc_id, text) for doc_id, text in self._remembered.shown() if doc_id not in known]
-        return plan_chat(self._tokenizer, messages, shown, max_model_len=self.max_model_len)
+        if self._bound is None:
+            self._learner.see(messages, self._remembered.searches())
+        limit = self.max_model_len
+        return plan_chat(self._tokenizer, messages, shown, max_model_len=limit, reordered=self._reordered)
 
     def complete_stats(self, stats: RequestStats, response_id: str | None) -> RequestStats:
         """Return the statistics of an answered request with what the engine itself says of it.
@@ -218,13 +278,16 @@ class ServerDoor:
             case str():
                 plan = RequestPlan()
             case RenderedPrompt():
-                plan = plan_rendered(prompt, max_model_len=self.max_model_len)
+                plan = plan_rendered(prompt, max_model_len=self.max_model_len, reordered=self._reordered)
             case _:
                 plan = self.plan_chat(prompt, settings=sampling)
         if plan.num_prompt_tokens is not None:
             max_tokens = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
         return plan, streamed_body(prompt, plan, settings)
+
+    def _tokenizer_at_hand(self) -> PromptTokenizer | None:
+        return None if isinstance(self._tokenizer, TokenizerUnavailableError) else self._tokenizer
 
     def _metrics_url(self) -> str:
         return f"{self.base_url.removesuffix('/v1')}/metrics"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
 from ragcache_core.stats import RequestStats, document_stats
-from ragcache_core.types import DocId, Document, PromptSegment
+from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params
 
 _TEXT_ROLES = {"system", "developer", "user", "assistant"}
@@ -84,10 +84,12 @@ def plan_chat(
     shown: Iterable[tuple[DocId, str]],
     *,
     max_model_len: int,
+    reordered: Container[tuple[DocId, ...]] = (),
 ) -> RequestPlan:
     """Return the plan of a text-only chat request.
 
-    ``shown`` are the documents that the messages may hold, as they would be shown.
+    ``shown`` are the documents that the messages may hold, as they would be shown; ``reordered`` the orders that are
+    not those of a search.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
@@ -95,19 +97,30 @@ def plan_chat(
     """
     prompt = render_chat(tokenizer, messages, shown)
     check_prompt_fits(len(prompt.token_ids), max_model_len)
-    params = encode_kv_transfer_params(prompt.segments, prompt.token_ids)
+    is_reordered = _shown_ids(prompt.segments) in reordered
+    params = encode_kv_transfer_params(prompt.segments, prompt.token_ids, is_reordered=is_reordered)
     return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
 
 
-def plan_rendered(prompt: RenderedPrompt, *, max_model_len: int) -> RequestPlan:
-    """Return the plan of a prompt whose token ids are sent to the completions endpoint.
+def plan_rendered(
+    prompt: RenderedPrompt, *, max_model_len: int, reordered: Container[tuple[DocId, ...]] = ()
+) -> RequestPlan:
+    """Return the plan of a prompt whose token ids are sent to the completions endpoint; see :func:`plan_chat`.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
     """
     check_prompt_fits(len(prompt.token_ids), max_model_len)
-    extra_body = {"kv_transfer_params": encode_kv_transfer_params(prompt.segments)}
-    return RequestPlan(extra_body, prompt.segments, len(prompt.token_ids))
+    params = encode_kv_transfer_params(prompt.segments, is_reordered=_shown_ids(prompt.segments) in reordered)
+    return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedSearch:
+    """The (id, text) of what one search returned, best first, and what it was asked, if that is known."""
+
+    query: str | None
+    documents: tuple[tuple[DocId, str], ...]
 
 
 class RememberedDocuments:
@@ -116,14 +129,23 @@ class RememberedDocuments:
     An ordinary LCEL chain passes its model nothing but text: the documents in a prompt are recognised by their text.
     """
 
-    def __init__(self, capacity: int = 512) -> None:
+    def __init__(self, capacity: int = 512, *, num_searches: int = 32) -> None:
         self._capacity = capacity
+        self._searches: deque[RememberedSearch] = deque(maxlen=num_searches)
         self._shown: OrderedDict[tuple[DocId, str], None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, documents: Iterable[Document], shown: Callable[[Document], str] | None = None) -> None:
-        """Remember ``documents``, and how prompts show them (their text, if ``shown`` is not given)."""
+    def add(
+        self,
+        documents: Iterable[Document],
+        shown: Callable[[Document], str] | None = None,
+        *,
+        query: str | None = None,
+    ) -> None:
+        """Remember what a search for ``query`` found, and how prompts show it (its text, if ``shown`` is not given)."""
+        documents = tuple(documents)
         with self._lock:
+            self._searches.append(RememberedSearch(query, tuple((d.doc_id, d.text) for d in documents)))
             for document in documents:
                 key = (document.doc_id, shown(document) if shown else document.text)
                 self._shown[key] = None
@@ -135,6 +157,15 @@ class RememberedDocuments:
         """Return (id, text as shown), the most recently seen first."""
         with self._lock:
             return list(reversed(self._shown))
+
+    def searches(self) -> list[RememberedSearch]:
+        """Return what the last searches found, the newest first."""
+        with self._lock:
+            return list(reversed(self._searches))
+
+
+def _shown_ids(segments: Iterable[PromptSegment]) -> tuple[DocId, ...]:
+    return tuple(s.doc_id or "" for s in segments if s.kind is SegmentKind.DOCUMENT)
 
 
 def _set_keys(message: Mapping[str, Any]) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +21,8 @@ PROBE: tuple[ChatMessage, ...] = (
     {"role": "user", "content": "Document: Ünïcode, 1,234.5\n\nQuestion: Who?"},
 )
 """Messages that are tokenised here and by the server, to see that both agree."""
+_MAX_KEPT_CHARS = 1 << 18
+"""Tokens of so much text are kept: a prompt that was speculated is asked again. About 10 MiB."""
 
 
 class ModelTokenizer:
@@ -52,6 +55,7 @@ class ModelTokenizer:
             )
         self._chat_template = _read_template(chat_template)
         self._lock = threading.Lock()
+        self._latest = _LatestTexts(_MAX_KEPT_CHARS)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text that the chat template makes of ``messages``, ready for the answer.
@@ -73,7 +77,10 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
         """Return the token ids of ``text`` with character offsets."""
+        key = (text, add_special_tokens)
         with self._lock:
+            if (tokenized := self._latest.get(key)) is not None:
+                return tokenized
             encoding = self._tokenizer(
                 text,
                 add_special_tokens=add_special_tokens,
@@ -81,7 +88,33 @@ class ModelTokenizer:
                 return_attention_mask=False,
                 verbose=False,
             )
-        return TokenizedText(tuple(encoding["input_ids"]), tuple(map(tuple, encoding["offset_mapping"])))
+        tokenized = TokenizedText(tuple(encoding["input_ids"]), tuple(map(tuple, encoding["offset_mapping"])))
+        with self._lock:
+            self._latest.put(key, tokenized)
+        return tokenized
+
+
+class _LatestTexts:
+    """The tokens of the texts that were asked for last, of ``max_chars`` characters together."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._room_chars = max_chars
+        self._texts: OrderedDict[tuple[str, bool], TokenizedText] = OrderedDict()
+
+    def get(self, key: tuple[str, bool]) -> TokenizedText | None:
+        if key not in self._texts:
+            return None
+        self._texts.move_to_end(key)
+        return self._texts[key]
+
+    def put(self, key: tuple[str, bool], tokenized: TokenizedText) -> None:
+        if key in self._texts:
+            return
+        self._texts[key] = tokenized
+        self._room_chars -= len(key[0])
+        while self._room_chars < 0:
+            (text, _), _ = self._texts.popitem(last=False)
+            self._room_chars += len(text)
 
 
 def checked_tokenizer(

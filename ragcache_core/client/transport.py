@@ -4,6 +4,8 @@ They sit below every client (the OpenAI SDK, LangChain, LlamaIndex), so all of t
 response is handed on only when its first bytes are there; until then nothing has been promised to anybody, and the
 request can be sent to the restarted server. Afterwards the answer fails with
 :class:`~ragcache_core.errors.EngineDiedError` (RAGCache §6: before the first token a request is recomputed).
+
+A request that was speculated is not sent: it joins the speculation's answer, and is sent if that failed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from ragcache_core.client.failures import says_engine_died
+from ragcache_core.client.speculating import Speculations
 from ragcache_core.errors import EngineClosedError, EngineDiedError
 
 _POLL_S = 0.05
@@ -109,14 +112,17 @@ def _died_early() -> httpx.RemoteProtocolError:
 class RetryingTransport(httpx.BaseTransport):
     """The blocking transport. ``watch`` is the server's owner; without one nothing is sent again."""
 
-    def __init__(self, watch: ServerWatch | None = None) -> None:
+    def __init__(self, watch: ServerWatch | None = None, speculations: Speculations | None = None) -> None:
         self._watch = watch
+        self._speculations = speculations
         self._inner: httpx.HTTPTransport | None = httpx.HTTPTransport(limits=_LIMITS)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if self._inner is None:
             raise EngineClosedError("the engine was closed: launch or connect again")
         request.read()
+        if self._speculations is not None and (joined := self._speculations.join(request)) is not None:
+            return joined
         attempt = _Attempt(self._watch, request)
         while True:
             try:
@@ -147,8 +153,9 @@ class RetryingTransport(httpx.BaseTransport):
 class AsyncRetryingTransport(httpx.AsyncBaseTransport):
     """The asynchronous transport; one instance serves any number of event loops and keeps no idle connection."""
 
-    def __init__(self, watch: ServerWatch | None = None) -> None:
+    def __init__(self, watch: ServerWatch | None = None, speculations: Speculations | None = None) -> None:
         self._watch = watch
+        self._speculations = speculations
         self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncHTTPTransport] = WeakKeyDictionary()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per event loop
         self._closed = False
@@ -161,6 +168,8 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         if inner is None:
             inner = self._inner[loop] = httpx.AsyncHTTPTransport(limits=_ASYNC_LIMITS, verify=self._tls)
         await request.aread()
+        if self._speculations is not None and (joined := await self._speculations.ajoin(request)) is not None:
+            return joined
         attempt = _Attempt(self._watch, request)
         while True:
             try:

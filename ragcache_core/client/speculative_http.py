@@ -1,0 +1,115 @@
+"""What a speculation says to the server: its marked request, its confirmation, and a question afterwards.
+
+All of it is sent once, by the event loop that its ``transport`` belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+
+import httpx
+
+from ragcache_core import wire
+from ragcache_core.client.buffering import BufferedResponse, ResponseHead
+from ragcache_core.client.failures import says_engine_died
+from ragcache_core.client.rehearsing import CapturedRequest
+from ragcache_core.errors import ConfigError, EngineDiedError, EngineError
+
+_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+_SHORT_TIMEOUT = httpx.Timeout(5.0)
+_RESPONSE_ID = re.compile(rb'"id":\s*"([^"]+)"')
+
+_logger = logging.getLogger(__name__)
+
+
+def marked_request(captured: CapturedRequest, speculation_id: str) -> httpx.Request:
+    """Return ``captured`` with the id of a speculation in its metadata.
+
+    Raises:
+        ConfigError: its body is no JSON object.
+    """
+    try:
+        asked = json.loads(captured.body)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict):
+        raise ConfigError(f"a request whose body is no JSON object cannot be speculated: {captured.body[:80]!r}")
+    params = dict(asked.get("kv_transfer_params") or {})
+    metadata = params.get(wire.KEY) or {"version": wire.WIRE_VERSION, "documents": []}
+    params[wire.KEY] = {**metadata, "speculation": speculation_id}
+    return httpx.Request(
+        captured.method,
+        captured.url,
+        headers=captured.headers,
+        content=json.dumps({**asked, "kv_transfer_params": params}).encode(),
+        extensions={"timeout": _TIMEOUT.as_dict()},
+    )
+
+
+async def receive(
+    transport: httpx.AsyncBaseTransport,
+    request: httpx.Request,
+    response: BufferedResponse,
+    *,
+    is_promised: Callable[[], bool],
+) -> None:
+    """Send ``request`` and write its answer into ``response`` to the end, which is left to the caller.
+
+    The engine's death is an error until bytes are there that ``is_promised`` to somebody; then it is passed on as the
+    server tells it, as the transports do. Cancelling this ends the request in the engine.
+
+    Raises:
+        EngineError: the engine refused it, or died. httpx.TransportError: the connection failed.
+    """
+    answer = await transport.handle_async_request(request)
+    try:
+        assert isinstance(answer.stream, httpx.AsyncByteStream)
+        if answer.status_code >= 400:
+            said = (await answer.aread()).decode(errors="replace")
+            raise EngineError(f"the engine refused a speculation with status {answer.status_code}: {said:.300}")
+        response.begin(ResponseHead(answer.status_code, list(answer.headers.raw)))
+        async for part in answer.stream:
+            may_fail = not (response.has_bytes and is_promised())
+            if may_fail and b'"error"' in part and says_engine_died(part.decode(errors="replace")):
+                raise EngineDiedError("the engine died during a speculation")
+            response.append(part)
+    finally:
+        await answer.aclose()
+
+
+class SpeculationRoutes:
+    """Two routes of the plugin. What goes wrong with them is logged, and does nobody harm."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        """``base_url`` ends in ``/v1``."""
+        self._url = f"{base_url}/ragcache"
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+
+    async def confirm(self, transport: httpx.AsyncBaseTransport, speculation_id: str) -> None:
+        """Tell the engine that a speculation is a real request from now on."""
+        await self._ask(transport, "POST", f"speculations/{speculation_id}/confirm")
+
+    async def queue_s(self, transport: httpx.AsyncBaseTransport, response: BufferedResponse) -> float | None:
+        """Return how long the request of a whole answer had waited for its admission; ``None`` if that is unknown."""
+        if (found := _RESPONSE_ID.search(response.first_bytes())) is not None:
+            match await self._ask(transport, "GET", f"requests/{found[1].decode()}"):
+                case {"queue_s": float() | int() as queue_s}:
+                    return queue_s
+        return None
+
+    async def _ask(self, transport: httpx.AsyncBaseTransport, method: str, route: str) -> object | None:
+        extensions = {"timeout": _SHORT_TIMEOUT.as_dict()}
+        request = httpx.Request(method, f"{self._url}/{route}", headers=self._headers, extensions=extensions)
+        try:
+            answer = await transport.handle_async_request(request)
+            try:
+                body = await answer.aread()
+            finally:
+                await answer.aclose()
+            return json.loads(body) if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValueError) as error:
+            _logger.debug("%s %s: %s: %s", method, route, type(error).__name__, error)
+            return None

@@ -1,0 +1,146 @@
+"""Speculation on the real engine: the same tokens, computed once, and nothing left of what was given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core import Document, PromptLayout, SegmentKind
+from ragcache_core.client import Engine
+from ragcache_core.client.speculating import Speculation
+from ragcache_integrations.langchain import ChatRAGCache
+from ragcache_integrations.llamaindex import RAGCacheLLM
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.integration_tests.client.test_lifecycle import engine_core
+
+LAYOUT = PromptLayout()
+LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+"""Seconds of work."""
+
+
+def documents(mark: str, num_sentences: int = 30) -> list[Document]:
+    """Two documents that no other test has put in the cache."""
+    return [
+        Document(f"{name}-{mark}", f"{name} was founded by {mark}. {name} makes clocks. " * num_sentences)
+        for name in ("Zorval", "Tenrik")
+    ]
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
+    """Return whether ``condition`` came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(condition())
+
+
+def figures(engine: Engine) -> dict[str, int]:
+    """Return what the engine counts of speculation."""
+    headers = {"Authorization": f"Bearer {engine.api_key}"}
+    report: dict[str, int] = engine.http_client().get(f"{engine.base_url}/ragcache/stats", headers=headers).json()
+    return report
+
+
+def is_idle(engine: Engine) -> bool:
+    stats = engine.stats()
+    return stats.num_running == 0 and stats.num_waiting == 0
+
+
+def test_a_request_that_joins_its_speculation_gives_the_tokens_of_one_that_does_not(engine: Engine) -> None:
+    assert engine.can_speculate()
+    prompt = LAYOUT.render(engine.tokenizer, documents("Anna"), "Who founded Zorval?")
+    before = figures(engine)
+    speculation = engine.speculate(lambda: engine.generate(prompt, max_tokens=12))
+    joined = engine.generate(prompt, max_tokens=12)
+    alone = engine.generate(prompt, max_tokens=12)
+    assert joined.text == alone.text
+    assert joined.stats.num_cached_tokens < 64 < alone.stats.num_cached_tokens
+    assert until(lambda: figures(engine)["num_confirmed_speculations"] > before["num_confirmed_speculations"])
+    assert figures(engine)["num_speculative_requests"] == before["num_speculative_requests"] + 1
+    assert until(lambda: speculation.started_s is not None)
+    assert speculation.started_s is not None
+    assert speculation.started_s >= speculation.sent_s
+
+
+@pytest.mark.parametrize("library", ["langchain", "llamaindex"])
+async def test_the_libraries_join_in_any_way_of_asking(engine: Engine, library: str) -> None:
+    question = f"{documents(f'Boris of {library}')[0].text}\n\nWho founded Zorval?"
+    if library == "langchain":
+        llm: Any = ChatRAGCache(engine=engine, max_tokens=8, temperature=0)
+    else:
+        llm = RAGCacheLLM(engine=engine, max_tokens=8, temperature=0)
+    before = figures(engine)["num_speculative_requests"]
+
+    async def text() -> str:
+        if library == "langchain":
+            return "".join([str(chunk.content) async for chunk in llm.astream(question)])
+        return "".join([chunk.delta or "" async for chunk in await llm.astream_complete(question)])
+
+    def begin() -> object:
+        return next(iter(llm.stream(question) if library == "langchain" else llm.stream_complete(question)))
+
+    await asyncio.to_thread(engine.speculate, begin)
+    joined = await text()
+    assert not engine._speculations
+    assert joined == await text()
+    assert await asyncio.to_thread(until, lambda: figures(engine)["num_speculative_requests"] == before + 1)
+
+
+def test_a_warmed_prefix_is_found_cached_by_the_request_that_begins_with_it(engine: Engine) -> None:
+    shown = documents("Clara")
+    prompt = LAYOUT.render(engine.tokenizer, shown, "Who founded Tenrik?")
+    done: list[Speculation] = []
+    last = [s for s in prompt.segments if s.kind is SegmentKind.DOCUMENT][-1]
+    known = replace(
+        prompt,
+        token_ids=prompt.token_ids[: last.end],
+        segments=tuple(s for s in prompt.segments if s.end <= last.end),
+    )
+    engine.warm(known).add_done_callback(done.append)
+    assert until(lambda: done)
+    assert not done[0].is_failed
+    answer = engine.generate(prompt, max_tokens=4)
+    assert answer.stats.documents[0].num_cached_tokens == answer.stats.documents[0].num_tokens
+    assert answer.stats.num_cached_tokens > 0.9 * answer.stats.num_prompt_tokens
+
+
+def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(engine: Engine) -> None:
+    prompt = LAYOUT.render(engine.tokenizer, documents("Dora", 10), "Who?")
+    given_up = engine.speculate(lambda: engine.generate(prompt, **LONG))
+    assert until(lambda: given_up.response.has_bytes)
+    given_up.cancel()
+    assert until(lambda: is_idle(engine))
+    left = engine.speculate(lambda: engine.generate(prompt, **LONG))
+    stream = engine.stream(prompt, **LONG)
+    next(stream)
+    stream.close()
+    assert left.is_done
+    assert until(lambda: is_idle(engine))
+    load = engine.pending_prefills()
+    assert load is not None
+    assert load.num_pending_prefills == 0
+
+
+def test_the_answer_comes_although_the_engine_dies_during_the_speculation(tmp_path: Path) -> None:
+    with Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **ENGINE_ARGS) as engine:  # type: ignore[arg-type]
+        prompt = LAYOUT.render(engine.tokenizer, documents("Emil"), "Who founded Zorval?")
+        core = engine_core(engine)
+        core.suspend()  # no token comes from now on
+        speculation = engine.speculate(lambda: engine.generate(prompt, max_tokens=8))
+        answer = asyncio.run(_ask_and_kill(engine, prompt, core.kill))
+        assert speculation.is_failed
+        assert engine.num_restarts() == 1
+        assert answer == engine.generate(prompt, max_tokens=8).text
+
+
+async def _ask_and_kill(engine: Engine, prompt: Any, kill: Callable[[], None]) -> str:
+    asking = asyncio.create_task(engine.agenerate(prompt, max_tokens=8))
+    await asyncio.sleep(0.5)
+    kill()
+    return (await asking).text
