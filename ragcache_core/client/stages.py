@@ -1,0 +1,65 @@
+"""Read a search's stages, whoever wrote it: it may raise, repeat documents, never end, or end without an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.types import RetrievalUpdate
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Refuse a time-out that cannot work.
+
+    Raises:
+        ConfigError: it is not above 0.
+    """
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None to wait as long as it takes")
+
+
+async def read_stages(
+    updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None, on_stage: Callable[[RetrievalUpdate], None]
+) -> None:
+    """Hand each stage to ``on_stage``, every document once, until the final one; then close ``updates``.
+
+    Raises:
+        SearchTimeoutError: there was no final stage in time, or the source itself timed out.
+        SearchError: the search ended without a final stage.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            async for update in updates:
+                on_stage(_without_duplicates(update))
+                if update.is_final:
+                    return
+        raise SearchError("the search ended without final documents: its last update must have is_final=True")
+    except TimeoutError as error:
+        if limit.expired():
+            raise SearchTimeoutError(
+                f"the documents were not final after {timeout_s:g} s: allow more time, or search less"
+            ) from error
+        raise SearchTimeoutError(f"the search timed out: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise SearchError("the search was cancelled by its source: see the source") from error
+    finally:
+        if (aclose := getattr(updates, "aclose", None)) is not None:
+            await aclose()
+
+
+def _without_duplicates(update: RetrievalUpdate) -> RetrievalUpdate:
+    first = {document.doc_id: i for i, document in reversed(list(enumerate(update.documents)))}
+    if len(first) == len(update.documents):
+        return update
+    kept = sorted(first.values())
+    return replace(
+        update,
+        documents=tuple(update.documents[i] for i in kept),
+        scores=tuple(update.scores[i] for i in kept if i < len(update.scores)),
+    )

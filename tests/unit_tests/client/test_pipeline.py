@@ -1,0 +1,506 @@
+"""The runner of a search with speculation: real asyncio and threads, a scripted source, engine and speculator."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from ragcache_core.client.load import Load
+from ragcache_core.client.pipeline import PipelineEvent, PipelineResult, run_pipeline
+from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.types import Document, RetrievalUpdate
+
+STEP_S = 0.02
+"""Longer than anything here takes but what is told to."""
+
+
+class Sent:
+    """A speculation that was sent; the test says what becomes of it."""
+
+    def __init__(self, doc_ids: tuple[str, ...]) -> None:
+        self.doc_ids = doc_ids
+        self.sent_s = time.perf_counter()
+        self.started_s: float | None = None
+        self.error: Exception | None = None
+        self.is_cancelled = self.is_confirmed = False
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    @property
+    def is_failed(self) -> bool:
+        return self.error is not None
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._done()
+
+    def confirm(self) -> None:
+        self.is_confirmed = True
+
+    def fail(self) -> None:
+        self.error = RuntimeError("the engine died")
+        thread = threading.Thread(target=self._done)  # as the engine handle's own thread does
+        thread.start()
+        thread.join()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def _done(self) -> None:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+
+class ScriptedSpeculator:
+    """Notes what is sent; may be slow, raise, or have nothing to send."""
+
+    def __init__(self, *, takes_s: float = 0.0, error: Exception | None = None, has_any: bool = True) -> None:
+        self.sent: list[Sent] = []
+        self.threads: set[int] = set()
+        self.num_calls = 0
+        self._takes_s, self._error, self._has_any = takes_s, error, has_any
+
+    def start(self, documents: Sequence[Document]) -> Any:
+        self.num_calls += 1
+        self.threads.add(threading.get_ident())
+        time.sleep(self._takes_s)
+        if self._error is not None:
+            raise self._error
+        if not self._has_any:
+            return None
+        self.sent.append(Sent(tuple(d.doc_id for d in documents)))
+        return self.sent[-1]
+
+    def shown(self) -> list[tuple[str, ...]]:
+        return [sent.doc_ids for sent in self.sent]
+
+    def alive(self) -> list[Sent]:
+        return [sent for sent in self.sent if not sent.is_cancelled and not sent.is_failed]
+
+
+class ScriptedDoor:
+    """An engine with so many pending prefills."""
+
+    def __init__(
+        self, num_pending: int = 0, *, max_prefill_bs: int = 2, can: bool = True, error: Exception | None = None
+    ) -> None:
+        self.num_pending = num_pending
+        self.num_asked = 0
+        self.answers_after_s = 0.0
+        self._max_prefill_bs, self._can, self._error = max_prefill_bs, can, error
+
+    async def acan_speculate(self) -> bool:
+        return self._can
+
+    async def apending_prefills(self) -> Load | None:
+        self.num_asked += 1
+        await asyncio.sleep(self.answers_after_s)
+        if self._error is not None:
+            raise self._error
+        return Load(self.num_pending, self._max_prefill_bs)
+
+
+def document(doc_id: str) -> Document:
+    return Document(doc_id, f"text of {doc_id}")
+
+
+def update(doc_ids: str, stage: int = 0, *, is_final: bool = False) -> RetrievalUpdate:
+    return RetrievalUpdate(
+        tuple(document(d) for d in doc_ids), tuple(float(i) for i in range(len(doc_ids))), stage, is_final
+    )
+
+
+class Source:
+    """A search that shows the given documents every ``STEP_S``, the last finally; knows whether it was closed."""
+
+    def __init__(self, *stages: str, error: Exception | None = None, ends: bool = True, final: bool = True) -> None:
+        self.is_closed = False
+        self.between: dict[int, Callable[[], object]] = {}
+        self._stages, self._error, self._ends, self._final = stages, error, ends, final
+
+    async def updates(self) -> AsyncGenerator[RetrievalUpdate]:
+        try:
+            for i, doc_ids in enumerate(self._stages):
+                await asyncio.sleep(STEP_S)
+                self.between.get(i, lambda: None)()
+                is_last = i == len(self._stages) - 1
+                yield update(doc_ids, i, is_final=is_last and self._ends and self._final and self._error is None)
+            if self._error is not None:
+                raise self._error
+            if not self._ends:
+                await asyncio.Event().wait()
+        finally:
+            self.is_closed = True
+
+
+async def run(source: Source, door: Any, speculator: Any, **settings: Any) -> PipelineResult:
+    """Run the pipeline, and see that whatever came of it nothing is left."""
+    before = asyncio.all_tasks()
+    try:
+        return await run_pipeline(source.updates(), door, speculator, **settings)
+    finally:
+        assert asyncio.all_tasks() == before
+        assert source.is_closed
+
+
+# What a search gains
+
+
+async def test_candidates_that_stay_are_sent_once_and_confirmed() -> None:
+    speculator, source = ScriptedSpeculator(), Source("ab", "ab", "ab", "ab")
+    result = await run(source, ScriptedDoor(), speculator)
+    [sent] = speculator.sent
+    assert sent.is_confirmed
+    assert not sent.is_cancelled
+    assert result.speculation is sent
+    assert result.update == update("ab", 3, is_final=True)
+    report = result.report
+    assert (report.num_stages, report.num_started, report.num_cancelled, report.is_confirmed) == (4, 1, 0, True)
+    assert report.skipped_because is None
+    assert STEP_S <= report.unhidden_search_s < 3 * STEP_S < report.search_s
+    assert report.to_dict()["hidden_search_s"] == report.search_s - report.unhidden_search_s
+
+
+async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
+    speculator = ScriptedSpeculator()
+    events: list[PipelineEvent] = []
+    result = await run(Source("ab", "ba", "ba", "ba"), ScriptedDoor(), speculator, on_event=events.append)
+    assert speculator.shown() == [("a", "b"), ("b", "a")]
+    assert [sent.is_cancelled for sent in speculator.sent] == [True, False]
+    assert (result.report.num_started, result.report.num_cancelled) == (2, 1)
+    kinds = [event.kind for event in events]
+    assert kinds == ["stage", "start", "stage", "cancel", "start", "stage", "stage", "confirm"]
+    assert [e.doc_ids for e in events if e.kind == "start"] == speculator.shown()
+    assert [e.hidden_search_s for e in events[:-1]] == [None] * 7
+    assert events[-1].hidden_search_s == result.report.hidden_search_s
+    assert events[-1].search_s == result.report.search_s
+    assert all(a.search_s <= b.search_s for a, b in pairwise(events[:-1]))
+
+
+async def test_final_documents_that_nobody_expected_are_a_miss() -> None:
+    speculator = ScriptedSpeculator()
+    events: list[PipelineEvent] = []
+    result = await run(Source("ab", "cd"), ScriptedDoor(), speculator, on_event=events.append)
+    assert speculator.alive() == []
+    assert result.speculation is None
+    assert result.report.unhidden_search_s == result.report.search_s
+    assert [event.kind for event in events] == ["stage", "start", "stage", "cancel", "miss"]
+    assert (events[-1].doc_ids, events[-1].hidden_search_s) == (("c", "d"), 0.0)
+
+
+async def test_the_time_until_the_engine_began_is_not_hidden() -> None:
+    speculator, source = ScriptedSpeculator(), Source("a", "a", "a")
+    source.between[2] = lambda: setattr(speculator.sent[0], "started_s", speculator.sent[0].sent_s + STEP_S / 2)
+    report = (await run(source, ScriptedDoor(), speculator)).report
+    late = ScriptedSpeculator()
+    source = Source("a", "a", "a")
+    source.between[2] = lambda: setattr(late.sent[0], "started_s", late.sent[0].sent_s + 100.0)
+    assert report.unhidden_search_s >= 1.5 * STEP_S
+    assert report.hidden_search_s > 0.0
+    assert (await run(source, ScriptedDoor(), late)).report.hidden_search_s == 0.0
+
+
+async def test_the_speculator_gets_the_order_of_the_prompt_and_is_asked_for_it_once() -> None:
+    speculator, asked = ScriptedSpeculator(), []
+
+    def arrange(documents: Sequence[Document]) -> list[Document]:
+        asked.append(documents)
+        return sorted(documents, key=lambda d: d.doc_id)
+
+    result = await run(Source("ba", "ab", "ba"), ScriptedDoor(), speculator, arrange=arrange)
+    assert speculator.shown() == [("a", "b")]
+    assert len(asked) == 2
+    assert result.report.is_confirmed
+    assert result.documents == (document("a"), document("b"))
+    assert result.update.documents == (document("b"), document("a"))
+
+
+# Load
+
+
+async def test_a_full_engine_gets_nothing_until_it_has_room() -> None:
+    speculator, source, door = ScriptedSpeculator(), Source("a", "b", "b", "b", "b"), ScriptedDoor(2)
+    source.between[2] = lambda: setattr(door, "num_pending", 1)
+    result = await run(source, door, speculator)
+    assert speculator.shown() == [("b",)]
+    assert result.report.is_confirmed
+    assert result.report.unhidden_search_s > 2.5 * STEP_S
+
+
+async def test_an_engine_that_stays_full_is_asked_less_and_less_and_gets_nothing() -> None:
+    speculator, door = ScriptedSpeculator(), ScriptedDoor(7)
+    result = await run(Source(*"aaaaaaaaaaaa"), door, speculator)
+    assert speculator.num_calls == 0
+    assert 2 <= door.num_asked <= 7
+    assert result.report.skipped_because == "the engine had no room: 7 prefills pending, max_prefill_bs is 2"
+    assert result.report.unhidden_search_s == result.report.search_s
+
+
+async def test_a_slow_answer_about_the_load_delays_no_stage() -> None:
+    door = ScriptedDoor()
+    door.answers_after_s = 100 * STEP_S
+    result = await run(Source("a", "a", "a"), door, ScriptedSpeculator())
+    assert result.report.search_s < 10 * STEP_S
+    assert result.report.skipped_because == "the documents were final before the engine had told its load"
+
+
+@pytest.mark.parametrize(
+    ("door", "speculator", "why"),
+    [
+        (None, ScriptedSpeculator(), "there is no engine to speculate on"),
+        (ScriptedDoor(), None, "speculation is off"),
+        (ScriptedDoor(can=False), ScriptedSpeculator(), "the engine takes no speculative requests"),
+        (ScriptedDoor(max_prefill_bs=0), ScriptedSpeculator(), "the engine did not tell its load"),
+        (ScriptedDoor(error=OSError("gone")), ScriptedSpeculator(), "the engine did not tell its load: gone"),
+        (ScriptedDoor(), ScriptedSpeculator(has_any=False), "nothing could be sent ahead"),
+    ],
+)
+async def test_a_search_without_speculation_is_a_search_and_says_why(door: Any, speculator: Any, why: str) -> None:
+    result = await run(Source("a", "a", "a"), door, speculator)
+    assert result.update.documents == (document("a"),)
+    assert result.speculation is None
+    assert (result.report.num_started, result.report.skipped_because) == (0, why)
+    assert speculator is None or speculator.num_calls <= 1
+
+
+# Speculators and speculations that fail
+
+
+async def test_a_slow_speculator_runs_in_threads_and_delays_nothing() -> None:
+    speculator = ScriptedSpeculator(takes_s=0.5)
+    began_s = time.perf_counter()
+    result = await run(Source("a", "b", "b"), ScriptedDoor(), speculator)
+    assert time.perf_counter() - began_s < 0.4
+    assert threading.get_ident() not in speculator.threads
+    assert result.report.search_s < 0.3
+    assert result.report.skipped_because is not None
+    assert result.speculation is None
+    await _until(lambda: len(speculator.sent) == 2)
+    await _until(lambda: speculator.alive() == [])
+
+
+async def test_final_documents_wait_a_moment_for_a_start_on_its_way() -> None:
+    speculator = ScriptedSpeculator(takes_s=1.5 * STEP_S)
+    result = await run(Source("a", "a"), ScriptedDoor(), speculator)
+    assert result.speculation is speculator.sent[0]
+    assert result.report.hidden_search_s == 0.0, "it was sent when the search was over"
+
+
+async def test_a_speculator_that_raises_is_asked_again_once_and_the_search_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    speculator = ScriptedSpeculator(error=KeyError("no such template"))
+    with caplog.at_level(logging.WARNING, logger="ragcache_core"):
+        result = await run(Source(*"aaaaaa"), ScriptedDoor(), speculator)
+    assert speculator.num_calls == 2
+    assert result.report.skipped_because == "the speculator raised KeyError: 'no such template'"
+    assert "nothing was sent ahead of a search's end: KeyError" in caplog.text
+
+
+async def test_a_speculation_that_fails_in_the_engine_is_sent_again_when_there_is_room() -> None:
+    speculator, source = ScriptedSpeculator(), Source(*"aaaaa")
+    source.between[2] = lambda: speculator.sent[0].fail()
+    result = await run(source, ScriptedDoor(), speculator)
+    assert len(speculator.sent) == 2
+    assert result.speculation is speculator.sent[1]
+    assert (result.report.num_started, result.report.num_cancelled) == (2, 0)
+
+
+@pytest.mark.parametrize("end", [Sent.fail, Sent.cancel], ids=["failed", "cancelled"])
+async def test_a_speculation_that_died_unseen_is_not_confirmed(end: Callable[[Sent], None]) -> None:
+    speculator, source = ScriptedSpeculator(), Source("a", "a", "a")
+    source.between[2] = lambda: end(speculator.sent[0])
+    result = await run(source, ScriptedDoor(), speculator)
+    assert result.speculation is None
+    assert not speculator.sent[0].is_confirmed
+    assert not result.report.is_confirmed
+
+
+# Bad sources
+
+
+async def test_a_source_that_raises_in_the_middle_cancels_what_it_led_to() -> None:
+    speculator = ScriptedSpeculator()
+    with pytest.raises(OSError, match="the shard is gone"):
+        await run(Source("a", "a", error=OSError("the shard is gone")), ScriptedDoor(), speculator)
+    assert [sent.is_cancelled for sent in speculator.sent] == [True]
+
+
+@pytest.mark.parametrize("source", [Source(), Source("a", "b", final=False)], ids=["nothing", "no final stage"])
+async def test_a_source_without_final_documents_is_an_error(source: Source) -> None:
+    speculator = ScriptedSpeculator()
+    with pytest.raises(SearchError, match="ended without final documents"):
+        await run(source, ScriptedDoor(), speculator)
+    assert speculator.alive() == []
+
+
+async def test_a_source_that_never_ends_is_a_time_out_and_leaves_nothing() -> None:
+    speculator = ScriptedSpeculator()
+    with pytest.raises(SearchTimeoutError, match="not final after 0.1 s: allow more time") as caught:
+        await run(Source("a", ends=False), ScriptedDoor(), speculator, timeout_s=0.1)
+    assert isinstance(caught.value, TimeoutError)
+    assert [sent.is_cancelled for sent in speculator.sent] == [True]
+
+
+async def test_a_source_that_times_out_by_itself_says_so() -> None:
+    with pytest.raises(SearchTimeoutError, match="the search timed out: shard 3"):
+        await run(Source("a", error=TimeoutError("shard 3")), None, None)
+
+
+async def test_a_source_that_cancels_itself_is_an_error_and_not_a_wait() -> None:
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        yield update("a")
+        raise asyncio.CancelledError
+
+    with pytest.raises(SearchError, match="cancelled by its source"):
+        await asyncio.wait_for(run_pipeline(updates(), None, None), 5.0)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+async def test_a_time_out_that_cannot_work_is_refused(timeout_s: float) -> None:
+    source = Source("a")
+    with pytest.raises(ConfigError, match=rf"timeout_s is {timeout_s}"):
+        await run_pipeline(source.updates(), None, None, timeout_s=timeout_s)
+
+
+async def test_duplicates_count_once_with_the_first_score() -> None:
+    speculator = ScriptedSpeculator()
+    result = await run(Source("aba", "aab", "abb"), ScriptedDoor(), speculator)
+    assert speculator.shown() == [("a", "b")]
+    assert result.update.documents == (document("a"), document("b"))
+    assert result.update.scores == (0.0, 1.0)
+
+
+async def test_a_search_in_one_stage_speculates_nothing() -> None:
+    speculator = ScriptedSpeculator()
+    report = (await run(Source("ab"), ScriptedDoor(), speculator)).report
+    assert speculator.num_calls == 0
+    assert report.skipped_because == "the search had no candidates before its final documents"
+
+
+async def test_stages_without_documents_lead_to_nothing() -> None:
+    speculator = ScriptedSpeculator()
+    result = await run(Source("", "", ""), ScriptedDoor(), speculator)
+    assert speculator.num_calls == 0
+    assert result.update.documents == ()
+
+
+async def test_nothing_is_read_after_the_final_documents() -> None:
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        yield update("a", is_final=True)
+        raise AssertionError
+
+    assert (await run_pipeline(updates(), None, None)).report.num_stages == 1
+
+
+# Consumers
+
+
+@pytest.mark.parametrize("after_steps", [0.5, 1.5, 2.5])
+async def test_a_cancelled_consumer_leaves_nothing(after_steps: float) -> None:
+    speculator, source = ScriptedSpeculator(takes_s=0.7 * STEP_S), Source("a", "b", "b", ends=False)
+    task = asyncio.create_task(run(source, ScriptedDoor(), speculator))
+    await asyncio.sleep(after_steps * STEP_S)
+    num_before = speculator.num_calls
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(2 * STEP_S)
+    assert speculator.num_calls == num_before
+    await _until(lambda: speculator.alive() == [])
+
+
+@pytest.mark.parametrize("kind", ["stage", "start", "cancel", "confirm"])
+async def test_a_listener_that_raises_ends_the_search_and_all_it_led_to(kind: str) -> None:
+    speculator = ScriptedSpeculator()
+
+    async def listen(event: PipelineEvent) -> None:
+        await asyncio.sleep(0)
+        if event.kind == kind:
+            raise RuntimeError("the page was left")
+
+    with pytest.raises(RuntimeError, match="the page was left"):
+        await run(Source("a", "b", "b"), ScriptedDoor(), speculator, on_event=listen)
+    await _until(lambda: speculator.alive() == [])  # a thread may just be sending one
+
+
+async def test_a_consumer_cancelled_at_the_last_moment_leaves_no_confirmed_speculation() -> None:
+    speculator = ScriptedSpeculator()
+    confirmed = asyncio.Event()
+
+    async def listen(event: PipelineEvent) -> None:
+        if event.kind == "confirm":
+            confirmed.set()
+            await asyncio.sleep(10)
+
+    task = asyncio.create_task(run(Source("a", "a"), ScriptedDoor(), speculator, on_event=listen))
+    await confirmed.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [sent.is_cancelled for sent in speculator.sent] == [True]
+
+
+def test_a_loop_that_was_closed_does_not_disturb_what_was_sent() -> None:
+    speculator = ScriptedSpeculator()
+    result = asyncio.run(run(Source("a", "a"), ScriptedDoor(), speculator))
+    assert result.speculation is not None
+    speculator.sent[0].fail()
+    gc.collect()
+
+
+def test_a_fork_speculates_in_threads_of_its_own() -> None:
+    def search() -> None:
+        assert asyncio.run(run(Source("a", "a"), ScriptedDoor(), ScriptedSpeculator())).speculation is not None
+
+    search()
+    child = multiprocessing.get_context("fork").Process(target=search)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+async def test_many_searches_at_once_do_not_mix() -> None:
+    speculators = [ScriptedSpeculator() for _ in range(20)]
+    letters = "abcdefghijklmnopqrst"
+    door = ScriptedDoor()
+    results = await asyncio.gather(
+        *(run_pipeline(Source("z", c, c, c).updates(), door, s) for c, s in zip(letters, speculators, strict=True))
+    )
+    for letter, speculator, result in zip(letters, speculators, results, strict=True):
+        assert [d.doc_id for d in result.documents] == [letter]
+        assert [s.doc_ids for s in speculator.alive()] == [(letter,)]
+        assert result.speculation is speculator.alive()[0]
+
+
+async def test_a_stage_costs_far_less_than_a_millisecond() -> None:
+    num_stages = 400
+
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        for i in range(num_stages):
+            yield update("abcd", i, is_final=i == num_stages - 1)
+            await asyncio.sleep(0)
+
+    best_s = float("inf")
+    for _ in range(3):
+        began_s = time.perf_counter()
+        await run_pipeline(updates(), ScriptedDoor(), ScriptedSpeculator())
+        best_s = min(best_s, time.perf_counter() - began_s)
+    assert best_s / num_stages < 0.5e-3
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    for _ in range(250):
+        if holds():
+            return
+        await asyncio.sleep(STEP_S)
+    raise AssertionError("it did not come true")
