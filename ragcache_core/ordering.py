@@ -1,0 +1,221 @@
+"""In which order a prompt shows its documents: as retrieved, sorted, or so that most of its prefix is cached.
+
+KV depends on everything before it, so documents are cached for one order of them. ``retrieval`` keeps the order of the
+search. ``canonical`` sorts by id: the same set of documents always has the same prefix. ``cache_aware`` takes the order
+whose prefix is cached the furthest, according to :class:`CachedPaths`, and otherwise the order of the search.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from ragcache_core.types import DocId, PromptSegment, SegmentKind
+
+DocumentOrder = Literal["retrieval", "canonical", "cache_aware"]
+DOCUMENT_ORDERS: tuple[DocumentOrder, ...] = ("retrieval", "canonical", "cache_aware")
+MAX_PATH_DOCUMENTS = 32
+"""Documents of a prompt that are mirrored, from the first on; those behind them hardly find the same 32 in front."""
+
+_DIGEST_BYTES = 16
+_LINE_CHARS = 16_384
+_MAX_PATHS = 200_000
+_MAX_PREFIXES = 32
+_MAX_LOOKUPS = 1_000
+
+DocPath = tuple[DocId, ...]
+
+
+def static_prefix_digest(token_ids: Sequence[int], segments: Iterable[PromptSegment]) -> bytes | None:
+    """Return what names the tokens before a prompt's first document, here and in the engine; None without documents."""
+    for segment in segments:
+        if segment.kind is SegmentKind.DOCUMENT:
+            static = array("q", token_ids[: segment.start])
+            if sys.byteorder == "big":
+                static.byteswap()
+            return hashlib.blake2b(static.tobytes(), digest_size=_DIGEST_BYTES).digest()
+    return None
+
+
+class PathChange(NamedTuple):
+    """How much of a prompt is cached up to the end of ``documents``, static prefix included; 0 tokens: nothing.
+
+    The path without documents is the static prefix alone.
+    """
+
+    prefix: bytes
+    documents: DocPath
+    num_tokens: int
+
+
+def encode_delta(changes: Iterable[PathChange], *, is_reset: bool = False) -> dict[str, object]:
+    """Return plain JSON data for :meth:`CachedPaths.apply`; ``is_reset``: whatever was known before is void."""
+    paths = [[change.prefix.hex(), list(change.documents), change.num_tokens] for change in changes]
+    return {"reset": True, "set": paths} if is_reset else {"set": paths}
+
+
+class CachedPaths:
+    """A mirror of what an engine has cached: static prefix and order of documents -> tokens, in whatever tier.
+
+    Not thread-safe. At most ``max_paths`` are kept; further ones are not taken in, as if they were not cached.
+    """
+
+    def __init__(self, max_paths: int = _MAX_PATHS) -> None:
+        self._max_paths = max_paths
+        self._num_paths = 0
+        self._by_prefix: OrderedDict[bytes, dict[DocPath, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of paths."""
+        return self._num_paths
+
+    def apply(self, delta: Mapping[str, object]) -> None:
+        """Take in what has changed; see :func:`encode_delta`.
+
+        Raises:
+            ValueError: this is no such delta. What came before the error is taken in.
+        """
+        if delta.get("reset"):
+            self._by_prefix.clear()
+            self._num_paths = 0
+        changes = delta.get("set", ())
+        try:
+            for prefix, documents, num_tokens in changes:  # type: ignore[attr-defined]
+                self.set(PathChange(bytes.fromhex(prefix), tuple(map(sys.intern, documents)), int(num_tokens)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"no change of cached paths: {error}; is the engine of another version?") from error
+
+    def set(self, change: PathChange) -> None:
+        """Take one change in."""
+        paths = self._by_prefix.get(change.prefix)
+        if change.num_tokens <= 0:
+            if paths is not None and paths.pop(change.documents, None) is not None:
+                self._num_paths -= 1
+                if not paths:
+                    del self._by_prefix[change.prefix]
+            return
+        is_known = paths is not None and change.documents in paths
+        if not is_known and self._num_paths >= self._max_paths:
+            return
+        if paths is None:
+            paths = self._by_prefix[change.prefix] = {}
+        self._by_prefix.move_to_end(change.prefix)
+        paths[change.documents] = change.num_tokens
+        self._num_paths += not is_known
+
+    def snapshot(self) -> Iterator[dict[str, object]]:
+        """Yield deltas of bounded size that make an empty mirror equal to this one as it is now."""
+        all_paths = [(prefix, list(paths.items())) for prefix, paths in self._by_prefix.items()]
+        yield encode_delta((), is_reset=True)
+        changes: list[PathChange] = []
+        num_chars = 0
+        for prefix, paths in all_paths:
+            for documents, num_tokens in paths:
+                changes.append(PathChange(prefix, documents, num_tokens))
+                num_chars += 2 * _DIGEST_BYTES + sum(map(len, documents))
+                if num_chars >= _LINE_CHARS:
+                    yield encode_delta(changes)
+                    changes, num_chars = [], 0
+        if changes:
+            yield encode_delta(changes)
+
+    def num_cached_tokens(self, prefix: bytes, documents: Sequence[DocId]) -> int:
+        """Return how many tokens of a prompt that shows ``documents`` in this order are cached."""
+        paths = self._by_prefix.get(prefix, {})
+        num_tokens = paths.get((), 0)
+        for end in range(1, len(documents) + 1):
+            here = paths.get(tuple(documents[:end]))
+            if here is None:
+                break
+            num_tokens = max(num_tokens, here)
+        return num_tokens
+
+    def best_order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...]:
+        """Return the permutation of ``documents`` with the longest cached prefix; of equal ones, the first in order.
+
+        Without a ``prefix`` that is the best after any of the static prefixes that changed last. Where very many
+        orders are cached the search ends early, with the best that it has seen: it begins with the longest.
+        """
+        search = _Search(documents, keep_first)
+        if prefix is None:
+            for paths in islice(reversed(self._by_prefix.values()), _MAX_PREFIXES):
+                search.walk(paths)
+        elif (known := self._by_prefix.get(prefix)) is not None:
+            search.walk(known)
+        return search.best
+
+
+def arrange(
+    documents: Sequence[DocId],
+    order: DocumentOrder,
+    paths: CachedPaths | None,
+    *,
+    prefix: bytes | None = None,
+    keep_first: bool = False,
+) -> tuple[int, ...]:
+    """Return in which order to show ``documents``, which are the best first, as indices into them.
+
+    Args:
+        order: what decides; ``cache_aware`` without ``paths`` is the order of the search.
+        prefix: :func:`static_prefix_digest` of the prompt; None where it is not known.
+        keep_first: the best document stays in front.
+
+    Raises:
+        ValueError: there is no such order.
+    """
+    identity = tuple(range(len(documents)))
+    match order:
+        case "retrieval":
+            return identity
+        case "canonical":
+            kept = 1 if keep_first else 0
+            return (*identity[:kept], *sorted(identity[kept:], key=lambda i: documents[i]))
+        case "cache_aware":
+            return identity if paths is None else paths.best_order(documents, prefix=prefix, keep_first=keep_first)
+    raise ValueError(f"document_order is {order!r}; it must be one of {', '.join(DOCUMENT_ORDERS)}")
+
+
+class _Search:
+    """Walks cached paths depth first, the longest child first, and keeps the order that gains most.
+
+    What counts are tokens beyond the static prefix: prefixes of different lengths compete.
+    """
+
+    def __init__(self, documents: Sequence[DocId], keep_first: bool) -> None:
+        self.best = tuple(range(len(documents)))
+        self._documents = documents
+        self._keep_first = keep_first
+        self._num_tokens = 0
+        self._num_lookups = 0
+
+    def walk(self, paths: Mapping[DocPath, int]) -> None:
+        self._visit(paths, paths.get((), 0), (), (), tuple(range(len(self._documents))))
+
+    def _visit(
+        self,
+        paths: Mapping[DocPath, int],
+        num_static_tokens: int,
+        path: DocPath,
+        chosen: tuple[int, ...],
+        remaining: tuple[int, ...],
+    ) -> None:
+        found = []
+        for index in remaining[:1] if self._keep_first and not chosen else remaining:
+            if self._num_lookups >= _MAX_LOOKUPS:
+                break
+            self._num_lookups += 1
+            child = (*path, self._documents[index])
+            if (num_tokens := paths.get(child)) is not None:
+                found.append((num_static_tokens - num_tokens, index, child))
+        for minus_tokens, index, child in sorted(found):
+            rest = tuple(i for i in remaining if i != index)
+            order = (*chosen, index, *rest)
+            if (minus_tokens, order) < (-self._num_tokens, self.best):
+                self._num_tokens, self.best = -minus_tokens, order
+            if rest and len(child) < MAX_PATH_DOCUMENTS:
+                self._visit(paths, num_static_tokens, child, (*chosen, index), rest)

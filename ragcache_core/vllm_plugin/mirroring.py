@@ -1,0 +1,270 @@
+"""What of which documents is cached, told to those who choose the order of documents in prompts.
+
+::
+
+    engine   PathTracker   the tree's changes -> deltas          with the statistics of a step
+    server   PathFeed      deltas -> a mirror -> its readers     GET /v1/ragcache/cached_paths
+
+A question to the engine would wait for its running step, so nobody asks it: it tells what has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Mapping, Sequence
+
+from ragcache_core.ordering import (
+    MAX_PATH_DOCUMENTS,
+    CachedPaths,
+    DocPath,
+    PathChange,
+    encode_delta,
+    static_prefix_digest,
+)
+from ragcache_core.tree import KnowledgeTree, NodeChanges, TreeNode
+from ragcache_core.types import PromptSegment, SegmentKind
+
+_MAX_PATHS = 100_000
+_MAX_NODES_PER_DELTA = 512
+_MAX_BACKLOG_BYTES = 4 << 20
+_HEARTBEAT_S = 3.0
+_POLL_S = 0.25
+VERSION = 1
+HEARTBEAT = b"{}\n"
+
+
+class _TrackedPath:
+    """Documents after a static prefix, and where their KV ends: the unit ``key``, ``num_tokens`` from the start."""
+
+    __slots__ = ("documents", "key", "num_sent_tokens", "num_tokens", "prefix")
+
+    def __init__(self, prefix: bytes, documents: DocPath, key: bytes, num_tokens: int) -> None:
+        self.prefix = prefix
+        self.documents = documents
+        self.key = key
+        self.num_tokens = num_tokens
+        self.num_sent_tokens = 0
+
+
+class PathTracker:
+    """Knows which paths of documents lie where in the tree, and says when more or less of one is cached.
+
+    A path is known from the request that showed it; the ``max_paths`` seen last are tracked. The tree's changes are
+    looked at in :meth:`take_delta` only: from a changed node down, as far as anything follows from it.
+    """
+
+    def __init__(self, tree: KnowledgeTree, tokens_per_unit: int, max_paths: int = _MAX_PATHS) -> None:
+        self._tree = tree
+        self._tokens_per_unit = tokens_per_unit
+        self._max_paths = max_paths
+        self._paths: OrderedDict[tuple[bytes, DocPath], _TrackedPath] = OrderedDict()
+        self._by_key: dict[Hashable, list[_TrackedPath]] = {}
+        self._num_leading_tokens: dict[TreeNode, int] = {}
+        if tree.changes is None:
+            tree.changes = NodeChanges()
+        self._changed = tree.changes.subscribe()
+        self._new: dict[_TrackedPath, None] = {}
+        self._dropped: list[PathChange] = []
+        self._has_begun = False
+
+    def __len__(self) -> int:
+        """Return the number of tracked paths."""
+        return len(self._paths)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything has happened that :meth:`take_delta` has not looked at."""
+        return bool(self._changed or self._new or self._dropped)
+
+    def track(self, token_ids: Sequence[int], segments: Sequence[PromptSegment], keys: Sequence[bytes]) -> None:
+        """Take note of a request's documents; ``keys`` are those of its prompt's units, in order."""
+        prefix = static_prefix_digest(token_ids, segments)
+        if prefix is None:
+            return
+        shown = [s for s in segments if s.kind is SegmentKind.DOCUMENT][:MAX_PATH_DOCUMENTS]
+        documents = tuple(sys.intern(s.doc_id or "") for s in shown)
+        ends = (shown[0].start, *(s.end for s in shown))
+        for num_documents in range(len(shown), -1, -1):  # what is dropped first is the end of a path
+            num_units = min(ends[num_documents] // self._tokens_per_unit, len(keys))
+            if num_units:
+                self._track(prefix, documents[:num_documents], keys[num_units - 1], num_units)
+        while len(self._paths) > self._max_paths:
+            _, oldest = self._paths.popitem(last=False)
+            self._untrack(oldest)
+
+    def take_delta(self) -> dict[str, object] | None:
+        """Return what has changed since the last call, for :meth:`CachedPaths.apply`; None if nothing has.
+
+        What is too much for one call comes with the next ones. The very first one voids what another engine said.
+        """
+        if not self.has_news:
+            return None
+        changes, self._dropped = self._dropped, []
+        for path in list(self._new)[:_MAX_NODES_PER_DELTA]:
+            del self._new[path]
+            self._update(path, self._num_cached_tokens(path), changes)
+        for _ in range(_MAX_NODES_PER_DELTA):
+            if not self._changed:
+                break
+            self._look_at(self._changed.pop(), changes)
+        if not changes:
+            return None
+        is_first, self._has_begun = not self._has_begun, True
+        return encode_delta(changes, is_reset=is_first)
+
+    def _track(self, prefix: bytes, documents: DocPath, key: bytes, num_units: int) -> None:
+        at = (prefix, documents)
+        known = self._paths.get(at)
+        if known is not None:
+            self._paths.move_to_end(at)
+            if known.key == key:
+                return
+            self._untrack(known)  # the same ids show other texts now
+        path = _TrackedPath(prefix, documents, key, num_units * self._tokens_per_unit)
+        self._paths[at] = path
+        self._by_key.setdefault(key, []).append(path)
+        self._new[path] = None
+
+    def _untrack(self, path: _TrackedPath) -> None:
+        there = self._by_key[path.key]
+        there.remove(path)
+        if not there:
+            del self._by_key[path.key]
+        self._new.pop(path, None)
+        self._update(path, 0, self._dropped)
+
+    def _look_at(self, node: TreeNode, changes: list[PathChange]) -> None:
+        location = self._tree.locate(node.keys[0])
+        if location is None or location.node is not node:
+            self._num_leading_tokens.pop(node, None)
+            for key in node.keys:
+                for path in self._by_key.get(key, ()):
+                    self._update(path, self._num_cached_tokens(path), changes)
+            return
+        num_leading = self._tree.num_leading_tokens(node)
+        if self._num_leading_tokens.get(node) == num_leading:
+            return  # nor did it change for what stands on it
+        self._num_leading_tokens[node] = num_leading
+        for key in node.keys:
+            for path in self._by_key.get(key, ()):
+                self._update(path, min(num_leading, path.num_tokens), changes)
+        self._changed.update(node.iter_children())
+
+    def _num_cached_tokens(self, path: _TrackedPath) -> int:
+        location = self._tree.locate(path.key)
+        return 0 if location is None else min(self._tree.num_leading_tokens(location.node), path.num_tokens)
+
+    def _update(self, path: _TrackedPath, num_tokens: int, changes: list[PathChange]) -> None:
+        if num_tokens != path.num_sent_tokens:
+            path.num_sent_tokens = num_tokens
+            changes.append(PathChange(path.prefix, path.documents, num_tokens))
+
+
+class _Reader:
+    """One who reads the feed: the lines that it has not got yet."""
+
+    def __init__(self) -> None:
+        self.lines: deque[bytes] = deque()
+        self.num_bytes = 0
+        self.is_cut_off = False
+        self._loop = asyncio.get_running_loop()
+        self.has_news = asyncio.Event()
+
+    def wake(self) -> None:
+        self._loop.call_soon_threadsafe(self.has_news.set)
+
+
+class PathFeed:
+    """A mirror of what an engine has cached, and those who read along. May be fed by any thread.
+
+    A reader that falls behind by more than ``max_backlog_bytes`` is cut off: it comes back for a new snapshot.
+    """
+
+    def __init__(self, *, max_backlog_bytes: int = _MAX_BACKLOG_BYTES, heartbeat_s: float = _HEARTBEAT_S) -> None:
+        self._paths = CachedPaths()
+        self._max_backlog_bytes = max_backlog_bytes
+        self._heartbeat_s = heartbeat_s
+        self._readers: set[_Reader] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of paths that are cached."""
+        return len(self._paths)
+
+    @property
+    def num_readers(self) -> int:
+        """How many read along."""
+        return len(self._readers)
+
+    def add(self, deltas: Iterable[Mapping[str, object]]) -> None:
+        """Take in what an engine said, in order, and pass it on."""
+        with self._lock:
+            for delta in deltas:
+                self._paths.apply(delta)
+                if self._readers:
+                    self._pass_on(_line(delta))
+
+    async def lines(self, is_ending: Callable[[], bool] = lambda: False) -> AsyncGenerator[bytes]:
+        """Yield lines of JSON: a snapshot, a line that says so, then what changes; and heartbeats.
+
+        Ends for a reader that was cut off, and soon after ``is_ending()``.
+        """
+        reader = _Reader()
+        with self._lock:
+            snapshot = self._paths.snapshot()
+            first = next(snapshot)  # the copy is made here; what comes later is in the reader's lines
+            self._readers.add(reader)
+        try:
+            yield _line({"version": VERSION, **first})
+            for delta in snapshot:
+                yield _line(delta)
+                await asyncio.sleep(0)  # requests go on in between
+            yield _line({"ready": True})
+            heard_s = time.monotonic()
+            while not (reader.is_cut_off or is_ending()):
+                if await _wait(reader.has_news, _POLL_S):
+                    yield self._take(reader)
+                elif time.monotonic() - heard_s >= self._heartbeat_s:
+                    yield HEARTBEAT
+                else:
+                    continue
+                heard_s = time.monotonic()
+        finally:
+            with self._lock:
+                self._readers.discard(reader)
+
+    def _pass_on(self, line: bytes) -> None:
+        for reader in list(self._readers):
+            reader.lines.append(line)
+            reader.num_bytes += len(line)
+            if reader.num_bytes > self._max_backlog_bytes:
+                reader.is_cut_off = True
+                reader.lines.clear()
+                self._readers.discard(reader)
+            reader.wake()
+
+    def _take(self, reader: _Reader) -> bytes:
+        with self._lock:
+            lines = b"".join(reader.lines)
+            reader.lines.clear()
+            reader.num_bytes = 0
+            reader.has_news.clear()
+        return lines or HEARTBEAT
+
+
+def _line(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

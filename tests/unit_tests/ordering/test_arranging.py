@@ -1,0 +1,179 @@
+"""In which order documents are shown, against all permutations of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.ordering import (
+    DOCUMENT_ORDERS,
+    MAX_PATH_DOCUMENTS,
+    CachedPaths,
+    DocPath,
+    DocumentOrder,
+    PathChange,
+    arrange,
+    static_prefix_digest,
+)
+from ragcache_core.types import PromptSegment, SegmentKind
+
+HERE, ELSEWHERE = b"p" * 16, b"q" * 16
+IDS = "abcde"
+
+
+def mirror(*paths: Mapping[DocPath, int], prefix: bytes = HERE) -> CachedPaths:
+    it = CachedPaths()
+    for tree in paths:
+        for documents, num_tokens in tree.items():
+            it.set(PathChange(prefix, documents, num_tokens))
+    return it
+
+
+def best(documents: str, paths: CachedPaths, *, prefix: bytes | None = HERE, keep_first: bool = False) -> str:
+    order = arrange(tuple(documents), "cache_aware", paths, prefix=prefix, keep_first=keep_first)
+    assert sorted(order) == list(range(len(documents)))
+    return "".join(documents[i] for i in order)
+
+
+@st.composite
+def cached(draw: st.DrawFn) -> dict[DocPath, int]:
+    """Return paths as an engine has them: what lies deeper is cached at least as far, up to a hole."""
+    paths: dict[DocPath, int] = {(): draw(st.integers(1, 3))}
+    for path in draw(st.lists(st.permutations(IDS + "z"), max_size=12)):
+        depth = draw(st.integers(0, 5))
+        for end in range(1, depth + 1):
+            at = tuple(path[:end])
+            paths.setdefault(at, paths[at[:-1]] + draw(st.integers(0, 2)))
+    return paths
+
+
+def test_an_engine_with_nothing_cached_keeps_the_order_of_the_search() -> None:
+    assert best("cab", CachedPaths()) == "cab"
+
+
+@given(cached(), st.permutations(IDS), st.integers(0, 5), st.booleans())
+def test_the_order_is_the_best_of_all_permutations_and_the_first_of_equal_ones(
+    paths: dict[DocPath, int], retrieved: list[str], num_documents: int, keep_first: bool
+) -> None:
+    it, documents = mirror(paths), tuple(retrieved[:num_documents])
+
+    def worth(order: tuple[int, ...]) -> int:
+        return it.num_cached_tokens(HERE, [documents[i] for i in order])
+
+    all_orders = [o for o in permutations(range(num_documents)) if not keep_first or o[:1] in ((), (0,))]
+    oracle = min(all_orders, key=lambda order: (-worth(order), order))
+    assert arrange(documents, "cache_aware", it, prefix=HERE, keep_first=keep_first) == oracle
+
+
+@given(cached(), cached(), st.permutations(IDS))
+def test_without_a_prefix_the_best_after_any_of_them_is_taken_static_parts_apart(
+    some: dict[DocPath, int], others: dict[DocPath, int], retrieved: list[str]
+) -> None:
+    it, documents = mirror(some), tuple(retrieved)
+    for path, num_tokens in others.items():
+        it.set(PathChange(ELSEWHERE, path, num_tokens + 100))
+
+    def worth(order: tuple[int, ...]) -> int:
+        ids = [documents[i] for i in order]
+        return max(it.num_cached_tokens(p, ids) - it.num_cached_tokens(p, ()) for p in (HERE, ELSEWHERE))
+
+    oracle = min(permutations(range(5)), key=lambda order: (-worth(order), order))
+    assert arrange(documents, "cache_aware", it, prefix=None) == oracle
+
+
+def test_a_longer_prefix_that_begins_with_a_less_relevant_document_wins() -> None:
+    it = mirror({(): 8, ("a",): 100, ("b",): 60, ("b", "c"): 140})
+    assert best("abc", it) == "bca"
+    assert best("abc", it, keep_first=True) == "abc"
+
+
+def test_the_rest_stays_in_the_order_of_the_search() -> None:
+    assert best("edcba", mirror({("c",): 10})) == "cedba"
+
+
+def test_a_path_through_a_document_that_was_not_retrieved_is_of_no_use() -> None:
+    assert best("ab", mirror({("x",): 50, ("x", "b"): 90})) == "ab"
+
+
+def test_what_another_prompt_has_in_front_is_not_cached_for_this_one() -> None:
+    it = mirror({("b",): 50}, prefix=ELSEWHERE)
+    assert best("ab", it) == "ab"
+    assert best("ab", it, prefix=None) == "ba"
+
+
+def test_the_same_document_twice_is_shown_twice() -> None:
+    order = arrange(("a", "b", "b"), "cache_aware", mirror({("b",): 5, ("b", "b"): 9}), prefix=HERE)
+    assert order == (1, 2, 0)
+
+
+def test_very_many_cached_orders_end_the_search_early_with_a_good_one() -> None:
+    ids = [f"d{i}" for i in range(9)]
+    paths: dict[DocPath, int] = {}
+    for path in permutations(ids, 4):
+        for end in range(1, 5):
+            paths[path[:end]] = 10 * end
+    best_path = tuple(reversed(ids))
+    for end in range(1, 10):
+        paths[best_path[:end]] = 11 * end
+    order = arrange(ids, "cache_aware", mirror(paths), prefix=HERE)
+    assert tuple(ids[i] for i in order) == best_path
+
+
+def test_a_prompt_of_very_many_documents_is_arranged() -> None:
+    ids = [f"d{i}" for i in range(1000)]
+    paths = {tuple(reversed(ids[-end:])): end for end in range(1, MAX_PATH_DOCUMENTS + 1)}
+    order = arrange(ids, "cache_aware", mirror(paths), prefix=HERE)
+    assert sorted(order) == list(range(1000))
+    assert ids[order[0]] == "d999"
+
+
+@given(st.permutations(IDS))
+def test_canonical_is_the_same_for_the_same_documents(retrieved: list[str]) -> None:
+    order = arrange(retrieved, "canonical", None)
+    assert [retrieved[i] for i in order] == sorted(retrieved)
+    kept = arrange(retrieved, "canonical", None, keep_first=True)
+    assert [retrieved[i] for i in kept] == [retrieved[0], *sorted(retrieved[1:])]
+
+
+@pytest.mark.parametrize("order", DOCUMENT_ORDERS)
+@pytest.mark.parametrize("documents", [(), ("a",)])
+def test_no_document_or_one_is_no_choice(order: DocumentOrder, documents: tuple[str, ...]) -> None:
+    assert arrange(documents, order, mirror({("a",): 1}), prefix=HERE, keep_first=True) == tuple(range(len(documents)))
+
+
+def test_retrieval_and_a_cache_that_nobody_knows_keep_the_order_of_the_search() -> None:
+    it = mirror({("b",): 5})
+    assert arrange("ab", "retrieval", it, prefix=HERE) == (0, 1)
+    assert arrange("ab", "cache_aware", None, prefix=HERE) == (0, 1)
+
+
+def test_an_order_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="document_order is 'best'.*retrieval, canonical, cache_aware"):
+        arrange("ab", "best", None)  # type: ignore[arg-type]
+
+
+# The static prefix
+
+
+def prompt_of(num_static: int) -> list[PromptSegment]:
+    static = [PromptSegment(SegmentKind.PREFIX, 0, num_static)] if num_static else []
+    document = PromptSegment(SegmentKind.DOCUMENT, num_static, 20, "a")
+    return [*static, document, PromptSegment(SegmentKind.QUESTION, 20, 22)]
+
+
+def test_the_static_prefix_is_named_by_its_tokens_alone() -> None:
+    one = static_prefix_digest(list(range(22)), prompt_of(4))
+    other = static_prefix_digest([0, 1, 2, 3, *[9] * 18], prompt_of(4))
+    assert one is not None
+    assert one == other
+    assert one != static_prefix_digest(list(range(22)), prompt_of(5))
+    assert one != static_prefix_digest([0, 1, 2, 4, *[9] * 18], prompt_of(4))
+
+
+def test_a_prompt_without_a_static_part_has_a_prefix_and_one_without_documents_has_none() -> None:
+    assert static_prefix_digest([1, 2], prompt_of(0)) == static_prefix_digest([], prompt_of(0))
+    assert static_prefix_digest([1, 2], [PromptSegment(SegmentKind.QUESTION, 0, 2)]) is None
