@@ -6,7 +6,9 @@
     retriever = RAGCacheRetriever(DocumentStore.open("docs.ragcache"), engine)
     query_engine = RAGCacheQueryEngine(retriever, RAGCacheLLM(engine))
     response = query_engine.query("Who founded Nalna?")
-    print(response, response.metadata["ragcache"])
+    print(response, response.metadata["ragcache"], response.metadata["ragcache_pipeline"])
+
+The engine answers from a search's candidates while it goes on; the last line says how much of it was hidden.
 """
 
 from ragcache_core.errors import ConfigError
@@ -20,7 +22,12 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ragcache_integrations.llamaindex.embedding import TfidfSvdEmbedding
-from ragcache_integrations.llamaindex.events import CacheStatsEvent, CacheStatsEventHandler, RetrievalStageEvent
+from ragcache_integrations.llamaindex.events import (
+    CacheStatsEvent,
+    CacheStatsEventHandler,
+    RetrievalStageEvent,
+    SpeculationEvent,
+)
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document
 from ragcache_integrations.llamaindex.query_engine import RAGCacheQueryEngine
@@ -34,6 +41,7 @@ __all__ = [
     "RAGCacheQueryEngine",
     "RAGCacheRetriever",
     "RetrievalStageEvent",
+    "SpeculationEvent",
     "StagedFAISSVectorStore",
     "TfidfSvdEmbedding",
     "document_from_node",

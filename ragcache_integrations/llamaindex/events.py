@@ -10,17 +10,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
+from ragcache_core.client.pipeline import PipelineEvent
 from ragcache_core.stats import DocumentStats, RequestStats
-from ragcache_core.types import RetrievalUpdate
 
 dispatcher = get_dispatcher("ragcache_integrations.llamaindex")
 """What publishes the events of this room; they reach the handlers of LlamaIndex's root dispatcher too."""
@@ -68,7 +69,10 @@ class CacheStatsEvent(BaseEvent):
 
 
 class RetrievalStageEvent(BaseEvent):
-    """What a staged search knew after one stage: a guess, or the answer where ``is_final``."""
+    """What a staged search knew after one stage: a guess, or the answer where ``is_final``.
+
+    ``scores`` is empty where the retriever does not tell them.
+    """
 
     query: str
     stage: int
@@ -80,17 +84,43 @@ class RetrievalStageEvent(BaseEvent):
     def class_name(cls) -> str:
         return "RetrievalStageEvent"
 
+
+class SpeculationEvent(BaseEvent):
+    """What the engine was asked ahead of a search's end.
+
+    ``kind`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents: so much of
+    the search was hidden behind the engine's work) or ``miss`` (the engine had not begun with the final documents).
+    ``document_ids`` are in the order of the prompt, ``search_s`` is the time since the search began, and
+    ``hidden_search_s`` is known once the documents are final.
+    """
+
+    query: str
+    kind: Literal["start", "cancel", "confirm", "miss"]
+    stage: int
+    document_ids: tuple[str, ...]
+    search_s: float
+    hidden_search_s: float | None
+
     @classmethod
-    def from_update(cls, update: RetrievalUpdate, *, query: str, span_id: str | None) -> RetrievalStageEvent:
-        """Return the event that says what ``update`` says."""
-        return cls(
-            query=query,
-            stage=update.stage,
-            is_final=update.is_final,
-            document_ids=tuple(d.doc_id for d in update.documents),
-            scores=update.scores,
-            span_id=span_id,
+    def class_name(cls) -> str:
+        return "SpeculationEvent"
+
+
+def publish(event: PipelineEvent, *, query: str, span_id: str | None) -> None:
+    """Publish what happened during a search for ``query``."""
+    ids, stage = event.doc_ids, event.stage
+    if event.kind == "stage":
+        scores = tuple(float(score) for score in event.scores if not math.isnan(score))
+        dispatcher.event(
+            RetrievalStageEvent(
+                query=query, stage=stage, is_final=event.is_final, document_ids=ids, scores=scores, span_id=span_id
+            )
         )
+        return
+    seconds = {"search_s": event.search_s, "hidden_search_s": event.hidden_search_s}
+    dispatcher.event(
+        SpeculationEvent(query=query, kind=event.kind, stage=stage, document_ids=ids, span_id=span_id, **seconds)
+    )
 
 
 _SUMMED = (
@@ -118,6 +148,12 @@ class CacheStatsEventHandler(BaseEventHandler):
     num_queued_requests: int = 0
     """Requests of which the engine told how long they waited to be scheduled."""
     sum_queue_s: float = 0.0
+    num_speculations: int = 0
+    """How often the engine worked ahead while documents were searched."""
+    num_confirmed_speculations: int = 0
+    """How often it did with the documents that were found."""
+    hidden_search_s: float = 0.0
+    """Seconds of searching that cost no time, because the engine worked on the answer already."""
     last: CacheStatsEvent | None = None
 
     _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
@@ -127,9 +163,16 @@ class CacheStatsEventHandler(BaseEventHandler):
         return "CacheStatsEventHandler"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Count a :class:`CacheStatsEvent`; let every other event pass."""
-        if not isinstance(event, CacheStatsEvent):
-            return
+        """Count a :class:`CacheStatsEvent` or a :class:`SpeculationEvent`; let every other event pass."""
+        if isinstance(event, CacheStatsEvent):
+            self._count_request(event)
+        elif isinstance(event, SpeculationEvent):
+            with self._lock:
+                self.num_speculations += event.kind == "start"
+                self.num_confirmed_speculations += event.kind == "confirm"
+                self.hidden_search_s += event.hidden_search_s or 0.0
+
+    def _count_request(self, event: CacheStatsEvent) -> None:
         with self._lock:
             self.num_requests += 1
             for name in _SUMMED:

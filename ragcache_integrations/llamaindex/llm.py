@@ -28,6 +28,7 @@ from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyp
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.plan import merge_bodies
+from ragcache_core.client.speculating import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
@@ -108,6 +109,23 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[Any, Any]:
         raise TypeError("a RAGCacheLLM holds an engine and its key, and cannot be pickled: make one where it is used")
+
+    def speculate(self, messages: Sequence[ChatMessage], *, is_streamed: bool, **kwargs: Any) -> Speculation:
+        """Ask ahead what a chat with the same arguments will ask: that one takes the answer over. Publishes nothing.
+
+        See :meth:`ServerDoor.speculate <ragcache_core.client.asking.ServerDoor.speculate>`, also for the errors.
+        """
+
+        def ask() -> None:
+            if not self.is_chat_model:
+                prompt = self.messages_to_prompt(messages)
+                next(self._stream_complete(prompt, **kwargs)) if is_streamed else self._complete(prompt, **kwargs)
+            elif is_streamed:
+                next(self._stream_chat(messages, **kwargs))
+            else:
+                self._chat(messages, **kwargs)
+
+        return self._engine.speculate(ask)
 
     def close(self) -> None:
         """Close the connection that ``api_base`` opened; an engine that was given stays open."""

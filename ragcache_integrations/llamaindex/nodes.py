@@ -51,6 +51,12 @@ def shown_document(node: BaseNode) -> Document:
     return Document(node.node_id, node.get_content(metadata_mode=MetadataMode.LLM))
 
 
-def similarities(update: RetrievalUpdate, metric: Metric) -> list[float]:
-    """Return the scores of an update as LlamaIndex has them: the larger, the nearer."""
-    return list(update.scores) if metric == "ip" else [1.0 / (1.0 + distance) for distance in update.scores]
+def similarities(update: RetrievalUpdate, metric: Metric | None) -> list[float]:
+    """Return the scores of an update as LlamaIndex has them: the larger, the nearer.
+
+    Of a source that does not tell its ``metric`` the order says it: the first document is the best.
+    """
+    scores = update.scores
+    if metric is None:
+        metric = "l2" if scores and scores[0] < scores[-1] else "ip"
+    return list(scores) if metric == "ip" else [1.0 / (1.0 + distance) for distance in scores]

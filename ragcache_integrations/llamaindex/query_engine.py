@@ -1,7 +1,8 @@
-"""The query engine: retrieve, lay the prompt out with the documents before the question, ask once."""
+"""The query engine: lay the prompt out with the documents before the question, and ask while they are searched for."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any
 
@@ -21,11 +22,19 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 
+from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.stages import check_timeout
 from ragcache_core.prompt import PromptLayout
+from ragcache_core.retrieval.threads import run_blocking
 from ragcache_integrations.llamaindex._requests import STATS_KEY
+from ragcache_integrations.llamaindex._threads import in_thread
+from ragcache_integrations.llamaindex.asked_query import AskedQuery
 from ragcache_integrations.llamaindex.events import dispatcher
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM
 from ragcache_integrations.llamaindex.nodes import shown_document
+from ragcache_integrations.llamaindex.retriever import RAGCacheRetriever
+
+_log = logging.getLogger(__name__)
 
 EMPTY_RESPONSE = "Empty Response"
 """LlamaIndex's own answer where nothing was retrieved; the LLM is not asked."""
@@ -40,11 +49,32 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         response = query_engine.query("Who keeps the lighthouse of Zor?")
         print(response, response.metadata["ragcache"]["num_cached_tokens"])
 
-    ``retriever`` is any LlamaIndex retriever. All documents go into one prompt in the order in which they were
-    retrieved and post-processed, before the question, so that requests about the same documents share a prefix of
-    tokens; there is no second, refining call. With ``streaming`` the answer is a stream, whose statistics are in
-    ``metadata`` when it has ended, and whose ``response_gen`` cancels the request when it is closed. A
-    ``QueryEngineTool`` wants the whole answer: leave ``streaming`` off there.
+    All documents go into one prompt in the order in which they were retrieved and post-processed, before the question,
+    so that requests about the same documents share a prefix of tokens; there is no second, refining call. With
+    ``streaming`` the answer is a stream, whose statistics are in ``metadata`` when it has ended, and whose
+    ``response_gen`` cancels the request when it is closed. A ``QueryEngineTool`` wants the whole answer: leave
+    ``streaming`` off there.
+
+    While a ``query`` or ``aquery`` searches, the engine already answers from the candidates of each stage. Where they
+    turn out to be the final documents, the LLM's own request takes that answer over; where they do not, it is cancelled
+    and the request is sent as always. Not a token is handed out before the documents are final, and it is the same
+    answer. ``response.metadata["ragcache_pipeline"]`` says what was hidden. Those who ``retrieve`` and ``synthesize``
+    in two steps get what the retriever does alone: the beginning of the prompt is prefilled.
+
+    Args:
+        retriever: a :class:`RAGCacheRetriever`; any other one works too (by ``query`` it is called in a thread of its
+            own), and its search is one stage that hides nothing.
+        llm: a :class:`RAGCacheLLM`; another one answers without speculation.
+        layout: how the prompt is laid out. Its ``relevance_hint`` names the documents by their scores.
+        node_postprocessors: what chooses and changes the nodes that are read.
+        streaming: whether the answer is a stream.
+        speculate_postprocessed: whether the candidates of each stage go through the post-processors too, in another
+            thread, which publish their events each time. They depend on nothing but their input then. Without it there
+            is no speculation where there are post-processors: it would be from documents that nobody asked to read.
+        search_timeout_s: the longest that a search may take; by default the retriever's own.
+
+    Raises:
+        ConfigError: ``search_timeout_s`` is not above 0.
     """
 
     def __init__(
@@ -55,14 +85,20 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         layout: PromptLayout | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
         streaming: bool = False,
+        speculate_postprocessed: bool = False,
+        search_timeout_s: float | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
+        check_timeout(search_timeout_s)
         super().__init__(callback_manager=callback_manager or llm.callback_manager)
         self._retriever = retriever
         self._llm = llm
         self._layout = layout or PromptLayout()
         self._node_postprocessors = tuple(node_postprocessors)
         self._streaming = streaming
+        self._speculate_postprocessed = speculate_postprocessed
+        self._search_timeout_s = search_timeout_s
+        self._has_warned = False
 
     @property
     def retriever(self) -> BaseRetriever:
@@ -84,17 +120,11 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     def retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         """Return the retrieved nodes after the post-processors."""
-        nodes = self._retriever.retrieve(query_bundle)
-        for postprocessor in self._node_postprocessors:
-            nodes = postprocessor.postprocess_nodes(nodes, query_bundle=query_bundle)
-        return nodes
+        return self._found(self._asked_later(query_bundle))
 
     async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         """Return the retrieved nodes after the post-processors."""
-        nodes = await self._retriever.aretrieve(query_bundle)
-        for postprocessor in self._node_postprocessors:
-            nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query_bundle)
-        return nodes
+        return await self._afound(self._asked_later(query_bundle))
 
     @dispatcher.span
     def synthesize(
@@ -158,26 +188,88 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         return response
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with self.callback_manager.event(
-            CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
-        ) as event:
-            response = self.synthesize(query_bundle, self.retrieve(query_bundle))
+        with (
+            self.callback_manager.event(
+                CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
+            ) as event,
+            self._asked(query_bundle) as asked,
+        ):
+            response = asked.reported(self.synthesize(query_bundle, self._found(asked)))
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 
     async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with self.callback_manager.event(
-            CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
-        ) as event:
-            response = await self.asynthesize(query_bundle, await self.aretrieve(query_bundle))
+        with (
+            self.callback_manager.event(
+                CBEventType.QUERY, payload={EventPayload.QUERY_STR: query_bundle.query_str}
+            ) as event,
+            self._asked(query_bundle) as asked,
+        ):
+            response = await asked.areported(await self.asynthesize(query_bundle, await self._afound(asked)))
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
+
+    # Searching, while the engine answers
+
+    def _asked(self, query: QueryBundle) -> AskedQuery:
+        llm = self._llm
+        if not isinstance(llm, RAGCacheLLM):
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("%s is no RAGCacheLLM: it is asked when the search has ended", type(llm).__name__)
+            return self._asked_later(query)
+        if self._node_postprocessors and not self._speculate_postprocessed:
+            return self._asked_later(query)
+
+        def ask_ahead(nodes: list[NodeWithScore]) -> Speculation | None:
+            nodes = self._postprocessed(nodes, query)
+            return llm.speculate(self._messages(query, nodes), is_streamed=self._streaming) if nodes else None
+
+        return AskedQuery(query, llm.engine, ask_ahead, timeout_s=self._search_timeout_s)
+
+    def _asked_later(self, query: QueryBundle) -> AskedQuery:
+        """Return the query for a search during which the retriever does what it does alone."""
+        why = "what is read is known after the post-processors only, see speculate_postprocessed"
+        return AskedQuery(
+            query, skipped_because=why if self._node_postprocessors else None, timeout_s=self._search_timeout_s
+        )
+
+    def _found(self, asked: AskedQuery) -> list[NodeWithScore]:
+        query, retriever = asked.query, self._retriever
+        if isinstance(retriever, RAGCacheRetriever):
+            nodes = retriever.overlapped(asked.overlap).retrieve(query)
+        else:
+            nodes = run_blocking(lambda: asked.search_at_once(lambda: in_thread(lambda: retriever.retrieve(query))))
+        return self._postprocessed(nodes, query)
+
+    async def _afound(self, asked: AskedQuery) -> list[NodeWithScore]:
+        query, retriever = asked.query, self._retriever
+        if isinstance(retriever, RAGCacheRetriever):
+            nodes = await retriever.overlapped(asked.overlap).aretrieve(query)
+        else:
+            nodes = await asked.search_at_once(lambda: retriever.aretrieve(query))
+        return await self._apostprocessed(nodes, query)
+
+    def _postprocessed(self, nodes: list[NodeWithScore], query: QueryBundle) -> list[NodeWithScore]:
+        for postprocessor in self._node_postprocessors:
+            nodes = postprocessor.postprocess_nodes(nodes, query_bundle=query)
+        return nodes
+
+    async def _apostprocessed(self, nodes: list[NodeWithScore], query: QueryBundle) -> list[NodeWithScore]:
+        for postprocessor in self._node_postprocessors:
+            nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query)
+        return nodes
 
     def _messages(self, query: QueryBundle, nodes: Sequence[NodeWithScore]) -> list[ChatMessage]:
         documents = [shown_document(n.node) for n in nodes]
         if isinstance(self._llm, RAGCacheLLM):
-            self._llm.engine.remember_documents(documents, shown=self._layout.document_text)
-        return [ChatMessage(**message) for message in self._layout.messages(documents, query.query_str)]
+            self._llm.engine.remember_documents(documents, shown=self._layout.document_text, query=query.query_str)
+        scores = [n.score for n in nodes if n.score is not None]
+        relevance = [documents[i] for i in sorted(range(len(scores)), key=lambda i: -scores[i])]
+        messages = self._layout.messages(
+            documents, query.query_str, relevance=relevance if len(scores) == len(nodes) else None
+        )
+        return [ChatMessage(**message) for message in messages]
 
 
 class _Sources:

@@ -1,12 +1,13 @@
-"""The retriever: the staged search of a document store, with an event for every stage."""
+"""The retriever: a search in stages, with an event for each, while which the engine works ahead."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import copy
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -16,11 +17,40 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
+from ragcache_core.client.binding import BoundPrompt
+from ragcache_core.client.pipeline import PipelineResult, run_pipeline
+from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.stages import check_timeout
 from ragcache_core.errors import ConfigError
+from ragcache_core.ordering import DocumentOrder, arrange
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
-from ragcache_integrations.llamaindex.events import RetrievalStageEvent, dispatcher
+from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.shards import ShardedStore
+from ragcache_core.retrieval.sources import StageSource, as_source
+from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.types import DocId, Document, RetrievalUpdate
+from ragcache_integrations.llamaindex._threads import in_thread
+from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document, similarities
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
+
+AskAhead = Callable[[list[NodeWithScore]], Speculation | None]
+"""Asks the engine for what follows from the nodes of a stage; ``None`` if nothing can be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOverlap:
+    """What the engine does during one search, in place of prefilling the prompt's documents, and who hears of it.
+
+    ``ask_ahead`` asks ``engine``; without one the retriever does what it always does, or nothing at all where
+    ``skipped_because`` says why. ``on_result`` gets what the search came to, and owns its speculation.
+    """
+
+    engine: Engine | None
+    ask_ahead: AskAhead | None
+    on_result: Callable[[PipelineResult], None]
+    skipped_because: str | None = None
+    timeout_s: float | None = None
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -36,69 +66,179 @@ class RAGCacheRetriever(BaseRetriever):
     answer of the unmodified index. The ``engine`` recognises the documents in later requests, whoever lays out the
     prompt. An empty store has no nodes, and one with fewer than ``similarity_top_k`` returns all.
 
+    The engine also prefills the prompt's beginning with the documents of each stage while the search goes on, and drops
+    what the next stage proves wrong; a :class:`SpeculationEvent` tells of it. It needs to know the prompt: from
+    :meth:`engine.bind_prompt() <ragcache_core.client.asking.ServerDoor.bind_prompt>`, or from the first request. In a
+    :class:`RAGCacheQueryEngine` it answers already.
+
     Args:
-        store: a document store, or a vector store over one.
+        store: a document store, a vector store over one, shards, or any other source of stages.
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
         stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
             its time.
         embed_model: the model that embedded the nodes.
+        prompt: the prompt that shows the documents; by default the one that the engine knows.
+        document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
+        search_timeout_s: the longest that a search may take.
+        speculate: whether the engine works ahead during a search.
 
     Raises:
-        ConfigError: ``similarity_top_k`` is not positive.
+        ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, ``store`` is nothing that can be
+            searched in stages, or an ``embed_model`` is given for one that takes no vectors.
+        SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 
     def __init__(
         self,
-        store: DocumentStore | StagedFAISSVectorStore,
+        store: DocumentStore | StagedFAISSVectorStore | ShardedStore | StageSource,
         engine: Engine | None = None,
         *,
         similarity_top_k: int = 2,
         stages: int | Sequence[float] | None = None,
         embed_model: BaseEmbedding | None = None,
+        prompt: BoundPrompt | None = None,
+        document_order: DocumentOrder = "retrieval",
+        search_timeout_s: float | None = None,
+        speculate: bool = True,
         callback_manager: CallbackManager | None = None,
         **kwargs: Any,
     ) -> None:
         if similarity_top_k < 1:
             raise ConfigError(f"similarity_top_k is {similarity_top_k}: ask for at least 1 node")
+        check_timeout(search_timeout_s)
         super().__init__(callback_manager=callback_manager, **kwargs)
         self._store = store.client if isinstance(store, StagedFAISSVectorStore) else store
+        self._source = as_source(self._store, stages=stages)
+        if embed_model is not None and not isinstance(self._store, DocumentStore | ShardedStore):
+            raise ConfigError(f"{store!r:.80} is searched by text: leave embed_model out")
         self._engine = engine
         self._similarity_top_k = similarity_top_k
         self._stages = stages
         self._embed_model = embed_model
+        self._prompt = prompt
+        self._document_order = document_order
+        self._search_timeout_s = search_timeout_s
+        self._speculate = speculate
+        self._overlap: SearchOverlap | None = None
+
+    def overlapped(self, overlap: SearchOverlap) -> RAGCacheRetriever:
+        """Return this retriever for one search, during which the engine does what ``overlap`` says."""
+        retriever = copy.copy(self)  # LlamaIndex's retrieve() takes the query and nothing else
+        retriever._overlap = overlap
+        return retriever
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        if query_bundle.embedding is None and self._embed_model is not None:
-            embedding = self._embed_model.get_agg_embedding_from_queries(query_bundle.embedding_strs)
-            query_bundle = QueryBundle(query_bundle.query_str, embedding=embedding)
-        # The search is asynchronous; a loop of its own, in its own thread, works under a running one too.
-        with ThreadPoolExecutor(1, "ragcache-retrieve") as thread:
-            return thread.submit(copy_context().run, asyncio.run, self._aretrieve(query_bundle)).result()
+        model, texts = self._embed_model, query_bundle.embedding_strs
+        if model is None:
+            return run_blocking(lambda: self._search(query_bundle, None))
+        embed = partial(in_thread, lambda: model.get_agg_embedding_from_queries(texts))
+        return run_blocking(lambda: self._search(query_bundle, embed))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        span_id = active_span_id.get()
-        k = min(self._similarity_top_k, len(self._store))
-        if k == 0:
-            return []
-        async with aclosing(await self._search(query_bundle, k)) as updates:
-            async for update in updates:
-                dispatcher.event(RetrievalStageEvent.from_update(update, query=query_bundle.query_str, span_id=span_id))
-        nodes = [node_from_document(document) for document in update.documents]
-        if self._engine is not None:
-            self._engine.remember_documents(shown_document(node) for node in nodes)
-        scores = similarities(update, self._store.metric)
-        return [NodeWithScore(node=node, score=score) for node, score in zip(nodes, scores, strict=True)]
+        model, texts = self._embed_model, query_bundle.embedding_strs
+        if model is None:
+            return await self._search(query_bundle, None)
+        return await self._search(query_bundle, lambda: model.aget_agg_embedding_from_queries(texts))
 
-    async def _search(self, query: QueryBundle, k: int) -> Any:
-        embedding = query.embedding
-        if embedding is None and self._embed_model is not None:
-            embedding = await self._embed_model.aget_agg_embedding_from_queries(query.embedding_strs)
+    async def _search(
+        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None
+    ) -> list[NodeWithScore]:
+        engine, overlap, timeout_s = self._engine, self._overlap, self._search_timeout_s
+        found = _FoundNodes(getattr(self._store, "metric", None))
+        ask_ahead = None if engine is None else _prefill(engine, self._prompt)
+        if overlap is not None:
+            timeout_s = timeout_s if overlap.timeout_s is None else overlap.timeout_s
+            if overlap.ask_ahead is not None:
+                engine, ask_ahead = overlap.engine, overlap.ask_ahead
+            elif overlap.skipped_because is not None:
+                ask_ahead = None
+        result = await run_pipeline(
+            self._updates(query, embed, found),
+            engine,
+            _NodesAhead(found, ask_ahead) if ask_ahead is not None and self._speculate else None,
+            timeout_s=timeout_s,
+            on_event=partial(publish, query=query.query_str, span_id=active_span_id.get()),
+            arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine),
+        )
+        if overlap is not None:
+            why = overlap.skipped_because or result.report.skipped_because
+            overlap.on_result(replace(result, report=replace(result.report, skipped_because=why)))
+        nodes = found.nodes(result.documents)
+        for told in {self._engine, engine}:
+            if told is not None:
+                told.remember_documents([shown_document(n.node) for n in nodes], query=query.query_str)
+        return nodes
+
+    async def _updates(
+        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, found: _FoundNodes
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        async with aclosing(await self._stages_of(query, embed)) as updates:
+            async for update in updates:
+                found.note(update)
+                yield update
+
+    async def _stages_of(
+        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        store, k = self._store, self._similarity_top_k
+        if not isinstance(store, DocumentStore | ShardedStore):
+            return self._source.stages(query.query_str, k)
+        if len(store) == 0:
+            return _nothing()
+        embedding = await embed() if query.embedding is None and embed is not None else query.embedding
         if embedding is not None:
-            return self._store.search_vector_staged(embedding, k, stages=self._stages)
-        if isinstance(self._store.embedder, PrecomputedEmbedder):
+            return store.search_vector_staged(embedding, min(k, len(store)), stages=self._stages)
+        if isinstance(store.embedder, PrecomputedEmbedder):
+            where = store.path if isinstance(store, DocumentStore) else "the shards"
             raise ConfigError(
-                f"{self._store.path} cannot embed a query, its nodes were embedded elsewhere: give RAGCacheRetriever "
-                "the embed_model that did it"
+                f"{where} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever the "
+                "embed_model that did it"
             )
-        return self._store.search_staged(query.query_str, k, stages=self._stages)
+        return self._source.stages(query.query_str, min(k, len(store)))
+
+    def _arranged(self, engine: Engine | None, documents: Sequence[Document]) -> Sequence[Document]:
+        if engine is not None:
+            return engine.arrange_documents(documents, self._document_order).documents
+        return [documents[i] for i in arrange([d.doc_id for d in documents], self._document_order, None)]
+
+
+class _FoundNodes:
+    """A search's documents as nodes with the scores that were told so far."""
+
+    def __init__(self, metric: Metric | None) -> None:
+        self._metric = metric
+        self._scores: dict[DocId, float] = {}
+
+    def note(self, update: RetrievalUpdate) -> None:
+        scored = list(zip(update.documents, similarities(update, self._metric), strict=False))
+        self._scores.update((d.doc_id, score) for d, score in reversed(scored) if not math.isnan(score))
+
+    def nodes(self, documents: Sequence[Document]) -> list[NodeWithScore]:
+        return [NodeWithScore(node=node_from_document(d), score=self._scores.get(d.doc_id)) for d in documents]
+
+
+@dataclass(frozen=True, slots=True)
+class _NodesAhead:
+    """Asks ahead with a stage's documents as the nodes that would be returned."""
+
+    found: _FoundNodes
+    ask_ahead: AskAhead
+
+    def start(self, documents: Sequence[Document]) -> Speculation | None:
+        return self.ask_ahead(self.found.nodes(documents))
+
+
+def _prefill(engine: Engine, prompt: BoundPrompt | None) -> AskAhead:
+    """Return what has ``engine`` prefill what a prompt begins with: its static part and the nodes of a stage."""
+
+    def ask(nodes: list[NodeWithScore]) -> Speculation | None:
+        bound = prompt or engine.bound_prompt
+        known = bound and bound.prefix(nodes, [shown_document(n.node) for n in nodes])
+        return engine.warm(known) if known else None
+
+    return ask
+
+
+async def _nothing() -> AsyncGenerator[RetrievalUpdate, None]:
+    yield RetrievalUpdate((), (), 0, is_final=True)

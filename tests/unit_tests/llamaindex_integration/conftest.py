@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ from llama_index.core.instrumentation.events import BaseEvent
 from pydantic import Field
 
 from ragcache_core.client import Engine
-from ragcache_integrations.llamaindex import RAGCacheLLM
-from tests.scripted_server import ScriptedServer
+from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
+from tests.scripted_server import IDLE, ScriptedServer, Seen
+from tests.unit_tests.langchain_integration.scripted_source import ScriptedSource, Stage
 
 MODEL = "examples/demo_model"
 
@@ -53,3 +54,26 @@ def event_log() -> Iterator[EventLog]:
     root.add_event_handler(log)
     yield log
     root.event_handlers.remove(log)
+
+
+@pytest.fixture
+def idle(server: ScriptedServer) -> None:
+    """The server is RAGCache's, and has nothing to do: it takes speculations."""
+    server.load = IDLE
+
+
+@pytest.fixture
+def generations(server: ScriptedServer) -> Callable[[], list[Seen]]:
+    """The requests for an answer that the server has seen."""
+    return lambda: [r for r in server.requests if r.path == "/v1/chat/completions"]
+
+
+@pytest.fixture
+def make_engine(scripted: Engine, llm: RAGCacheLLM) -> Callable[..., RAGCacheQueryEngine]:
+    """Makes a query engine over a source of stages."""
+
+    def made(*stages: Stage, is_endless: bool = False, retriever: Any = None, **settings: Any) -> RAGCacheQueryEngine:
+        found = {"retriever": retriever or RAGCacheRetriever(ScriptedSource(stages, is_endless), scripted)}
+        return RAGCacheQueryEngine(**{**found, "llm": llm, **settings})
+
+    return made

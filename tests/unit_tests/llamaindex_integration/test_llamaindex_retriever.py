@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +18,22 @@ from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import ConfigError, SearchError
+from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval import DocumentStore
-from ragcache_core.types import Document
+from ragcache_core.retrieval.shards import ShardedStore
+from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex import (
     RAGCacheLLM,
     RAGCacheQueryEngine,
     RAGCacheRetriever,
     RetrievalStageEvent,
+    SpeculationEvent,
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
 from tests.scripted_server import ScriptedServer
+from tests.unit_tests.langchain_integration.scripted_source import ScriptedSource, Stage
 from tests.unit_tests.llamaindex_integration.conftest import EventLog
 
 TEXTS = {
@@ -136,3 +143,88 @@ async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path:
     response = await RAGCacheQueryEngine(retriever, llm).aquery("Who is a pilot born in Nalna?")
     assert "Document: kind: x\n\nMel Anvik is a pilot" in str(response)
     vector_store.close()
+
+
+# Sources, and what the engine does meanwhile
+
+
+async def test_shards_are_searched_as_one_store(tmp_path: Path) -> None:
+    embedder = TfidfSvdEmbedding(list(TEXTS.values()), dimension=16)
+    with (
+        DocumentStore.create(tmp_path / "one", metric="l2", embedder=embedder) as one,
+        DocumentStore.create(tmp_path / "other", metric="l2", embedder=embedder) as other,
+    ):
+        one.add([Document("zor", TEXTS["zor"]), Document("sea", TEXTS["sea"])])
+        other.add([Document("mel", TEXTS["mel"])])
+        nodes = await both_ways(RAGCacheRetriever(ShardedStore([one, other]), similarity_top_k=10), "a pilot of Nalna")
+        assert [nodes[0].node.node_id, {n.node.node_id for n in nodes}] == ["mel", set(TEXTS)]
+        scores = [n.score or 0.0 for n in nodes]
+        assert 1.0 >= scores[0] > scores[1] > scores[2] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [((0.0, 1.0), [1.0, 0.5]), ((3.0, 2.0), [3.0, 2.0]), ((math.nan, math.nan), [None, None]), ((), [None, None])],
+)
+async def test_any_source_of_stages_is_searched_and_its_scores_grow_with_nearness(
+    scores: tuple[float, ...], expected: list[float | None]
+) -> None:
+    class Source:
+        async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+            yield RetrievalUpdate((Document("a", query), Document("b", str(k))), scores, 0, is_final=True)
+
+    nodes = await both_ways(RAGCacheRetriever(Source(), similarity_top_k=7), "Who?")
+    assert [n.node.get_content() for n in nodes] == ["Who?", "7"]
+    assert [n.score for n in nodes] == expected
+
+
+def test_what_cannot_be_searched_in_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no source of stages"):
+        RAGCacheRetriever(object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="leave embed_model out"):
+        RAGCacheRetriever(ScriptedSource(()), embed_model=TfidfSvdEmbedding(["one text", "another text"]))
+
+
+async def test_documents_come_in_the_order_that_is_asked_for(scripted: Engine) -> None:
+    for engine in (None, scripted):
+        source = ScriptedSource((Stage("sun moon mars"), Stage("sun mars moon")))
+        nodes = await both_ways(RAGCacheRetriever(source, engine, document_order="canonical"), "Who?")
+        assert [(n.node.node_id, n.score) for n in nodes] == [("mars", 0.5), ("moon", 1 / 3), ("sun", 1.0)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_the_beginning_of_a_bound_prompt_is_prefilled_during_the_search(
+    is_async: bool, scripted: Engine, server: ScriptedServer, idle: None, event_log: EventLog
+) -> None:
+    stages = Stage("mars"), Stage("moon", once=lambda: len(server.requests) == 1)
+    source = ScriptedSource((*stages, Stage("moon", once=lambda: len(server.requests) == 2)))
+    retriever = RAGCacheRetriever(source, scripted, prompt=scripted.bind_prompt(PromptLayout()))
+    nodes = await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
+    assert [n.node.node_id for n in nodes] == ["moon"]
+    assert [[d["id"] for d in r.documents] for r in server.requests] == [["mars"], ["moon"]]
+    assert {(r.path, r.body["max_tokens"]) for r in server.requests} == {("/v1/completions", 1)}
+    assert [e.kind for e in event_log.of(SpeculationEvent)][-1] == "confirm"
+
+    server.clear()
+    retriever = RAGCacheRetriever(ScriptedSource((Stage("mars"), Stage("moon"))), scripted, speculate=False)
+    await both_ways(retriever, "Who?")
+    assert not server.requests
+
+
+async def test_the_embedding_of_a_query_is_part_of_the_search(store: DocumentStore) -> None:
+    is_over = threading.Event()
+
+    class StuckEmbedding(TfidfSvdEmbedding):
+        def _get_query_embedding(self, query: str) -> list[float]:
+            is_over.wait(30.0)
+            return super()._get_query_embedding(query)
+
+        async def _aget_query_embedding(self, query: str) -> list[float]:
+            return await asyncio.to_thread(self._get_query_embedding, query)
+
+    stuck = StuckEmbedding(list(TEXTS.values()))
+    retriever = RAGCacheRetriever(store, embed_model=stuck, search_timeout_s=0.05)
+    for retrieve in (partial(asyncio.to_thread, retriever.retrieve), retriever.aretrieve):
+        with pytest.raises(SearchTimeoutError):
+            await retrieve("Who is a pilot?")
+    is_over.set()
