@@ -1,4 +1,4 @@
-"""RAGCache at LangChain's door: a chat model, a vector store, a retriever and a callback handler.
+"""RAGCache at LangChain's door: a chat model, a vector store, a retriever, a chain that overlaps them, and callbacks.
 
 ::
 
@@ -11,6 +11,9 @@
         | StrOutputParser()
     )
     chain.invoke("Who founded Nalna?", {"callbacks": [CacheStatsCallbackHandler()]})
+
+With ``engine.bind_prompt(prompt, format_documents)`` such a chain prefills while it searches; :class:`SpeculativeRAG`
+also generates.
 """
 
 from ragcache_core.errors import ConfigError
@@ -29,6 +32,7 @@ from ragcache_integrations.langchain.chat_model import ChatRAGCache
 from ragcache_integrations.langchain.documents import to_core, to_langchain
 from ragcache_integrations.langchain.embeddings import TfidfSvdEmbeddings
 from ragcache_integrations.langchain.retriever import RAGCacheRetriever
+from ragcache_integrations.langchain.speculative_rag import SpeculativeRAG
 from ragcache_integrations.langchain.vectorstore import StagedFAISS
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "ChatRAGCache",
     "DocumentHits",
     "RAGCacheRetriever",
+    "SpeculativeRAG",
     "StagedFAISS",
     "TfidfSvdEmbeddings",
     "format_documents",

@@ -14,6 +14,7 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 
 from ragcache_core.stats import RequestStats, request_stats_from_dict
 from ragcache_core.types import DocId
+from ragcache_integrations.langchain.events import SPECULATION_EVENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class CacheSummary:
     ``ttft_s`` holds the times to first token that are known, and ``queue_s`` the times before the engine scheduled a
     request, oldest first. ``num_unfinished`` counts model calls without statistics: they failed, were closed early, or
     ran elsewhere.
+
+    While documents were searched, the engine worked ahead ``num_speculations`` times, ``num_confirmed_speculations`` of
+    them with the documents that were found: ``hidden_search_s`` seconds of searching cost no time.
     """
 
     num_requests: int = 0
@@ -44,6 +48,9 @@ class CacheSummary:
     num_disk_tokens: int = 0
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
+    num_speculations: int = 0
+    num_confirmed_speculations: int = 0
+    hidden_search_s: float = 0.0
     ttft_s: tuple[float, ...] = ()
     queue_s: tuple[float, ...] = ()
     documents: dict[DocId, DocumentHits] = field(default_factory=dict)
@@ -67,7 +74,8 @@ _SUMMED = (
 
 
 class CacheStatsCallbackHandler(BaseCallbackHandler):
-    """Collects the :class:`~ragcache_core.stats.RequestStats` of every ``ChatRAGCache`` call that it sees.
+    """Collects the :class:`~ragcache_core.stats.RequestStats` of every ``ChatRAGCache`` call that it sees, and sums up
+    how much searching was hidden.
 
     Pass it as a callback to a chain, an agent or a model: ``chain.invoke(question, {"callbacks": [handler]})``. It may
     be shared by threads and by event loops. The statistics of the last ``num_runs_kept`` runs are kept, sums of all.
@@ -84,6 +92,7 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         with self._lock:
             self._runs: deque[tuple[UUID, RequestStats]] = deque(maxlen=self._num_runs_kept)
             self._sums: Counter[str] = Counter()
+            self._hidden_search_s = 0.0
             self._documents: dict[DocId, DocumentHits] = {}
 
     @property
@@ -97,7 +106,13 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         with self._lock:
             ttft_s = tuple(stats.ttft_s for _, stats in self._runs if stats.ttft_s is not None)
             queue_s = tuple(stats.queue_s for _, stats in self._runs if stats.queue_s is not None)
-            return CacheSummary(**self._sums, ttft_s=ttft_s, queue_s=queue_s, documents=dict(self._documents))
+            return CacheSummary(
+                **self._sums,
+                hidden_search_s=self._hidden_search_s,
+                ttft_s=ttft_s,
+                queue_s=queue_s,
+                documents=dict(self._documents),
+            )
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         """Take the statistics out of a finished model run."""
@@ -112,6 +127,18 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         """Count a model run that failed, or whose stream was closed early."""
         with self._lock:
             self._sums["num_unfinished"] += 1
+
+    def on_custom_event(self, name: str, data: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        """Count what the engine was asked ahead of a search's end."""
+        if name != SPECULATION_EVENT:
+            return
+        with self._lock:
+            match data["event"]:
+                case "start":
+                    self._sums["num_speculations"] += 1
+                case "confirm":
+                    self._sums["num_confirmed_speculations"] += 1
+                    self._hidden_search_s += data["hidden_search_s"]
 
     def _add(self, run_id: UUID, stats: RequestStats) -> None:
         self._runs.append((run_id, stats))
@@ -130,9 +157,10 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         tiers = ((s.num_gpu_tokens, "GPU"), (s.num_host_tokens, "host"), (s.num_disk_tokens, "disk"))
         told = ": " + ", ".join(f"{n} {name}" for n, name in tiers) if any(n for n, _ in tiers) else ""
         ttft = f", ttft {sum(s.ttft_s) / len(s.ttft_s):.3f} s on average" if s.ttft_s else ""
+        hidden = f", {s.hidden_search_s:.3f} s of searching hidden" if s.num_confirmed_speculations else ""
         return (
             f"<{type(self).__name__}: {s.num_requests} requests, {s.num_cached_tokens} of {s.num_prompt_tokens} prompt "
-            f"tokens cached ({s.hit_rate:.0%}{told}){ttft}>"
+            f"tokens cached ({s.hit_rate:.0%}{told}){ttft}{hidden}>"
         )
 
 

@@ -19,12 +19,19 @@ from langchain_core.prompts import ChatPromptTemplate
 from ragcache_core.prompt import PromptLayout
 from ragcache_integrations.langchain.documents import AnyDocument, to_core
 
+RANK_KEY = "relevance_rank"
+"""Key of a document's metadata for its place in the search's result, where the retriever returned another order."""
+
 _DEFAULT = PromptLayout()
 
 
 def format_documents(documents: Iterable[AnyDocument], layout: PromptLayout = _DEFAULT) -> str:
-    """Return the documents as the prompt shows them, in the order given."""
-    return layout.context(to_core(documents))
+    """Return the documents as the prompt shows them, in the order given; the ``relevance_hint`` follows them."""
+    shown = to_core(documents)
+    ranks = {d.doc_id: rank for d in shown if isinstance(rank := d.metadata.get(RANK_KEY), int)}
+    is_ranked = len(ranks) == len(shown)
+    hint = layout.hint(shown, sorted(shown, key=lambda d: ranks[d.doc_id]) if is_ranked else None)
+    return layout.document_separator.join(filter(None, (layout.context(shown), hint)))
 
 
 def prompt_from_layout(layout: PromptLayout = _DEFAULT) -> ChatPromptTemplate:

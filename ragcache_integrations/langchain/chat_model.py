@@ -21,6 +21,7 @@ from pydantic import Field, PrivateAttr, SecretStr
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.plan import merge_bodies
+from ragcache_core.client.speculating import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import Document
@@ -112,6 +113,36 @@ class ChatRAGCache(BaseChatOpenAI):
         """Return a runnable that answers with an instance of ``schema``; by default vLLM's grammar enforces it."""
         return super().with_structured_output(schema, method=method, **kwargs)
 
+    def connect(self) -> Engine:
+        """Return the engine that answers, connecting to it at the first call."""
+        engine = self.engine or self._connected
+        if engine is not None:
+            return engine
+        with self._connecting:
+            if self._connected is None:
+                assert isinstance(self.openai_api_key, SecretStr)
+                assert self.openai_api_base is not None
+                engine = Engine.connect(self.openai_api_base, api_key=self.openai_api_key.get_secret_value())
+                self._use_clients_of(engine)
+                self._connected = engine
+            return self._connected
+
+    def speculate(
+        self, messages: list[BaseMessage], stop: list[str] | None = None, *, is_streamed: bool, **kwargs: Any
+    ) -> Speculation:
+        """Ask ahead what a call with the same arguments will ask: that call takes the answer over. No callback is told.
+
+        See :meth:`ServerDoor.speculate <ragcache_core.client.asking.ServerDoor.speculate>`, also for the errors.
+        """
+
+        def ask() -> None:
+            if is_streamed:
+                next(self._stream(messages, stop, **kwargs), None)
+            else:
+                self._generate(messages, stop, **kwargs)
+
+        return self.connect().speculate(ask)
+
     def close(self) -> None:
         """Close the connection that this model opened itself. An engine that was passed in stays open."""
         if self._connected is not None:
@@ -126,14 +157,14 @@ class ChatRAGCache(BaseChatOpenAI):
 
     def get_token_ids(self, text: str) -> list[int]:
         with translate_errors():
-            return list(self._ready_engine().tokenize(text))
+            return list(self.connect().tokenize(text))
 
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None, **kwargs: Any
     ) -> int:
         """Return the length of the prompt that the chat template makes of ``messages``; tools are not counted."""
         with translate_errors():
-            return len(self._ready_engine().tokenize(self._get_request_payload(list(messages))["messages"]))
+            return len(self.connect().tokenize(self._get_request_payload(list(messages))["messages"]))
 
     # The four ways to ask. Each plans, delegates, and reports.
 
@@ -213,7 +244,7 @@ class ChatRAGCache(BaseChatOpenAI):
         return converted
 
     def _plan(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> _Call:
-        engine = self._ready_engine()
+        engine = self.connect()
         kwargs = dict(kwargs)
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
@@ -221,20 +252,6 @@ class ChatRAGCache(BaseChatOpenAI):
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)
-
-    def _ready_engine(self) -> Engine:
-        """Return the engine, connecting at the first call."""
-        engine = self.engine or self._connected
-        if engine is not None:
-            return engine
-        with self._connecting:
-            if self._connected is None:
-                assert isinstance(self.openai_api_key, SecretStr)
-                assert self.openai_api_base is not None
-                engine = Engine.connect(self.openai_api_base, api_key=self.openai_api_key.get_secret_value())
-                self._use_clients_of(engine)
-                self._connected = engine
-            return self._connected
 
     def _use_clients_of(self, engine: Engine) -> None:
         http, http_async = engine.http_client(), engine.http_async_client()

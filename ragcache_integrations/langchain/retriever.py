@@ -1,31 +1,46 @@
-"""A retriever that searches in stages and tells the engine what it found."""
+"""A retriever that searches in stages, tells the engine what it found, and has it work ahead meanwhile."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
 
-from langchain_core.callbacks import (
-    AsyncCallbackManagerForRetrieverRun,
-    CallbackManagerForRetrieverRun,
-    adispatch_custom_event,
-    dispatch_custom_event,
-)
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
 from pydantic import ConfigDict, Field
 
 from ragcache_core.client import Engine
+from ragcache_core.client.binding import BoundPrompt
+from ragcache_core.client.pipeline import PipelineResult, Speculator, run_pipeline
+from ragcache_core.client.speculating import Speculation
+from ragcache_core.ordering import DocumentOrder, arrange
 from ragcache_core.retrieval import DocumentStore
-from ragcache_core.types import RetrievalUpdate
+from ragcache_core.retrieval.shards import ShardedStore
+from ragcache_core.retrieval.sources import StageSource, as_source
+from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_integrations.langchain.chain import RANK_KEY
 from ragcache_integrations.langchain.documents import to_langchain
+from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
 from ragcache_integrations.langchain.vectorstore import StagedFAISS
 
-CANDIDATES_EVENT = "ragcache.candidates"
-"""Custom event of each stage: ``{"query", "stage", "is_final", "doc_ids", "scores"}``."""
+
+@dataclass(frozen=True, slots=True)
+class SearchOverlap:
+    """What the engine does during one search, in place of prefilling the prompt's documents, and who hears of it.
+
+    ``speculator`` asks ``engine`` ahead, with the documents of a stage; without one the retriever does what it always
+    does. ``on_result`` gets what the search came to, and owns its speculation.
+    """
+
+    engine: Engine | None
+    speculator: Speculator | None
+    on_result: Callable[[PipelineResult], None]
+    timeout_s: float | None = None
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -34,60 +49,111 @@ class RAGCacheRetriever(BaseRetriever):
     It dispatches what it knows after each stage of the search as a custom event ``ragcache.candidates``; what it
     returns, streamed or not, is the final result, once. With ``engine=``, the engine that the chat model uses too, the
     documents are recognised in the prompt of an ordinary chain: ``retriever | format_docs`` loses nothing but the ids.
+
+    That engine also prefills the prompt's beginning with the documents of each stage while the search goes on, and
+    drops what the next stage proves wrong; ``ragcache.speculation`` events tell of it. It needs to know the prompt:
+    from :meth:`engine.bind_prompt() <ragcache_core.client.asking.ServerDoor.bind_prompt>`, or from the first request.
+
+    Raises:
+        SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    store: StagedFAISS | DocumentStore = Field(exclude=True, repr=False)
+    store: StagedFAISS | DocumentStore | ShardedStore | StageSource = Field(exclude=True, repr=False)
+    """What is searched: a store, shards of one, or any other source of stages."""
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
+    prompt: BoundPrompt | None = Field(default=None, exclude=True, repr=False)
+    """The prompt that shows the documents; by default the one that the engine knows."""
     k: int = Field(default=4, ge=1)
     """How many documents to return; a call may ask for another number, ``retriever.invoke(query, k=2)``."""
     stages: int | Sequence[float] | None = None
     """Number of stages, or increasing shares of the work that end in 1. By default by the size of the store."""
+    document_order: DocumentOrder = "retrieval"
+    """``canonical`` and ``cache_aware`` return the documents in an order that finds more of them cached; their metadata
+    holds their ``relevance_rank`` then, for the prompt's ``relevance_hint``."""
+    search_timeout_s: float | None = Field(default=None, gt=0)
+    speculate: bool = True
+    """Whether the engine works ahead during a search."""
 
     def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun,
+        k: int | None = None,
+        overlap: SearchOverlap | None = None,
     ) -> list[LangChainDocument]:
-        config = RunnableConfig(callbacks=run_manager.get_child())
-
-        async def search() -> list[LangChainDocument]:
-            async with aclosing(self._updates(query, k)) as updates:
-                async for update in updates:
-                    dispatch_custom_event(CANDIDATES_EVENT, _event(query, update), config=config)
-                    if update.is_final:
-                        return self._found(update)
-            return []
-
-        # A loop of its own: the search is asynchronous, and this thread's loop may be running (in a notebook).
-        with ThreadPoolExecutor(1, "ragcache-retriever") as thread:
-            return thread.submit(asyncio.run, search()).result()
+        on_event = dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()))
+        return run_blocking(lambda: self._search(query, k, overlap, on_event))
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
+        self,
+        query: str,
+        *,
+        run_manager: AsyncCallbackManagerForRetrieverRun,
+        k: int | None = None,
+        overlap: SearchOverlap | None = None,
     ) -> list[LangChainDocument]:
-        config = RunnableConfig(callbacks=run_manager.get_child())
-        async with aclosing(self._updates(query, k)) as updates:
+        on_event = async_dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()))
+        return await self._search(query, k, overlap, on_event)
+
+    async def _search(
+        self, query: str, k: int | None, overlap: SearchOverlap | None, on_event: Listener
+    ) -> list[LangChainDocument]:
+        engine, speculator, timeout_s = self.engine, self._warmer(), self.search_timeout_s
+        if overlap is not None:
+            timeout_s = overlap.timeout_s or timeout_s
+            if overlap.speculator is not None:
+                engine, speculator = overlap.engine, overlap.speculator
+        result = await run_pipeline(
+            self._updates(query, self.k if k is None else k),
+            engine,
+            speculator if self.speculate else None,
+            timeout_s=timeout_s,
+            on_event=on_event,
+            arrange=None if self.document_order == "retrieval" else partial(self._arranged, engine),
+        )
+        if overlap is not None:
+            overlap.on_result(result)
+        for told in {self.engine, engine}:
+            if told is not None:
+                told.remember_documents(result.documents, query=query)
+        return [to_langchain(document) for document in result.documents]
+
+    async def _updates(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate]:
+        store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
+        if isinstance(store, DocumentStore | ShardedStore):
+            k = min(k, len(store))
+        if k <= 0:
+            yield RetrievalUpdate((), (), 0, is_final=True)
+            return
+        async with aclosing(as_source(store, stages=self.stages).stages(query, k)) as updates:
             async for update in updates:
-                await adispatch_custom_event(CANDIDATES_EVENT, _event(query, update), config=config)
-                if update.is_final:
-                    return self._found(update)
-        return []
+                yield update
 
-    def _updates(self, query: str, k: int | None) -> AsyncGenerator[RetrievalUpdate]:
-        store = self.store if isinstance(self.store, StagedFAISS) else StagedFAISS(self.store)
-        return store.asimilarity_search_staged(query, self.k if k is None else k, stages=self.stages)
+    def _arranged(self, engine: Engine | None, documents: Sequence[Document]) -> Sequence[Document]:
+        if engine is not None:
+            arranged: Sequence[Document] = engine.arrange_documents(documents, self.document_order).documents
+        else:
+            arranged = [documents[i] for i in arrange([d.doc_id for d in documents], self.document_order, None)]
+        if list(arranged) == list(documents):
+            return documents
+        ranks = {document.doc_id: rank for rank, document in enumerate(documents, 1)}
+        return [replace(d, metadata={**d.metadata, RANK_KEY: ranks[d.doc_id]}) for d in arranged]
 
-    def _found(self, update: RetrievalUpdate) -> list[LangChainDocument]:
-        if self.engine is not None:
-            self.engine.remember_documents(update.documents)
-        return [to_langchain(document) for document in update.documents]
+    def _warmer(self) -> Speculator | None:
+        return None if self.engine is None else _PromptWarmer(self.engine, self.prompt)
 
 
-def _event(query: str, update: RetrievalUpdate) -> dict[str, object]:
-    return {
-        "query": query,
-        "stage": update.stage,
-        "is_final": update.is_final,
-        "doc_ids": [d.doc_id for d in update.documents],
-        "scores": [float(score) for score in update.scores],
-    }
+@dataclass(frozen=True, slots=True)
+class _PromptWarmer:
+    """Has an engine prefill what a prompt begins with: its static part and the documents of a stage."""
+
+    engine: Engine
+    prompt: BoundPrompt | None
+
+    def start(self, documents: Sequence[Document]) -> Speculation | None:
+        prompt = self.prompt or self.engine.bound_prompt
+        known = prompt and prompt.prefix([to_langchain(document) for document in documents], documents)
+        return self.engine.warm(known) if known else None

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_integrations.langchain import ChatRAGCache
-from tests.scripted_server import ScriptedServer
+from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
+from tests.scripted_server import IDLE, ScriptedServer, Seen
+from tests.unit_tests.langchain_integration.scripted_source import ScriptedSource, Stage
 
 DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 API_KEY = "test-key"
@@ -26,6 +28,7 @@ def server(_server: ScriptedServer) -> ScriptedServer:
     _server.clear()
     _server.rules = ()
     _server.cache = None
+    _server.load = None
     return _server
 
 
@@ -51,3 +54,27 @@ def eventually() -> Callable[[Callable[[], bool]], bool]:
         return condition()
 
     return wait
+
+
+@pytest.fixture
+def idle(server: ScriptedServer) -> None:
+    """The server is RAGCache's, and has nothing to do: it takes speculations."""
+    server.load = IDLE
+
+
+@pytest.fixture
+def generations(server: ScriptedServer) -> Callable[[], list[Seen]]:
+    """The requests for an answer that the server has seen."""
+    return lambda: [r for r in server.requests if r.path == "/v1/chat/completions"]
+
+
+@pytest.fixture
+def make_rag(engine: Engine, llm: ChatRAGCache) -> Callable[..., SpeculativeRAG]:
+    """Makes a SpeculativeRAG over a source of stages."""
+
+    def made(*stages: Stage, is_endless: bool = False, **settings: Any) -> SpeculativeRAG:
+        source = ScriptedSource(stages, is_endless)
+        retriever = RAGCacheRetriever(store=source, engine=engine, k=2)
+        return SpeculativeRAG(**{"retriever": retriever, "prompt": prompt_from_layout(), "llm": llm, **settings})
+
+    return made

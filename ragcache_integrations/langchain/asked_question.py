@@ -1,0 +1,97 @@
+"""One question to :class:`~ragcache_integrations.langchain.speculative_rag.SpeculativeRAG` on its way to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.documents import Document as LangChainDocument
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.prompt_values import PromptValue
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.runnables import Runnable
+
+from ragcache_core.client import Engine
+from ragcache_core.client.pipeline import PipelineResult
+from ragcache_core.client.speculating import Speculation
+from ragcache_core.types import Document
+from ragcache_integrations.langchain.chat_model import STATS_KEY, ChatRAGCache
+from ragcache_integrations.langchain.documents import to_langchain
+from ragcache_integrations.langchain.retriever import SearchOverlap
+
+PIPELINE_KEY = "pipeline"
+"""Key of ``response_metadata["ragcache"]`` for the report of the search, :meth:`PipelineReport.to_dict()
+<ragcache_core.stats.PipelineReport.to_dict>`."""
+
+Documents = list[LangChainDocument]
+Prompt = Runnable[dict[str, Any], PromptValue]
+
+
+class AskedQuestion:
+    """One question: what its prompt is made of, what the search for it came to, and whether that was reported."""
+
+    def __init__(self, question: str, values: Callable[[Documents], dict[str, Any]], prompt: Prompt) -> None:
+        """``values`` makes what ``prompt`` is made of."""
+        self.question = question
+        self.values = values
+        self.engine: Engine | None = None
+        self.speculator: AnswerAhead | None = None
+        self._prompt = prompt
+        self._result: PipelineResult | None = None
+        self._is_answered = False
+        self._is_reported = False
+
+    def messages(self, documents: Sequence[Document]) -> list[BaseMessage]:
+        """Return the messages of the prompt without telling any callback."""
+        values = self.values([to_langchain(document) for document in documents])
+        if isinstance(self._prompt, BasePromptTemplate):
+            return self._prompt.format_prompt(**values).to_messages()
+        return self._prompt.invoke(values, {"callbacks": []}).to_messages()
+
+    def overlap(self, timeout_s: float | None) -> SearchOverlap:
+        """Return what goes on while the search does."""
+        return SearchOverlap(self.engine, self.speculator, self.take, timeout_s)
+
+    def take(self, result: PipelineResult) -> None:
+        self._result = result
+
+    def reported(self, answer: AIMessage, *, is_whole: bool = False) -> AIMessage:
+        """Return an answer, or a chunk of one, with the report if its statistics are there, or if it is whole."""
+        if not self._is_answered:  # whatever the request did not take over by now would only run beside it
+            self._is_answered = True
+            self.close()
+        if self._result is None or not isinstance(answer, AIMessage):
+            return answer
+        stats = answer.response_metadata.get(STATS_KEY)
+        if stats is None and not is_whole:
+            return answer
+        self._is_reported = True
+        report = {STATS_KEY: {**(stats or {}), PIPELINE_KEY: self._result.report.to_dict()}}
+        return answer.model_copy(update={"response_metadata": {**answer.response_metadata, **report}})
+
+    def unreported(self) -> Iterator[AIMessageChunk]:
+        """Yield a last chunk with the report, if the stream of another model had no chunk to take it."""
+        if self._result is not None and not self._is_reported:
+            report = {PIPELINE_KEY: self._result.report.to_dict()}
+            yield AIMessageChunk(content="", response_metadata={STATS_KEY: report})
+
+    def close(self) -> None:
+        """End the speculation, unless a request took it over: the same question asked elsewhere may have."""
+        speculation = self._result and self._result.speculation
+        if isinstance(speculation, Speculation) and not speculation._is_claimed:
+            speculation.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerAhead:
+    """Asks the model for an answer from candidates, just as it will be asked for the one from the final documents."""
+
+    asked: AskedQuestion
+    llm: ChatRAGCache
+    kwargs: Mapping[str, Any]
+    is_streamed: bool
+
+    def start(self, documents: Sequence[Document]) -> Speculation:
+        self.llm.connect().remember_documents(documents, query=self.asked.question)
+        return self.llm.speculate(self.asked.messages(documents), is_streamed=self.is_streamed, **self.kwargs)

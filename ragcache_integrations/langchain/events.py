@@ -1,0 +1,44 @@
+"""Custom events: what a search knows after each of its stages, and what the engine was asked ahead of its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
+from langchain_core.runnables import RunnableConfig
+
+from ragcache_core.client.pipeline import PipelineEvent
+
+CANDIDATES_EVENT = "ragcache.candidates"
+"""Custom event of each stage: ``{"query", "stage", "is_final", "doc_ids", "scores"}``.
+
+``scores`` is empty where the retriever does not tell them."""
+SPECULATION_EVENT = "ragcache.speculation"
+"""Custom event of each speculation: ``{"query", "event", "stage", "doc_ids", "hidden_search_s", "search_s"}``.
+
+``event`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents: so much of the
+search was hidden behind the engine's work) or ``miss`` (the engine had not begun with the final documents)."""
+
+
+Listener = Callable[[PipelineEvent], Awaitable[None] | None]
+
+
+def dispatcher(query: str, config: RunnableConfig) -> Callable[[PipelineEvent], None]:
+    """Return what dispatches the events of a search for ``query``; ``config`` is that of its run's children."""
+    return lambda event: dispatch_custom_event(*_named(query, event), config=config)
+
+
+def async_dispatcher(query: str, config: RunnableConfig) -> Callable[[PipelineEvent], Awaitable[None]]:
+    """Do :func:`dispatcher` for an asynchronous run."""
+    return lambda event: adispatch_custom_event(*_named(query, event), config=config)
+
+
+def _named(query: str, event: PipelineEvent) -> tuple[str, dict[str, Any]]:
+    data: dict[str, Any] = {"query": query, "stage": event.stage, "doc_ids": list(event.doc_ids)}
+    if event.kind == "stage":
+        scores = [float(score) for score in event.scores if not math.isnan(score)]
+        return CANDIDATES_EVENT, {**data, "is_final": event.is_final, "scores": scores}
+    hidden = {"hidden_search_s": event.hidden_search_s, "search_s": event.search_s}
+    return SPECULATION_EVENT, {**data, "event": event.kind, **hidden}

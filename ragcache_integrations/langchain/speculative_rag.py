@@ -1,0 +1,295 @@
+"""Retrieval and generation at the same time: the answer is under way before the search has ended.
+
+::
+
+    rag = SpeculativeRAG(retriever=retriever, prompt=prompt_from_layout(), llm=ChatRAGCache(engine=engine))
+    for text in (rag | StrOutputParser()).stream("Who founded Nalna?"):
+        ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import aclosing, closing
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
+from langchain_core.documents import Document as LangChainDocument
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable
+from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.runnables.config import run_in_executor
+from pydantic import ConfigDict, Field, PrivateAttr
+
+from ragcache_core.client.pipeline import run_pipeline
+from ragcache_core.retrieval.sources import one_stage
+from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.types import DocId, Document
+from ragcache_integrations.langchain.asked_question import AnswerAhead, AskedQuestion, Documents, Prompt
+from ragcache_integrations.langchain.chain import format_documents
+from ragcache_integrations.langchain.chat_model import ChatRAGCache
+from ragcache_integrations.langchain.documents import to_core
+from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
+from ragcache_integrations.langchain.retriever import RAGCacheRetriever
+
+_Result = TypeVar("_Result")
+
+_log = logging.getLogger(__name__)
+
+
+class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
+    """Answers a question from what a retriever finds: ``{"context": retriever | format_docs, ...} | prompt | llm``.
+
+    While the search goes on, the engine already answers from the candidates of each of its stages. Where they turn out
+    to be the final documents, the model's own request takes that answer over; where they do not, it is cancelled and
+    the request is sent as always. Not a token is handed out before the documents are final, and it is the same answer.
+
+    The input is the question, or a mapping that holds it with the prompt's other variables. The output is the model's
+    message; ``response_metadata["ragcache"]["pipeline"]`` (in a stream: of the last chunk) says what was hidden. Prompt
+    and ``format_docs`` run once for each set of candidates, in another thread: they depend on nothing but their input.
+
+    Raises:
+        ValueError: the input holds no question.
+        SearchTimeoutError: the search took longer than ``search_timeout_s``.
+        EngineError, PromptTooLongError, SearchError, ...: of the model and of the retriever.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    retriever: Runnable[str, Documents]
+    """A :class:`RAGCacheRetriever`; any other retriever works too, and its search is one stage that hides nothing."""
+    prompt: Prompt
+    llm: Runnable[LanguageModelInput, AIMessage]
+    """A :class:`ChatRAGCache`, or one with arguments bound; another model answers without speculation."""
+    format_docs: Callable[[Documents], Any] = format_documents
+    context_key: str = "context"
+    question_key: str = "question"
+    search_timeout_s: float | None = Field(default=None, gt=0)
+    """The longest that a search may take; by default the retriever's own."""
+    _has_warned: bool = PrivateAttr(default=False)
+
+    def invoke(self, input: str | dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:  # noqa: A002
+        return self._call_with_config(self._invoke, input, config, **kwargs)
+
+    async def ainvoke(
+        self,
+        input: str | dict[str, Any],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AIMessage:
+        return await self._acall_with_config(self._ainvoke, input, config, **kwargs)
+
+    def stream(
+        self,
+        input: str | dict[str, Any],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AIMessage]:
+        yield from self.transform(iter([input]), config, **kwargs)
+
+    async def astream(
+        self,
+        input: str | dict[str, Any],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessage]:
+        async def one() -> AsyncIterator[str | dict[str, Any]]:
+            yield input
+
+        async with aclosing(_generator(self.atransform(one(), config, **kwargs))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def transform(
+        self,
+        input: Iterator[str | dict[str, Any]],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AIMessage]:
+        yield from self._transform_stream_with_config(input, self._transform, config, **kwargs)
+
+    async def atransform(
+        self,
+        input: AsyncIterator[str | dict[str, Any]],  # noqa: A002
+        config: RunnableConfig | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessage]:
+        chunks = _generator(self._atransform_stream_with_config(input, self._atransform, config, **kwargs))
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    # The four ways to answer. Each searches, asks the model, and leaves nothing behind.
+
+    def _invoke(
+        self,
+        given: str | dict[str, Any],
+        run_manager: CallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> AIMessage:
+        asked = self._asked(given, kwargs, {"async_api": False, "run_manager": run_manager})
+        try:
+            prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
+            return asked.reported(self.llm.invoke(prompt, config, **kwargs), is_whole=True)
+        finally:
+            asked.close()
+
+    async def _ainvoke(
+        self,
+        given: str | dict[str, Any],
+        run_manager: AsyncCallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> AIMessage:
+        asked = await self._aasked(given, kwargs, {"async_api": True, "run_manager": run_manager})
+        try:
+            prompt = await self.prompt.ainvoke(asked.values(await self._aretrieve(asked, config)), config)
+            return asked.reported(await self.llm.ainvoke(prompt, config, **kwargs), is_whole=True)
+        finally:
+            asked.close()
+
+    def _transform(
+        self,
+        inputs: Iterator[str | dict[str, Any]],
+        run_manager: CallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> Iterator[AIMessage]:
+        asked = self._asked(_sum(list(inputs)), kwargs, {"async_api": False, "stream": True})
+        try:
+            prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
+            with closing(cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))) as chunks:
+                yield from map(asked.reported, chunks)
+            yield from asked.unreported()
+        finally:
+            asked.close()
+
+    async def _atransform(
+        self,
+        inputs: AsyncIterator[str | dict[str, Any]],
+        run_manager: AsyncCallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessage]:
+        asked = await self._aasked(_sum([part async for part in inputs]), kwargs, {"async_api": True, "stream": True})
+        try:
+            prompt = await self.prompt.ainvoke(asked.values(await self._aretrieve(asked, config)), config)
+            async with aclosing(_generator(self.llm.astream(prompt, config, **kwargs))) as chunks:
+                async for chunk in chunks:
+                    yield asked.reported(chunk)
+            for chunk in asked.unreported():
+                yield chunk
+        finally:
+            asked.close()
+
+    # Reading the question, and searching
+
+    def _asked(self, given: str | dict[str, Any], kwargs: dict[str, Any], how: dict[str, Any]) -> AskedQuestion:
+        """Return the question, ready to be searched for; ``how`` is what decides whether the model will stream."""
+        variables = dict(given) if isinstance(given, Mapping) else {self.question_key: given}
+        if not isinstance(question := variables.get(self.question_key), str):
+            raise ValueError(  # noqa: TRY004  (what a mapping holds is a value)
+                f"the input holds {question!r:.80} as {self.question_key!r}: pass the question as a string, or a "
+                f"mapping that holds it under {self.question_key!r}"
+            )
+
+        def values(documents: Documents) -> dict[str, Any]:
+            return {**variables, self.context_key: self.format_docs(documents)}
+
+        asked = AskedQuestion(question, values, self.prompt)
+        llm, bound = _unbound(self.llm)
+        bound |= kwargs
+        if isinstance(llm, ChatRAGCache):
+            asked.engine = llm.connect()
+            asked.speculator = AnswerAhead(asked, llm, bound, llm._should_stream(**{**bound, **how}))
+        elif not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s is no ChatRAGCache: it is asked when the search has ended", type(llm).__name__)
+        return asked
+
+    async def _aasked(self, given: str | dict[str, Any], kwargs: dict[str, Any], how: dict[str, Any]) -> AskedQuestion:
+        llm, _ = _unbound(self.llm)
+        if isinstance(llm, ChatRAGCache) and llm.engine is None:
+            await run_in_executor(None, llm.connect)
+        return self._asked(given, kwargs, how)
+
+    def _retrieve(self, asked: AskedQuestion, config: RunnableConfig) -> Documents:
+        if self._is_staged():
+            return self.retriever.invoke(asked.question, config, overlap=asked.overlap(self.search_timeout_s))
+        on_event = dispatcher(asked.question, config)
+        find = partial(_in_thread, lambda: self.retriever.invoke(asked.question, config))
+        return run_blocking(lambda: self._search_at_once(asked, find, on_event))
+
+    async def _aretrieve(self, asked: AskedQuestion, config: RunnableConfig) -> Documents:
+        if self._is_staged():
+            overlap = asked.overlap(self.search_timeout_s)
+            return await self.retriever.ainvoke(asked.question, config, overlap=overlap)
+        on_event = async_dispatcher(asked.question, config)
+        return await self._search_at_once(asked, lambda: self.retriever.ainvoke(asked.question, config), on_event)
+
+    def _is_staged(self) -> bool:
+        return isinstance(_unbound(self.retriever)[0], RAGCacheRetriever)
+
+    async def _search_at_once(
+        self, asked: AskedQuestion, find: Callable[[], Awaitable[Documents]], on_event: Listener
+    ) -> Documents:
+        originals: dict[DocId, LangChainDocument] = {}
+
+        async def found() -> list[Document]:
+            documents = await find()
+            known = to_core(documents)
+            for document, original in zip(known, documents, strict=True):
+                originals.setdefault(document.doc_id, original)
+            return known
+
+        result = await run_pipeline(one_stage(found), None, None, timeout_s=self.search_timeout_s, on_event=on_event)
+        asked.take(replace(result, report=replace(result.report, skipped_because="the retriever has one stage only")))
+        if asked.engine is not None:
+            asked.engine.remember_documents(result.documents, query=asked.question)
+        return [originals[document.doc_id] for document in result.documents]
+
+
+def _unbound(runnable: Runnable[Any, Any]) -> tuple[Runnable[Any, Any], dict[str, Any]]:
+    """Return what ``bind`` and ``with_config`` wrapped, and the arguments that were bound."""
+    kwargs: dict[str, Any] = {}
+    while isinstance(runnable, RunnableBindingBase):
+        kwargs = {**runnable.kwargs, **kwargs}
+        runnable = runnable.bound
+    return runnable, kwargs
+
+
+def _sum(parts: list[Any]) -> Any:
+    """Return the input that arrived in parts, as a stream of the runnable before does."""
+    whole = parts[0] if parts else {}
+    for part in parts[1:]:
+        whole = whole + part
+    return whole
+
+
+def _generator(chunks: AsyncIterator[_Result]) -> AsyncGenerator[_Result]:
+    """Return an iterator of LangChain's as what it is: a generator, which can be closed."""
+    return cast("AsyncGenerator[_Result]", chunks)
+
+
+async def _in_thread(call: Callable[[], _Result]) -> _Result:
+    """Return what a blocking call comes to. It has a thread of its own: one that never returns holds up nobody."""
+    outcome: Future[_Result] = Future()
+
+    def run() -> None:
+        outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="ragcache-retrieve", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
