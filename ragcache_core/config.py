@@ -18,6 +18,8 @@ PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
 """What decides which document leaves a full tier."""
 FrequencyScope = Literal["ghost", "cached"]
 """How long a document's use is remembered: beyond its eviction, or as long as it is cached."""
+QueueOrder = Literal["cache_aware", "fifo"]
+"""Which waiting request is next: the one of which the cache holds most, or the one that came first."""
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a mount of memory, not a place for files)
 _MAX_DEFAULT_HOST_BYTES = 8 << 30
@@ -89,6 +91,17 @@ class CacheConfig(BaseModel):
 
     ghost_size: Annotated[int, Field(ge=0, strict=True)] = 100_000
     """Evicted documents whose uses are remembered (under 1 KiB each); 0 remembers none."""
+
+    queue: QueueOrder = "cache_aware"
+    """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
+    computed (RAGCache §5.2), ``fifo`` the one that came first."""
+
+    queue_window: Annotated[int, Field(ge=0, strict=True)] = 32
+    """No waiting request is overtaken by more later ones than this; 0 lets none overtake."""
+
+    max_prefill_bs: Annotated[int, Field(ge=0, strict=True)] = 4
+    """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3); also
+    the pending prefills above which a client starts none. 0 switches speculation off."""
 
     def __init__(self, **data: object) -> None:
         try:

@@ -67,6 +67,34 @@ def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) ->
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineReport:
+    """How much of one search ran while the engine already worked on its answer. Times in seconds.
+
+    ``search_s`` is from the start of the search to its final documents, in ``num_stages`` stages. ``num_started``
+    speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
+    one was right. ``unhidden_search_s`` is the part of the search before the engine began the confirmed speculation,
+    and all of it without one. ``skipped_because`` says why nothing was sent; ``None`` where something was.
+    """
+
+    search_s: float
+    unhidden_search_s: float
+    num_stages: int
+    num_started: int
+    num_cancelled: int
+    is_confirmed: bool
+    skipped_because: str | None = None
+
+    @property
+    def hidden_search_s(self) -> float:
+        """The part of the search during which the engine worked on the answer."""
+        return self.search_s - self.unhidden_search_s
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {**asdict(self), "hidden_search_s": self.hidden_search_s}
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """One tier of the engine's cache, counted since the engine started.
 
@@ -109,6 +137,12 @@ class EngineStats:
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     announced documents that contradicted their prompt; ``num_corrupt_chunks`` and ``num_lost_chunks`` of the disk tier
     were damaged or gone, and computed again; ``num_dropped_chunks`` were not written to it, which was full or slow.
+
+    ``num_reordered_requests`` were served before one that had come earlier, ``max_overtaken`` is how often that
+    happened to the same one at most. ``num_reordered_prompts`` showed their documents in another order than retrieved.
+    Of ``num_speculative_requests``, which came before anybody asked for them, ``num_confirmed_speculations`` were asked
+    for in the end; ``num_speculative_tokens`` of their prompts were computed until then, and ``num_wasted_tokens`` of
+    these for requests that ended unasked for.
     """
 
     num_running: int
@@ -127,6 +161,13 @@ class EngineStats:
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
     num_dropped_chunks: int = 0
+    num_reordered_requests: int = 0
+    max_overtaken: int = 0
+    num_reordered_prompts: int = 0
+    num_speculative_requests: int = 0
+    num_confirmed_speculations: int = 0
+    num_speculative_tokens: int = 0
+    num_wasted_tokens: int = 0
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -154,7 +195,8 @@ def request_stats_from_dict(data: Mapping[str, object]) -> RequestStats:
         ValueError: ``data`` is not such a dictionary.
     """
     fields = dict(data)
-    fields.pop("num_computed_tokens", None)
+    for beside in ("num_computed_tokens", "pipeline"):  # derived; the report of a search
+        fields.pop(beside, None)
     documents = fields.pop("documents", [])
     try:
         return RequestStats(**fields, documents=tuple(DocumentStats(**d) for d in documents))  # type: ignore[arg-type, attr-defined]

@@ -7,6 +7,8 @@
         "ragcache": {
             "version": 1,
             "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],
+            "speculation": "3f2a...",              # only if nobody has asked for the answer yet: see confirm
+            "reordered": true,                     # only if the documents stand in another order than retrieved
         },
     }
 
@@ -17,7 +19,9 @@ ignored, and identity is always the hash of the tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import PromptSegment, SegmentKind
@@ -26,10 +30,29 @@ WIRE_VERSION = 1
 KEY = "ragcache"
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
+MAX_SPECULATION_CHARS = 64
+_SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it is part of a path
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetadata:
+    """What a request says of itself.
+
+    ``segments`` tile its prompt. ``speculation`` names it while nobody has asked for its answer yet: it must not delay
+    a request that somebody waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
+    """
+
+    segments: tuple[PromptSegment, ...]
+    speculation: str | None = None
+    is_reordered: bool = False
 
 
 def encode_kv_transfer_params(
-    segments: Iterable[PromptSegment], prompt_token_ids: Sequence[int] | None = None
+    segments: Iterable[PromptSegment],
+    prompt_token_ids: Sequence[int] | None = None,
+    *,
+    speculation: str | None = None,
+    is_reordered: bool = False,
 ) -> dict[str, object]:
     """Return the ``kv_transfer_params`` of a request.
 
@@ -38,21 +61,26 @@ def encode_kv_transfer_params(
     """
     params: dict[str, object] = {} if prompt_token_ids is None else {"prompt_token_ids": list(prompt_token_ids)}
     documents = [{"id": s.doc_id, "start": s.start, "end": s.end} for s in segments if s.kind is SegmentKind.DOCUMENT]
-    params[KEY] = {"version": WIRE_VERSION, "documents": documents}
+    params[KEY] = {
+        "version": WIRE_VERSION,
+        "documents": documents,
+        **({} if speculation is None else {"speculation": speculation}),
+        **({"reordered": True} if is_reordered else {}),
+    }
     return params
 
 
-def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:
-    """Return the segments that tile a prompt of ``num_prompt_tokens`` tokens.
+def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: int) -> RequestMetadata:
+    """Return what a request with a prompt of ``num_prompt_tokens`` tokens says of itself.
 
-    A request without our metadata is one QUESTION segment.
+    One without our metadata is one QUESTION segment.
 
     Raises:
         ConfigError: the metadata contradicts itself or the prompt; the message says where.
     """
     raw = params.get(KEY)
     if raw is None:
-        return tile([], num_prompt_tokens)
+        return RequestMetadata(tile([], num_prompt_tokens))
     if not isinstance(raw, Mapping) or raw.get("version") != WIRE_VERSION:
         version = raw.get("version") if isinstance(raw, Mapping) else raw
         raise ConfigError(
@@ -61,7 +89,11 @@ def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: i
     documents = raw.get("documents", [])
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
         raise ConfigError(f"ragcache metadata must list at most {MAX_DOCUMENTS} documents, got {_size(documents)}")
-    return tile([_document(d, i) for i, d in enumerate(documents)], num_prompt_tokens)
+    return RequestMetadata(
+        tile([_document(d, i) for i, d in enumerate(documents)], num_prompt_tokens),
+        _speculation(raw.get("speculation")),
+        _is_reordered(raw.get("reordered", False)),
+    )
 
 
 def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:
@@ -105,6 +137,21 @@ def _document(raw: object, index: int) -> PromptSegment:
         f"document {index} of the ragcache metadata is {raw!r:.120}; it must hold an id of 1 to {MAX_DOC_ID_CHARS} "
         "characters of Unicode text and integer start and end"
     )
+
+
+def _speculation(raw: object) -> str | None:
+    if raw is None or (isinstance(raw, str) and _SPECULATION.fullmatch(raw)):
+        return raw
+    raise ConfigError(
+        f"the speculation of the ragcache metadata is {raw!r:.120}; it must be 1 to {MAX_SPECULATION_CHARS} letters, "
+        "digits, '-' or '_'"
+    )
+
+
+def _is_reordered(raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    raise ConfigError(f"'reordered' of the ragcache metadata is {raw!r:.120}; it must be true or false")
 
 
 def _is_text(value: str) -> bool:

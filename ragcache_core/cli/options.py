@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from ragcache_core.config import CacheConfig, FrequencyScope, PolicyName
+from ragcache_core.config import CacheConfig, FrequencyScope, PolicyName, QueueOrder
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +71,17 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     ),
     click.option(
         "--ghost-size", type=int, metavar="N", help="Evicted documents whose uses are remembered. [default: 100000]"
+    ),
+    click.option(
+        "--queue",
+        type=click.Choice(get_args(QueueOrder)),
+        help="Which waiting request is next: the one the cache knows best, or the first. [default: cache_aware]",
+    ),
+    click.option(
+        "--queue-window", type=int, metavar="N", help="Later requests that may overtake a waiting one. [default: 32]"
+    ),
+    click.option(
+        "--max-prefill-bs", type=int, metavar="N", help="Speculative requests at a time; 0 for none. [default: 4]"
     ),
 )
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")

@@ -43,6 +43,12 @@ def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "ignored", f"metadata of {reading.num_ignored_metadata:,} requests"
         counts = f"{reading.num_corrupt_chunks:,} corrupt, {reading.num_lost_chunks:,} lost"
         yield "disk chunks", f"{counts}, {reading.num_dropped_chunks:,} dropped"
+        overtaken = f"a waiting one overtaken {reading.max_overtaken:,} times at most"
+        yield "queue", f"{reading.num_reordered_requests:,} requests served early, {overtaken}"
+        yield "document order", f"changed in {reading.num_reordered_prompts:,} prompts"
+        confirmed = f"{reading.num_confirmed_speculations:,} of {reading.num_speculative_requests:,} requests confirmed"
+        wasted = f"{reading.num_wasted_tokens:,} of {reading.num_speculative_tokens:,} tokens wasted"
+        yield "speculation", f"{confirmed}, {wasted}"
 
 
 def _tier_rows(reading: EngineStats) -> Iterator[Sequence[str]]:

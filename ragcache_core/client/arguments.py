@@ -84,6 +84,9 @@ def _transfer_config(cache: CacheConfig, engine_id: str, profile: Path | None) -
             "ghost_size": cache.ghost_size,
             "max_cached_documents": cache.max_cached_documents,
             "profile": None if profile is None else str(profile),
+            "is_queue_cache_aware": cache.queue == "cache_aware",
+            "queue_window": cache.queue_window,
+            "max_prefill_bs": cache.max_prefill_bs,
         }
     }
     if cache.host_bytes:

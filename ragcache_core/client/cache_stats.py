@@ -60,6 +60,13 @@ class _CacheFigures:
     num_corrupt_chunks: int
     num_lost_chunks: int
     num_dropped_chunks: int = 0
+    num_reordered_requests: int = 0
+    max_overtaken: int = 0
+    num_reordered_prompts: int = 0
+    num_speculative_requests: int = 0
+    num_confirmed_speculations: int = 0
+    num_speculative_tokens: int = 0
+    num_wasted_tokens: int = 0
 
 
 _REQUEST_FIGURES = TypeAdapter(_RequestFigures)

@@ -27,7 +27,8 @@ from ragcache_core.vllm_plugin.compat import (
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from ragcache_core.vllm_plugin.controller import CacheController, Key
+    from ragcache_core.vllm_plugin.controller import CacheController
+    from ragcache_core.vllm_plugin.records import Key
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):

@@ -32,7 +32,9 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -56,11 +58,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SUPPORTED_VLLM = "0.32"
+_CONFIRM = "ragcache_confirm"
 
 __all__ = [
     "SUPPORTED_VLLM",
@@ -92,6 +96,8 @@ __all__ = [
     "OffloadingWorker",
     "ReqContext",
     "RequestOffloadingContext",
+    "RequestQueue",
+    "RequestStatus",
     "ScheduleEndContext",
     "Scheduler",
     "SecondaryTierManager",
@@ -102,7 +108,9 @@ __all__ = [
     "TransferJob",
     "TransferResult",
     "adopt_chunks",
+    "attach_confirm",
     "cached_copies",
+    "call_confirm",
     "get_block_hash",
     "get_offload_block_hash",
     "hash_seed",
@@ -162,6 +170,20 @@ def is_stored_whole(connector: OffloadingConnector, request_id: str) -> bool:
     return bool(limits) and all(
         min(limits) // config.tokens_per_chunk <= group.next_stored_chunk_idx for config, group in groups
     )
+
+
+def attach_confirm() -> None:
+    """Let the server's process call ``confirm`` of this process's scheduler, as it calls vLLM's own utilities."""
+
+    def ragcache_confirm(core: EngineCore, speculation_id: str) -> None:
+        core.scheduler.confirm(speculation_id)
+
+    setattr(EngineCore, _CONFIRM, ragcache_confirm)
+
+
+async def call_confirm(engine_client: Any, speculation_id: str) -> None:
+    """Call what :func:`attach_confirm` attached in the engine's process; it answers when the running step is done."""
+    await engine_client.engine_core.call_utility_async(_CONFIRM, speculation_id)
 
 
 def hash_seed(algorithm: str) -> str | None:

@@ -36,7 +36,7 @@ from ragcache_core.vllm_plugin.disk import DiskTier
 from ragcache_core.vllm_plugin.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
 from ragcache_core.vllm_plugin.settings import PluginSettings
-from ragcache_core.wire import KEY, decode_kv_transfer_params, tile
+from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, tile
 
 if TYPE_CHECKING:
     import torch
@@ -60,12 +60,14 @@ class _DocumentAware:
     controller: CacheController | None = None
     _num_local_tokens: dict[str, int]
     _reported_s = 0.0
+    _num_reported_pending = 0
 
     def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
         self.controller = controller
         self._num_local_tokens = {}
         block_bytes = kv_bytes_per_block(kv_cache_config)
         controller.tiers[Tier.GPU] = TierReport(kv_cache_config.num_blocks * block_bytes, block_bytes)
+        controller.waiting.max_protected_units = kv_cache_config.num_blocks // 2
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -75,15 +77,20 @@ class _DocumentAware:
         """Read the request's documents."""
         assert self.controller is not None
         try:
-            segments = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
+            metadata = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
         except ConfigError as error:
             self.controller.counters.num_ignored_metadata += 1
             if self.controller.counters.num_ignored_metadata == 1:  # messages hold ids: each would be a new one
                 logger.warning("Ignoring the documents of a request, and of further ones without a word: %s", error)
-            segments = tile([], request.num_prompt_tokens)
+            metadata = RequestMetadata(tile([], request.num_prompt_tokens))
+        if not self.controller.settings.max_prefill_bs:
+            metadata = replace(metadata, speculation=None)  # nothing would ever admit it
         self.controller.on_new_request(
-            request.request_id, segments, request.block_hashes, request.num_prompt_tokens, time.monotonic()
+            request.request_id, metadata, request.block_hashes, request.num_prompt_tokens, time.monotonic()
         )
+        is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
+        if request.prompt_token_ids and is_like_others:  # else the same tokens are not the same KV
+            self.controller.paths.track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
 
@@ -116,7 +123,17 @@ class _DocumentAware:
         report = self.controller.take_report() if is_due else None
         if report is not None:
             self._reported_s = now_s
-        stats = RAGCacheStats.of(requests=finished, engine=report, offload=self._stats_below())
+        delta = self.controller.paths.take_delta()
+        paths = () if delta is None else (delta,)
+        pending = self.controller.num_pending_prefills
+        stats = RAGCacheStats.of(
+            requests=finished,
+            engine=report,
+            offload=self._stats_below(),
+            paths=paths,
+            num_pending_prefills=None if pending == self._num_reported_pending else pending,
+        )
+        self._num_reported_pending = pending
         return None if stats.is_empty() else stats
 
     @classmethod

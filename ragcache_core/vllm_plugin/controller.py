@@ -7,66 +7,26 @@ on the scheduler's thread, tell it what happens.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import nsmallest
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ragcache_core.chunkstore import ChunkEntry, ChunkNote
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment, TreeNode
-from ragcache_core.types import DocId, PromptSegment, SegmentKind, Tier
+from ragcache_core.types import DocId, SegmentKind, Tier
+from ragcache_core.vllm_plugin.mirroring import PathTracker
+from ragcache_core.vllm_plugin.records import Counters, Key, RequestRecord
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.vllm_plugin.speculation import Speculations
+from ragcache_core.vllm_plugin.waiting import WaitingRequests
+from ragcache_core.wire import RequestMetadata
 
-Key = bytes
-"""vLLM's hash of a block, chained over everything before it."""
+if TYPE_CHECKING:
+    from ragcache_core.queueing import CacheAwareQueue
 
 _MAX_HOTTEST = 10
 _MAX_COUNTED = 1024
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """What a request found, cost and waited for. Times are seconds of a monotonic clock."""
-
-    num_prompt_tokens: int
-    arrived_s: float
-    segments: tuple[PromptSegment, ...]
-    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
-    num_loaded_bytes: int = 0
-    num_stored_bytes: int = 0
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    retained: Key | None = None
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that did not have to be computed."""
-        return sum(self.num_tokens_by_tier)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the body of the engine's per-request route; see ``client/cache_stats.py``."""
-        return {
-            **{f"num_{tier.label}_tokens": self.num_tokens_by_tier[tier] for tier in Tier},
-            "num_loaded_bytes": self.num_loaded_bytes,
-            "num_stored_bytes": self.num_stored_bytes,
-            "queue_s": None if self.admitted_s is None else self.admitted_s - self.arrived_s,
-            "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
-        }
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the engine started."""
-
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
-    num_loaded_bytes: int = 0
-    num_stored_bytes: int = 0
-    num_ignored_metadata: int = 0
-    num_corrupt_chunks: int = 0
-    num_lost_chunks: int = 0
-    num_dropped_chunks: int = 0
 
 
 @dataclass(slots=True)
@@ -99,10 +59,15 @@ class CacheController:
             keeps_frequency=settings.keeps_frequency,
             shadow_tokens=shadow_blocks * tokens_per_block,
         )
+        self.paths = PathTracker(self.tree, tokens_per_block)
         self.counters = Counters()
         self.tiers: dict[Tier, TierReport] = {}
+        self.speculations = Speculations()
+        self.waiting = WaitingRequests(self.tree)
+        self.queue: CacheAwareQueue[Any] | None = None
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestRecord] = {}
+        self._pending_prefills: set[str] = set()
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
@@ -111,20 +76,19 @@ class CacheController:
     # A request's life
 
     def on_new_request(
-        self,
-        request_id: str,
-        segments: tuple[PromptSegment, ...],
-        keys: Sequence[Key],
-        num_prompt_tokens: int,
-        now_s: float,
+        self, request_id: str, metadata: RequestMetadata, keys: Sequence[Key], num_prompt_tokens: int, now_s: float
     ) -> None:
         """Put a request's path into the tree, and keep it there until :meth:`on_finished`."""
-        record = RequestRecord(num_prompt_tokens, now_s, segments)
+        record = RequestRecord(num_prompt_tokens, now_s, metadata, keys)
         self._requests[request_id] = record
         path = self.tree.insert(self._path_segments(record, keys))
         if path:
             record.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(record.retained)
+        self.speculations.on_new_request(request_id, record)
+        if not record.is_speculative:
+            self._pending_prefills.add(request_id)
+            self.waiting.add(request_id, record)
 
     def on_admitted(
         self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Tier, int], now_s: float
@@ -134,32 +98,64 @@ class CacheController:
         if record is None or record.admitted_s is not None:
             return
         record.admitted_s = now_s
+        self.waiting.remove(request_id)
         self.note_change()
         for tier, num_tokens in num_tokens_by_tier.items():
             record.num_tokens_by_tier[tier] = num_tokens
             self.counters.num_tokens_by_tier[tier] += num_tokens
         self.counters.num_requests += 1
         self.counters.num_prompt_tokens += record.num_prompt_tokens
-        num_cached = record.num_cached_tokens
-        num_missed = max(record.num_prompt_tokens - num_cached, 0)
-        path = self.tree.insert(self._path_segments(record, keys))
-        self.tree.record_access(
-            path,
-            num_hit_units=num_cached // self.tokens_per_block,
-            num_missed_tokens=num_missed,
-            cost_s=self._prefill_cost.estimate_s(num_cached, num_missed),
-        )
-        for node in path:
-            if node.doc_id is not None:
-                self._note_use(node.doc_id, node)
-                if Tier.DISK in self.tiers:  # one unit speaks for its node: a tree that grows again takes the highest
-                    self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
+        self.counters.num_reordered_prompts += record.metadata.is_reordered
+        if not record.is_speculative:
+            self._count_access(record, keys)
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
         """Take note of a request's first token."""
         record = self._requests.get(request_id)
         if record is not None and record.first_token_s is None:
             record.first_token_s = now_s
+            self._pending_prefills.discard(request_id)
+
+    def confirm(self, speculation: str) -> list[str]:
+        """Return the ids of the requests in the engine that somebody asks for from now on.
+
+        Until then nobody has used the documents of a speculation: they count now.
+        """
+        self.note_change()
+        confirmed = self.speculations.confirm(speculation)
+        for request_id, record in confirmed.alive.items():
+            if record.first_token_s is None:
+                self._pending_prefills.add(request_id)
+            if record.admitted_s is None:
+                self.waiting.add(request_id, record)
+        for record in (*confirmed.alive.values(), *confirmed.ended):
+            if record.admitted_s is not None:
+                self._count_access(record, record.keys)
+        return list(confirmed.alive)
+
+    def on_speculated(self, request_id: str, num_tokens: int) -> None:
+        """Count prompt tokens that are computed for a request that nobody has asked for."""
+        self.note_change()
+        self.speculations.on_computed(self._requests[request_id], num_tokens)
+
+    def is_speculative(self, request_id: str) -> bool:
+        """Return whether nobody has asked for a request yet."""
+        record = self._requests.get(request_id)
+        return record is not None and record.is_speculative
+
+    def order_priority(self, request_id: str) -> float:
+        """Return how early a waiting request should be served, by what is cached now; the highest goes first."""
+        record = self._requests.get(request_id)
+        return 0.0 if record is None else self.waiting.priority(record)
+
+    def take_touched(self) -> set[str]:
+        """Return the waiting requests whose :meth:`order_priority` may have changed since the last call."""
+        return self.waiting.take_touched()
+
+    @property
+    def num_pending_prefills(self) -> int:
+        """Requests that wait for their first token, without those that nobody has asked for."""
+        return len(self._pending_prefills)
 
     def on_loaded(self, request_id: str, num_bytes: int) -> None:
         """Count bytes that are copied into the engine's KV memory for a request."""
@@ -181,6 +177,9 @@ class CacheController:
         if record is None:
             return None
         self.note_change()
+        self.waiting.remove(request_id)
+        self._pending_prefills.discard(request_id)
+        self.speculations.on_finished(request_id, record)
         if record.retained is not None:
             self.tree.release(record.retained)
         self._finished[request_id] = record.to_dict()
@@ -203,7 +202,7 @@ class CacheController:
         whole, vLLM does not store at all.
         """
         record = self._requests[request_id]
-        documents = [s for s in record.segments if s.kind is SegmentKind.DOCUMENT]
+        documents = [s for s in record.metadata.segments if s.kind is SegmentKind.DOCUMENT]
         limits = [documents[: self.settings.max_cached_documents][-1].end] if documents else []
         if (host := self.tiers.get(Tier.HOST)) is not None:
             limits.append(host.capacity_bytes // host.block_bytes * self.tokens_per_block)
@@ -283,14 +282,10 @@ class CacheController:
         return {
             "policy": self.settings.policy,
             "num_nodes": len(self.tree),
-            "num_ignored_metadata": self.counters.num_ignored_metadata,
-            "num_corrupt_chunks": self.counters.num_corrupt_chunks,
-            "num_lost_chunks": self.counters.num_lost_chunks,
-            "num_dropped_chunks": self.counters.num_dropped_chunks,
-            "num_requests": self.counters.num_requests,
-            "num_prompt_tokens": self.counters.num_prompt_tokens,
-            "num_loaded_bytes": self.counters.num_loaded_bytes,
-            "num_stored_bytes": self.counters.num_stored_bytes,
+            **self.counters.to_dict(),
+            **self.speculations.to_dict(),
+            "num_reordered_requests": 0 if self.queue is None else self.queue.num_reordered,
+            "max_overtaken": 0 if self.queue is None else self.queue.max_overtaken,
             "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
             "hottest_documents": self._hottest_documents(),
         }
@@ -323,6 +318,22 @@ class CacheController:
         location = self.tree.locate(node.keys[0])
         return location is not None and bool(self.tree.resident_mask(location.node, tier))
 
+    def _count_access(self, record: RequestRecord, keys: Sequence[Key]) -> None:
+        num_cached = record.num_cached_tokens
+        num_missed = max(record.num_prompt_tokens - num_cached, 0)
+        path = self.tree.insert(self._path_segments(record, keys))
+        self.tree.record_access(
+            path,
+            num_hit_units=num_cached // self.tokens_per_block,
+            num_missed_tokens=num_missed,
+            cost_s=self._prefill_cost.estimate_s(num_cached, num_missed),
+        )
+        for node in path:
+            if node.doc_id is not None:
+                self._note_use(node.doc_id, node)
+                if Tier.DISK in self.tiers:  # one unit speaks for its node: a tree that grows again takes the highest
+                    self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
+
     def _note_use(self, doc_id: DocId, node: TreeNode) -> None:
         """Count a document's uses, wherever it stood; the rarest are forgotten."""
         self._uses[doc_id] = (self._uses.get(doc_id, (0, node))[0] + 1, node)
@@ -336,7 +347,7 @@ class CacheController:
         num_keys = min(len(keys), record.num_prompt_tokens // size)
         path, first, num_documents = [], 0, 0
         limit = self.settings.max_cached_documents
-        for segment in record.segments:
+        for segment in record.metadata.segments:
             last = min(segment.end // size, num_keys)
             is_document = segment.kind is SegmentKind.DOCUMENT
             num_documents += is_document

@@ -41,8 +41,8 @@ from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, is_adapted
 from ragcache_core.vllm_plugin.identity import kv_identity
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.controller import Key
     from ragcache_core.vllm_plugin.offload import RAGCacheSpec
+    from ragcache_core.vllm_plugin.records import Key
 
 logger = init_logger(f"vllm.{__name__}")
 

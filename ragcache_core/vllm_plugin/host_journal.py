@@ -28,7 +28,7 @@ from ragcache_core.client.shared_memory import SHARED_MEMORY
 from ragcache_core.errors import CacheTierError
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.controller import Key
+    from ragcache_core.vllm_plugin.records import Key
 
 logger = init_logger(f"vllm.{__name__}")
 

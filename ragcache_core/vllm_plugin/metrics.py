@@ -1,13 +1,14 @@
 """From the scheduler's process to the server's: statistics, ``ragcache_*`` series on ``/metrics``, our routes' data.
 
 vLLM carries a connector's statistics to the server's process with every step. Ours hold what the offloading says, the
-figures of requests that ended, and a report of the tiers.
+figures of requests that ended, a report of the tiers, and what has changed of the documents that are cached.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import (
@@ -16,6 +17,7 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConnectorStats,
     OffloadPromMetrics,
 )
+from ragcache_core.vllm_plugin.mirroring import PathFeed
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
@@ -28,6 +30,15 @@ _COUNTERS = {
     "num_corrupt_chunks": ("ragcache_corrupt_chunks", "Chunks on disk with wrong content; each was a miss."),
     "num_lost_chunks": ("ragcache_lost_chunks", "Chunks found at the start whose prefix was gone; each is a miss."),
     "num_dropped_chunks": ("ragcache_dropped_chunks", "Chunks that were not written to disk: it was full or slow."),
+    "num_reordered_prompts": ("ragcache_reordered_prompts", "Requests whose documents do not stand as retrieved."),
+    "num_reordered_requests": ("ragcache_reordered_requests", "Requests that were served before an earlier one."),
+    "num_speculative_requests": ("ragcache_speculative_requests", "Requests that came before anybody asked for them."),
+    "num_confirmed_speculations": ("ragcache_confirmed_speculations", "Of those, the ones that were asked for."),
+    "num_speculative_tokens": ("ragcache_speculative_tokens", "Prompt tokens computed before anybody asked for them."),
+}
+_GAUGES = {
+    "num_wasted_tokens": ("ragcache_wasted_tokens", "Of those, the ones of requests that ended unasked for."),
+    "max_overtaken": ("ragcache_max_overtaken", "The most later requests that were served before a waiting one."),
 }
 _TIER_COUNTERS = {
     "num_hit_tokens": ("ragcache_tier_hit_tokens", "Prompt tokens that came from a tier."),
@@ -41,17 +52,37 @@ _TIER_GAUGES = {
 
 
 class RAGCacheStats(KVConnectorStats):
-    """``data`` holds ``requests`` by id, the latest ``engine`` report or None, and the data of vLLM's offloading."""
+    """What a step has to say.
+
+    ``data`` holds ``requests`` by id, the latest ``engine`` report or None, deltas of the cached ``paths`` in order,
+    the data of vLLM's offloading, and ``num_pending_prefills`` where it has changed.
+    """
 
     @classmethod
     def of(
-        cls, *, requests: dict[str, Any], engine: dict[str, Any] | None, offload: KVConnectorStats | None
+        cls,
+        *,
+        requests: dict[str, Any],
+        engine: dict[str, Any] | None,
+        offload: KVConnectorStats | None,
+        paths: Sequence[dict[str, object]] = (),
+        num_pending_prefills: int | None = None,
     ) -> RAGCacheStats:
         """Return the statistics of one step."""
-        return cls(data={"requests": requests, "engine": engine, "offload": offload.data if offload else None})
+        below = offload.data if offload else None
+        return cls(
+            data={
+                "requests": requests,
+                "engine": engine,
+                "paths": list(paths),
+                "offload": below,
+                "num_pending_prefills": num_pending_prefills,
+            }
+        )
 
     def is_empty(self) -> bool:
-        return not any(self.data.get(part) for part in ("requests", "engine", "offload"))
+        is_said = self.data.get("num_pending_prefills") is not None
+        return not (is_said or any(self.data.get(part) for part in ("requests", "engine", "paths", "offload")))
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -61,7 +92,12 @@ class RAGCacheStats(KVConnectorStats):
         offload = [OffloadingConnectorStats(data=s.data["offload"]) for s in (self, other) if s.data.get("offload")]
         requests = {**(self.data.get("requests") or {}), **(other.data.get("requests") or {})}
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
-        return self.of(requests=requests, engine=other.data.get("engine") or self.data.get("engine"), offload=merged)
+        engine = other.data.get("engine") or self.data.get("engine")
+        paths = [*(self.data.get("paths") or ()), *(other.data.get("paths") or ())]
+        pending = other.data.get("num_pending_prefills")
+        if pending is None:
+            pending = self.data.get("num_pending_prefills")
+        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, num_pending_prefills=pending)
 
     def reduce(self) -> dict[str, int | float]:
         """Return a line for vLLM's log."""
@@ -71,25 +107,42 @@ class RAGCacheStats(KVConnectorStats):
 
 
 class Received:
-    """What the server's process knows of the engines; the newest ``max_requests`` requests."""
+    """What the server's process knows of the engines; the newest ``max_requests`` requests.
+
+    ``paths`` are those of the first data-parallel engine: nobody can choose which of them serves a request.
+    """
 
     def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
+        self.paths = PathFeed()
         self._max_requests = max_requests
         self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._engines: dict[int, dict[str, Any]] = {}
         self._before_the_first: dict[str, Any] | None = None
+        self._num_pending: dict[int, int] = {}
+        self._max_prefill_bs = 0
         self._lock = threading.Lock()
 
-    def begin(self, policy: str) -> None:
+    def begin(self, settings: PluginSettings) -> None:
         """Have an empty report until an engine sends one, which it does with its first request."""
-        zeros = dict.fromkeys(_COUNTERS, 0)
-        self._before_the_first = {**zeros, "policy": policy, "num_nodes": 0, "tiers": [], "hottest_documents": []}
+        zeros = dict.fromkeys([*_COUNTERS, *_GAUGES], 0)
+        self._max_prefill_bs = settings.max_prefill_bs
+        self._before_the_first = {
+            **zeros,
+            "policy": settings.policy,
+            "num_nodes": 0,
+            "tiers": [],
+            "hottest_documents": [],
+        }
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:
         """Take in the statistics of a step."""
+        if engine_index == 0 and data.get("paths"):
+            self.paths.add(data["paths"])
         with self._lock:
             if data.get("engine"):
                 self._engines[engine_index] = data["engine"]
+            if (num_pending := data.get("num_pending_prefills")) is not None:
+                self._num_pending[engine_index] = num_pending
             for request_id, figures in (data.get("requests") or {}).items():
                 self._requests[_response_id(request_id)] = figures
             while len(self._requests) > self._max_requests:
@@ -111,6 +164,17 @@ class Received:
         with self._lock:
             return self._engines[min(self._engines)] if self._engines else self._before_the_first
 
+    def load(self) -> dict[str, Any] | None:
+        """Return how much room there is for speculation, as of the last step; None without RAGCache."""
+        with self._lock:
+            if self._before_the_first is None:
+                return None
+            return {
+                "num_pending_prefills": sum(self._num_pending.values()),
+                "max_prefill_bs": self._max_prefill_bs,
+                "is_speculative": self._max_prefill_bs > 0,
+            }
+
 
 received = Received()
 """Of this process: vLLM makes the metrics, and our routes are another plugin, so they meet here."""
@@ -128,7 +192,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        received.begin(PluginSettings.from_extra_config(extra_config).policy)
+        received.begin(PluginSettings.from_extra_config(extra_config))
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config
@@ -136,6 +200,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         )
         tiered = [*labelnames, "tier"]
         self._counters = {key: self._counter_cls(name, text, labelnames) for key, (name, text) in _COUNTERS.items()}
+        self._gauges = {key: self._gauge_cls(name, text, labelnames) for key, (name, text) in _GAUGES.items()}
         self._tier_counters = {key: self._counter_cls(*of, tiered) for key, of in _TIER_COUNTERS.items()}
         self._tier_gauges = {key: self._gauge_cls(*of, tiered) for key, of in _TIER_GAUGES.items()}
         self._seen: dict[tuple[int, str, str], int] = {}
@@ -150,6 +215,8 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         labels = self.per_engine_labelvalues[engine_idx]
         for key, counter in self._counters.items():
             counter.labels(*labels).inc(self._growth(engine_idx, key, "", report[key]))
+        for key, gauge in self._gauges.items():
+            gauge.labels(*labels).set(report[key])
         for tier in report["tiers"]:
             name = tier["name"]
             for key, counter in self._tier_counters.items():

@@ -1,4 +1,4 @@
-"""Two routes beside vLLM's: what a request got from which tier, and how full the tiers are.
+"""Routes beside vLLM's: the tiers of a request and of the engine, what is cached, and what may be speculated.
 
 They lie under ``/v1`` so that the server's API key protects them.
 """
@@ -9,8 +9,10 @@ import asyncio
 from argparse import Namespace
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, HTTPException
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import StreamingResponse
 
+from ragcache_core.vllm_plugin.compat import call_confirm
 from ragcache_core.vllm_plugin.metrics import received
 
 _PATIENCE_S = 0.5
@@ -41,6 +43,39 @@ async def stats() -> dict[str, Any]:
     return report
 
 
+@router.get("/cached_paths")
+async def cached_paths(request: Request) -> StreamingResponse:
+    """Return which documents are cached after which others, as lines of JSON that go on as this changes.
+
+    It ends when the server does, and for a reader that falls behind.
+    """
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    server = getattr(request.app.state, "server", None)
+    lines = received.paths.lines(is_ending=lambda: bool(getattr(server, "should_exit", False)))
+    return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
+@router.get("/load")
+async def load() -> dict[str, Any]:
+    """Return how many requests wait for their first token, and how many speculative ones may run beside them.
+
+    It is as of the engine's last step: asking the engine would wait for its running one.
+    """
+    room = received.load()
+    if room is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    return room
+
+
+@router.post("/speculations/{speculation_id}/confirm", status_code=204)
+async def confirm(speculation_id: str, request: Request) -> None:
+    """Make a speculation's requests real, those to come as well; an id that nobody knows does no harm."""
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    await call_confirm(request.app.state.ragcache_engine_client, speculation_id)
+
+
 class RAGCacheEndpoint:
     """Our entry point in ``vllm.endpoint_plugins``."""
 
@@ -52,4 +87,5 @@ class RAGCacheEndpoint:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Do nothing: the routes answer from what the engine has sent already."""
+        """Keep the way to the engine, for confirmations; the other routes answer from what it has sent already."""
+        state.ragcache_engine_client = engine_client

@@ -25,6 +25,9 @@ class PluginSettings:
     ghost_size: int = 100_000
     max_cached_documents: int | None = None
     profile: Path | None = None
+    is_queue_cache_aware: bool = True
+    queue_window: int = 32
+    max_prefill_bs: int = 4
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:

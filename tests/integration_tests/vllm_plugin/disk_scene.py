@@ -20,6 +20,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.controller import CacheController
 from ragcache_core.vllm_plugin.disk import DiskTier
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
 
 BLOCK = 4
 BLOCKS = {"A": 1, "B": 3, "C": 2, "D": 6}
@@ -72,7 +73,7 @@ class Scene:
             segments.append(PromptSegment(SegmentKind.DOCUMENT, end, end + BLOCKS[doc] * BLOCK, doc))
             end += BLOCKS[doc] * BLOCK
         hashes = [key[:-4] for key in keys]
-        self.controller.on_new_request(name, tuple(segments), hashes, end, 0.0)
+        self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
         self.controller.on_admitted(name, hashes, {}, 0.0)
         self.controller.on_finished(name)
         return keys

@@ -14,6 +14,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
 
 BLOCK = 4
 BLOCKS = {"A": 1, "B": 3, "C": 2, "D": 6}
@@ -89,7 +90,7 @@ class Host:
             if question:
                 segments.append(PromptSegment(SegmentKind.QUESTION, end, end + question * BLOCK))
                 end += question * BLOCK
-            self.controller.on_new_request(name, tuple(segments), hashes, end, 0.0)
+            self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
             self.controller.on_admitted(name, hashes, {}, 0.0)
         self.manager.on_new_request(context)
         return Asker(context, keys, is_known)

@@ -23,6 +23,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.controller import CacheController
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
 
 BLOCK = 4
 LENGTHS = {"A": 6, "B": 12, "C": 9, "D": 20}
@@ -88,7 +89,9 @@ class Pool:
         request = Request(
             f"r{next(self.numbers)}", tokens, SamplingParams(max_tokens=64), None, block_hasher=block_hasher
         )
-        self.controller.on_new_request(request.request_id, tuple(segments), request.block_hashes, len(tokens), 0.0)
+        self.controller.on_new_request(
+            request.request_id, RequestMetadata(tuple(segments)), request.block_hashes, len(tokens), 0.0
+        )
         return request
 
     def start(self, request: Request, *, num_tokens: int | None = None, delays: bool = False) -> int | None:

@@ -17,6 +17,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats, Received
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
 
 
 class Engine:
@@ -32,8 +33,14 @@ class Engine:
     def serve(self, request_id: str, num_gpu: int, num_disk: int) -> None:
         keys = [b"0", b"1"]
         segments = (PromptSegment(SegmentKind.DOCUMENT, 0, 8, "a"), PromptSegment(SegmentKind.QUESTION, 8, 10))
-        self.controller.on_new_request(request_id, segments, keys, 10, 1.0)
+        self.controller.on_new_request(request_id, RequestMetadata(segments), keys, 10, 1.0)
         self.controller.on_admitted(request_id, keys, {Tier.GPU: num_gpu, Tier.DISK: num_disk}, 2.0)
+        self.controller.on_finished(request_id)
+
+    def speculate(self, request_id: str, speculation: str) -> None:
+        metadata = RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 10),), speculation)
+        self.controller.on_new_request(request_id, metadata, [b"0", b"1"], 10, 1.0)
+        self.controller.on_speculated(request_id, 10)
         self.controller.on_finished(request_id)
 
     def stats(self, offload: OffloadingConnectorStats | None = None) -> RAGCacheStats:
@@ -88,6 +95,38 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 2
     assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+
+
+def test_what_speculation_cost_may_shrink_when_it_is_confirmed_late() -> None:
+    engine, server = Engine(), Server()
+    engine.speculate("r1", "s")
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_speculative_requests_total") == 1
+    assert server.value("ragcache_speculative_tokens_total") == 10
+    assert server.value("ragcache_wasted_tokens") == 10
+    assert engine.controller.confirm("s") == []
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_confirmed_speculations_total") == 1
+    assert server.value("ragcache_wasted_tokens") == 0
+    assert server.value("ragcache_speculative_tokens_total") == 10
+
+
+def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) -> None:
+    assert received.load() is None
+    Server()
+    assert received.load() == {"num_pending_prefills": 0, "max_prefill_bs": 4, "is_speculative": True}
+    step = RAGCacheStats.of(requests={}, engine=None, offload=None, num_pending_prefills=3)
+    assert not step.is_empty()
+    none_left = RAGCacheStats.of(requests={}, engine=None, offload=None, num_pending_prefills=0)
+    assert step.aggregate(none_left).data["num_pending_prefills"] == 0
+    assert none_left.aggregate(RAGCacheStats()).data["num_pending_prefills"] == 0
+    received.add(step.data, 0)
+    received.add(step.data, 1)
+    received.add(none_left.data, 0)
+    received.add({}, 1)
+    load = received.load()
+    assert load is not None
+    assert load["num_pending_prefills"] == 3
 
 
 def test_an_engine_that_was_reset_counts_on() -> None:

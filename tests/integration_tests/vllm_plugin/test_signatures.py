@@ -115,6 +115,48 @@ def test_the_scheduler_is_where_ours_stands(vllm_facts: dict[str, object]) -> No
     assert vllm_facts["scheduler_stats"], "our figures leave with get_kv_connector_stats(): find the new way out"
 
 
+def test_the_scheduler_asks_its_queue_what_ours_answers(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["queue"] == {
+        "add_request": ["self", "request"],
+        "pop_request": ["self"],
+        "peek_request": ["self"],
+        "prepend_request": ["self", "request"],
+        "prepend_requests": ["self", "requests"],
+        "remove_request": ["self", "request"],
+        "remove_requests": ["self", "requests"],
+    }, "follow the change in CacheAwareRequestQueue"
+    assert vllm_facts["queue_is_complete"] == [], "implement the new abstract methods in CacheAwareRequestQueue"
+
+
+def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["scheduler_queue"] == [
+        *("policy", "waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
+        *("_inflight_prefills", "max_num_scheduled_tokens", "max_num_encoder_input_tokens"),
+        "need_mamba_block_aligned_split",
+    ], "_TreeScheduling takes over the queue, and preempts speculation: find their new names"
+    assert vllm_facts["scheduler_steps"] == {
+        "schedule": ["self", "throttle_prefills"],
+        "_preempt_request": ["self", "request", "timestamp", "drop_stale_output"],
+        "_free_request_blocks": ["self", "request"],
+        "_handle_blocked_waiting_request": ["self", "request"],
+    }, "_TreeScheduling calls them for speculative requests as vLLM does for others: follow the change"
+    assert vllm_facts["schedule"] == [True] * 4, (
+        "a step's tokens are bounded by max_num_scheduled_tokens, the queue is peeked and asked for its truth value, "
+        "and the last running request is the first victim: see where these went"
+    )
+    assert vllm_facts["scheduled"], "speculative tokens are counted from a step's num_scheduled_tokens"
+    assert vllm_facts["request"] == [
+        *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
+    ], "_TreeScheduling reads them: find their new names"
+    assert vllm_facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
+
+
+def test_a_confirmation_reaches_the_scheduler_as_a_utility_call(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["utility"] == [True, ["self", "method", "args"], ["scheduler"], ["engine_core"]], (
+        "compat.attach_confirm() adds a method to EngineCore, compat.call_confirm() calls it: find the new way"
+    )
+
+
 def test_the_kv_cache_says_how_large_its_blocks_are(vllm_facts: dict[str, object]) -> None:
     assert vllm_facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
         "compat.kv_bytes_per_block() reads them"

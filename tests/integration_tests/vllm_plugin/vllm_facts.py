@@ -16,11 +16,16 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+from vllm.v1.request import Request
 
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.block_pool import TreeFreeBlockQueue
@@ -28,6 +33,7 @@ from ragcache_core.vllm_plugin.connector import DocumentConnector
 from ragcache_core.vllm_plugin.cpu_worker import CopyingWorker
 from ragcache_core.vllm_plugin.disk import DiskTier
 from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
+from ragcache_core.vllm_plugin.request_queue import CacheAwareRequestQueue
 
 
 def parameters(function: Any) -> list[str]:
@@ -103,6 +109,44 @@ def facts() -> dict[str, object]:
         "scheduler_sets": sets(compat.Scheduler, "connector", "kv_cache_config", "kv_cache_manager"),
         "scheduler_output": [
             parameters(c._update_request_with_output) for c in (compat.Scheduler, compat.AsyncScheduler)
+        ],
+        "queue": methods(compat.RequestQueue),
+        "queue_is_complete": sorted(CacheAwareRequestQueue.__abstractmethods__),
+        "scheduler_queue": sets(
+            compat.Scheduler,
+            *("policy", "waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
+            *("_inflight_prefills", "max_num_scheduled_tokens", "max_num_encoder_input_tokens"),
+            "need_mamba_block_aligned_split",
+        ),
+        "scheduler_steps": {
+            name: parameters(getattr(compat.Scheduler, name))
+            for name in (
+                "schedule",
+                "_preempt_request",
+                "_free_request_blocks",
+                "_handle_blocked_waiting_request",
+            )
+        },
+        "schedule": [
+            text in inspect.getsource(compat.Scheduler.schedule)
+            for text in (
+                "token_budget = self.max_num_scheduled_tokens",
+                "request_queue.peek_request()",
+                "if not request_queue or",
+                "preempted_req = self.running[-1]",
+            )
+        ],
+        "scheduled": "num_scheduled_tokens" in names(SchedulerOutput),
+        "request": sets(
+            Request,
+            *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
+        ),
+        "request_states": [compat.RequestStatus.PREEMPTED.name, compat.RequestStatus.WAITING_FOR_STREAMING_REQ.name],
+        "utility": [
+            "method(*self._convert_msgspec_args(method, args))" in inspect.getsource(EngineCoreProc),
+            parameters(AsyncMPClient.call_utility_async),
+            sets(compat.EngineCore, "scheduler"),
+            sets(AsyncLLM, "engine_core"),
         ],
         "scheduler_cls": [
             parameters(SchedulerConfig.get_scheduler_cls),

@@ -49,6 +49,9 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert "policy           tournament" in lines
     assert "ignored          metadata of 1 requests" in lines
     assert "disk chunks      2 corrupt, 3 lost, 4 dropped" in lines
+    assert "queue            0 requests served early, a waiting one overtaken 0 times at most" in lines
+    assert "document order   changed in 0 prompts" in lines
+    assert "speculation      0 of 0 requests confirmed, 0 of 0 tokens wasted" in lines
     header = next(i for i, line in enumerate(lines) if line.startswith("tier "))
     gpu, host, disk = (re.split(r"\s{2,}", line) for line in lines[header + 1 : header + 4])
     assert gpu == ["gpu", "512.0 MiB of 1.0 GiB", "[##########..........]", "50%", "512", "9", "4,096", "50.0%"]

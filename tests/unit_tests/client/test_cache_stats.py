@@ -254,6 +254,26 @@ def test_a_reading_has_the_tiers_and_the_hottest_documents(
 
 
 @read_both
+def test_a_reading_says_what_the_queue_and_speculation_did(
+    engine: Engine, server: ScriptedServer, read: Callable[[Engine], Any]
+) -> None:
+    said = {
+        "num_reordered_requests": 5,
+        "max_overtaken": 32,
+        "num_reordered_prompts": 6,
+        "num_speculative_requests": 9,
+        "num_confirmed_speculations": 7,
+        "num_speculative_tokens": 900,
+        "num_wasted_tokens": 80,
+    }
+    assert read(engine).num_speculative_requests == 0, "an engine of an earlier version says nothing of it"
+    server.cache = {**(server.cache or {}), **said}
+    stats = read(engine)
+    assert {name: getattr(stats, name) for name in said} == said
+    assert said.items() <= stats.to_dict().items()
+
+
+@read_both
 def test_a_reading_of_plain_vllm_has_no_tiers(
     engine: Engine, server: ScriptedServer, read: Callable[[Engine], Any]
 ) -> None:

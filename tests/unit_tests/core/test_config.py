@@ -66,6 +66,11 @@ def test_a_tier_of_nothing_is_no_tier(field: str, zero: object) -> None:
         {"frequency": "always"},
         {"max_cached_documents": 0},
         {"ghost_size": -1},
+        {"queue": "lifo"},
+        {"queue_window": -1},
+        {"queue_window": 1.5},
+        {"max_prefill_bs": -1},
+        {"max_prefill_bs": True},
         {"host_byte": 1},
     ],
 )

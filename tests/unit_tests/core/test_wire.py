@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.wire import KEY, MAX_DOC_ID_CHARS, decode_kv_transfer_params, encode_kv_transfer_params, tile
+from ragcache_core.wire import (
+    KEY,
+    MAX_DOC_ID_CHARS,
+    RequestMetadata,
+    decode_kv_transfer_params,
+    encode_kv_transfer_params,
+    tile,
+)
 
 
 @st.composite
@@ -32,22 +39,30 @@ def test_segments_tile_the_prompt_and_keep_every_document(prompt: tuple[list[Pro
     assert all(s.end >= d.end for s, d in zip(kept, documents, strict=True))
 
 
-@given(prompts())
-def test_what_the_client_encodes_the_engine_decodes(prompt: tuple[list[PromptSegment], int]) -> None:
+@given(prompts(), st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), st.booleans())
+def test_what_the_client_encodes_the_engine_decodes(
+    prompt: tuple[list[PromptSegment], int], speculation: str | None, is_reordered: bool
+) -> None:
     documents, num_tokens = prompt
     segments = tile(documents, num_tokens)
-    params = encode_kv_transfer_params(segments, list(range(num_tokens)))
+    params = encode_kv_transfer_params(
+        segments, list(range(num_tokens)), speculation=speculation, is_reordered=is_reordered
+    )
     assert params["prompt_token_ids"] == list(range(num_tokens))
-    assert decode_kv_transfer_params(params, num_tokens) == segments
+    assert decode_kv_transfer_params(params, num_tokens) == RequestMetadata(segments, speculation, is_reordered)
+
+
+def test_an_ordinary_request_carries_no_word_of_speculation_or_order() -> None:
+    assert encode_kv_transfer_params([]) == {KEY: {"version": 1, "documents": []}}
 
 
 def test_a_request_without_our_metadata_is_one_question() -> None:
-    assert decode_kv_transfer_params({}, 7) == (PromptSegment(SegmentKind.QUESTION, 0, 7),)
-    assert decode_kv_transfer_params({}, 0) == ()
+    assert decode_kv_transfer_params({}, 7) == RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 7),))
+    assert decode_kv_transfer_params({}, 0) == RequestMetadata(())
 
 
-def _metadata(*documents: object, version: object = 1) -> dict[str, object]:
-    return {KEY: {"version": version, "documents": list(documents)}}
+def _metadata(*documents: object, version: object = 1, **more: object) -> dict[str, object]:
+    return {KEY: {"version": version, "documents": list(documents), **more}}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +83,11 @@ def _metadata(*documents: object, version: object = 1) -> dict[str, object]:
         (_metadata(version=2), "version 2, this engine reads 1"),
         ({KEY: "nonsense"}, "version 'nonsense'"),
         ({KEY: {"version": 1, "documents": {"id": "a"}}}, "got dict"),
+        (_metadata(speculation=""), "1 to 64 letters"),
+        (_metadata(speculation="x" * 65), "1 to 64 letters"),
+        (_metadata(speculation="../stats"), "1 to 64 letters"),
+        (_metadata(speculation=7), "speculation of the ragcache metadata is 7"),
+        (_metadata(reordered="yes"), "true or false"),
     ],
 )
 def test_contradictory_metadata_is_refused_with_the_value_and_the_limit(params: dict[str, object], said: str) -> None:

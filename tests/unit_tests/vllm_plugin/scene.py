@@ -9,6 +9,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.controller import CacheController
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
 
 BLOCK = 4
 
@@ -44,7 +45,7 @@ def run(
     by_tier: dict[Tier, int] | None = None,
 ) -> dict[str, object]:
     """Let a request come, run and end, and return its figures."""
-    it.on_new_request(request_id, parts, block_keys, parts[-1].end, 10.0)
+    it.on_new_request(request_id, RequestMetadata(parts), block_keys, parts[-1].end, 10.0)
     it.on_admitted(request_id, block_keys, by_tier or {}, 10.5)
     it.on_first_token(request_id, 11.0)
     figures = it.on_finished(request_id)

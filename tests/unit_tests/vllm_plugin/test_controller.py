@@ -7,13 +7,14 @@ from typing import Any
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.controller import TierReport
+from ragcache_core.wire import RequestMetadata
 from tests.unit_tests.vllm_plugin.scene import controller, keys, run, segments
 
 
 def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waited() -> None:
     it = controller()
     parts = segments(("a", 8), ("b", 16), (None, 18))
-    it.on_new_request("r", parts, keys(4), 18, 10.0)
+    it.on_new_request("r", RequestMetadata(parts), keys(4), 18, 10.0)
     it.on_admitted("r", keys(4), {Tier.GPU: 4, Tier.HOST: 8}, 10.25)
     it.on_loaded("r", 2000)
     it.on_stored("r", 300)
@@ -27,6 +28,8 @@ def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waite
         "num_stored_bytes": 330,
         "queue_s": 0.25,
         "ttft_s": 1.0,
+        "is_speculative": False,
+        "is_confirmed": False,
     }
     report = it.report()
     assert (report["num_requests"], report["num_prompt_tokens"]) == (1, 18)
@@ -35,7 +38,7 @@ def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waite
 
 def test_a_request_that_was_given_up_while_it_waited_has_no_times_and_is_not_counted() -> None:
     it = controller()
-    it.on_new_request("r", segments((None, 9)), keys(2), 9, 10.0)
+    it.on_new_request("r", RequestMetadata(segments((None, 9))), keys(2), 9, 10.0)
     figures = it.on_finished("r")
     assert figures is not None
     assert figures["queue_s"] is figures["ttft_s"] is None
@@ -46,7 +49,7 @@ def test_a_request_that_was_given_up_while_it_waited_has_no_times_and_is_not_cou
 def test_a_preempted_request_is_counted_once() -> None:
     it = controller()
     parts = segments(("a", 8), (None, 10))
-    it.on_new_request("r", parts, keys(2), 10, 10.0)
+    it.on_new_request("r", RequestMetadata(parts), keys(2), 10, 10.0)
     it.on_admitted("r", keys(2), {Tier.DISK: 8}, 10.5)
     it.on_first_token("r", 11.0)
     it.on_admitted("r", keys(2), {Tier.GPU: 8}, 12.0)

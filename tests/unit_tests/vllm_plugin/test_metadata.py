@@ -84,7 +84,7 @@ def test_whatever_the_metadata_the_controller_serves_the_request(
 ) -> None:
     it = controller(max_cached_documents=limit)
     try:
-        parts = decode_kv_transfer_params({KEY: metadata}, num_tokens)
+        parts = decode_kv_transfer_params({KEY: metadata}, num_tokens).segments
     except ConfigError:
         parts = tile([], num_tokens)
     assert [part.start for part in parts] == [0, *[part.end for part in parts[:-1]]]
@@ -100,7 +100,7 @@ def test_the_most_documents_with_the_longest_ids_are_served() -> None:
         {"id": f"{i:04}".ljust(MAX_DOC_ID_CHARS, "\U0001f600"), "start": i * 4, "end": i * 4 + 4}
         for i in range(MAX_DOCUMENTS)
     ]
-    parts = decode_kv_transfer_params({KEY: {"version": 1, "documents": documents}}, MAX_DOCUMENTS * 4)
+    parts = decode_kv_transfer_params({KEY: {"version": 1, "documents": documents}}, MAX_DOCUMENTS * 4).segments
     run(it, "r", parts, keys(MAX_DOCUMENTS))
     assert len(it.tree) == MAX_DOCUMENTS
     location = it.tree.locate(keys(MAX_DOCUMENTS)[-1])

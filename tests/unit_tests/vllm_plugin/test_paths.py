@@ -8,18 +8,19 @@ from ragcache_core.chunkstore import ChunkEntry
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, Tier
 from ragcache_core.vllm_plugin.controller import TierReport
+from ragcache_core.wire import RequestMetadata
 from tests.unit_tests.vllm_plugin.scene import controller, keys, nodes, run, segments
 
 
 def test_a_block_that_straddles_two_documents_belongs_to_the_later_one() -> None:
     it = controller()
-    it.on_new_request("r", segments(("", 3), ("a", 10), ("b", 16), (None, 21)), keys(5), 21, 0.0)
+    it.on_new_request("r", RequestMetadata(segments(("", 3), ("a", 10), ("b", 16), (None, 21))), keys(5), 21, 0.0)
     assert nodes(it) == [("a", 0, 2, False), ("b", 2, 2, False), (None, 4, 1, False)]
 
 
 def test_a_document_shorter_than_a_block_is_part_of_the_next() -> None:
     it = controller()
-    it.on_new_request("r", segments(("tiny", 2), ("a", 8), (None, 9)), keys(2), 9, 0.0)
+    it.on_new_request("r", RequestMetadata(segments(("tiny", 2), ("a", 8), (None, 9))), keys(2), 9, 0.0)
     assert nodes(it) == [("a", 0, 2, False)]
 
 
@@ -37,7 +38,7 @@ def test_a_prompt_with_fewer_keys_than_blocks_is_taken_as_far_as_they_go(num_key
 def test_an_answers_keys_are_not_taken_for_the_prompts() -> None:
     """A request that is resumed brings the keys of what it has answered."""
     it = controller()
-    it.on_new_request("r", segments(("a", 8), (None, 10)), keys(2), 10, 0.0)
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 0.0)
     it.on_admitted("r", keys(6), {}, 1.0)
     assert sum(num_blocks for _, _, num_blocks, _ in nodes(it)) == 2
 
@@ -45,7 +46,7 @@ def test_an_answers_keys_are_not_taken_for_the_prompts() -> None:
 def test_documents_beyond_the_limit_are_transient_and_not_stored() -> None:
     it = controller(max_cached_documents=2)
     parts = segments(("", 4), ("a", 8), ("b", 14), ("c", 20), ("d", 24), (None, 30))
-    it.on_new_request("r", parts, keys(7), 30, 0.0)
+    it.on_new_request("r", RequestMetadata(parts), keys(7), 30, 0.0)
     assert nodes(it) == [
         (None, 0, 1, False),
         ("a", 1, 1, False),
@@ -73,7 +74,7 @@ def test_what_is_worth_storing_ends_with_the_last_kept_document(
     parts: tuple[PromptSegment, ...], limit: int | None, expected: int | None
 ) -> None:
     it = controller(max_cached_documents=limit)
-    it.on_new_request("r", parts, keys(5), 20, 0.0)
+    it.on_new_request("r", RequestMetadata(parts), keys(5), 20, 0.0)
     assert it.num_storable_tokens("r") == expected
 
 
@@ -85,7 +86,7 @@ def test_a_request_longer_than_the_host_tier_stores_what_fits() -> None:
         ("short", segments(("a", 8), (None, 24)), 8),
         ("nameless", segments((None, 24)), 12),
     ):
-        it.on_new_request(name, parts, keys(6, name), 24, 0.0)
+        it.on_new_request(name, RequestMetadata(parts), keys(6, name), 24, 0.0)
         assert it.num_storable_tokens(name) == expected
 
 
@@ -100,8 +101,8 @@ def test_a_transient_document_is_kept_when_another_prompt_has_it_in_front() -> N
 
 def test_a_path_stays_in_the_tree_as_long_as_its_request_lives() -> None:
     it = controller(ghost_size=0)
-    it.on_new_request("r1", segments(("a", 8), (None, 12)), keys(3), 12, 0.0)
-    it.on_new_request("same", segments(("a", 8), (None, 12)), keys(3), 12, 0.0)
+    it.on_new_request("r1", RequestMetadata(segments(("a", 8), (None, 12))), keys(3), 12, 0.0)
+    it.on_new_request("same", RequestMetadata(segments(("a", 8), (None, 12))), keys(3), 12, 0.0)
     it.on_finished("r1")
     run(it, "r2", segments(("b", 8), (None, 12)), keys(3, "b"))
     assert it.tree.locate(b"2") is not None
@@ -116,7 +117,7 @@ def test_a_path_stays_in_the_tree_as_long_as_its_request_lives() -> None:
 
 def test_a_block_of_an_answer_is_added_to_the_tree_after_its_prompt() -> None:
     it = controller()
-    it.on_new_request("r", segments(("a", 8), (None, 10)), keys(2), 10, 0.0)
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 0.0)
     location = it.locate_block(keys(5), 4)
     assert (location.node.doc_id, location.node.start, location.unit) == (None, 2, 2)
     assert it.locate_block(keys(5), 4) == location

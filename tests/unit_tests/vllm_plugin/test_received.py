@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ragcache_core.vllm_plugin.metrics import Received
+from ragcache_core.vllm_plugin.settings import PluginSettings
 
 
 def test_a_server_that_nobody_has_asked_yet_has_an_empty_report() -> None:
     received = Received()
-    received.begin("pgdsf")
+    received.begin(PluginSettings(policy="pgdsf"))
     report = received.engine()
     assert report is not None
     assert report["policy"] == "pgdsf"
@@ -17,6 +18,6 @@ def test_a_server_that_nobody_has_asked_yet_has_an_empty_report() -> None:
 
 def test_the_first_report_of_an_engine_takes_the_empty_ones_place() -> None:
     received = Received()
-    received.begin("pgdsf")
+    received.begin(PluginSettings(policy="pgdsf"))
     received.add({"engine": {"policy": "pgdsf", "num_requests": 1}}, engine_index=0)
     assert received.engine() == {"policy": "pgdsf", "num_requests": 1}

@@ -1,0 +1,78 @@
+"""What the engine knows of a request, and counts over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from ragcache_core.types import Tier
+from ragcache_core.wire import RequestMetadata
+
+Key = bytes
+"""vLLM's hash of a block, chained over everything before it."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What a request found, cost and waited for. Times are seconds of a monotonic clock.
+
+    ``keys`` are its blocks' as vLLM has them: they grow with its answer. ``num_speculative_tokens`` of its prompt were
+    computed before anybody asked for its answer.
+    """
+
+    num_prompt_tokens: int
+    arrived_s: float
+    metadata: RequestMetadata
+    keys: Sequence[Key]
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    num_speculative_tokens: int = 0
+    is_confirmed: bool = False
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    retained: Key | None = None
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether nobody has asked for its answer yet."""
+        return self.metadata.speculation is not None and not self.is_confirmed
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that did not have to be computed."""
+        return sum(self.num_tokens_by_tier)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the body of the engine's per-request route; see ``client/cache_stats.py``."""
+        return {
+            **{f"num_{tier.label}_tokens": self.num_tokens_by_tier[tier] for tier in Tier},
+            "num_loaded_bytes": self.num_loaded_bytes,
+            "num_stored_bytes": self.num_stored_bytes,
+            "queue_s": None if self.admitted_s is None else self.admitted_s - self.arrived_s,
+            "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
+            "is_speculative": self.metadata.speculation is not None,
+            "is_confirmed": self.is_confirmed,
+        }
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the engine started."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    num_ignored_metadata: int = 0
+    num_reordered_prompts: int = 0
+    num_corrupt_chunks: int = 0
+    num_lost_chunks: int = 0
+    num_dropped_chunks: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return them by name, but for the tiers', which each tier reports."""
+        counts = asdict(self)
+        del counts["num_tokens_by_tier"]
+        return counts

@@ -1,0 +1,123 @@
+"""vLLM's waiting queue in the order the cache likes, with what nobody has asked for yet behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ragcache_core.queueing import CacheAwareQueue
+from ragcache_core.vllm_plugin.compat import RequestQueue, RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class CacheAwareRequestQueue(RequestQueue):
+    """Real requests in a :class:`~ragcache_core.queueing.CacheAwareQueue`, speculative ones behind them, in turn.
+
+    vLLM asks three things of its queue that differ here: ``len`` counts everything, so that the engine goes on; as a
+    truth value it says whether a request may be admitted now; and ``peek_request`` names the one that
+    ``pop_request`` takes. ``idle_room`` is how many speculative requests may be admitted in this step.
+
+    Args:
+        is_speculative: whether nobody has asked for a request yet. vLLM enqueues a request before its connector has
+            read what it says of itself, so this is first asked when the queue is next looked at.
+        priority: of a real request.
+        window: of the queue of real requests.
+    """
+
+    def __init__(
+        self, is_speculative: Callable[[Request], bool], priority: Callable[[Request], float], window: int
+    ) -> None:
+        self.real: CacheAwareQueue[Request] = CacheAwareQueue(priority, window=window)
+        self.idle_room = 0
+        self._is_speculative = is_speculative
+        self._arrived: list[Request] = []
+        self._speculative: deque[Request] = deque()
+
+    @property
+    def num_real(self) -> int:
+        """Real requests that wait."""
+        self._sort_in()
+        return len(self.real)
+
+    @property
+    def num_speculative(self) -> int:
+        """Requests that wait and that nobody has asked for."""
+        self._sort_in()
+        return len(self._speculative)
+
+    def confirm(self, request: Request) -> None:
+        """Move a request that is real from now on, if it waits here."""
+        self._sort_in()
+        if request in self._speculative:
+            self._speculative.remove(request)
+            self.real.add(request)
+
+    # What vLLM asks
+
+    def add_request(self, request: Request) -> None:
+        self._arrived.append(request)
+
+    def peek_request(self) -> Request:
+        self._sort_in()
+        if self.real:
+            return self.real.peek()
+        if not self._speculative:
+            raise IndexError("peek from an empty queue")
+        return self._speculative[0]
+
+    def pop_request(self) -> Request:
+        self._sort_in()
+        if self.real:
+            return self.real.pop()
+        if not self._speculative:
+            raise IndexError("pop from an empty queue")
+        self.idle_room -= 1
+        return self._speculative.popleft()
+
+    def prepend_request(self, request: Request) -> None:
+        if self._is_speculative(request):
+            self._speculative.appendleft(request)
+        elif request.status == RequestStatus.PREEMPTED:
+            self.real.put_first(request)
+        else:
+            self.real.give_back(request)
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.prepend_request(request)
+
+    def remove_request(self, request: Request) -> None:
+        self._sort_in()
+        if not self.real.remove(request):
+            self._speculative.remove(request)
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        self._sort_in()
+        gone = {request for request in requests if not self.real.remove(request)}
+        if gone and self._speculative:
+            self._speculative = deque(request for request in self._speculative if request not in gone)
+
+    def __bool__(self) -> bool:
+        self._sort_in()
+        return bool(self.real) or (bool(self._speculative) and self.idle_room > 0)
+
+    def __len__(self) -> int:
+        return len(self._arrived) + len(self.real) + len(self._speculative)
+
+    def __iter__(self) -> Iterator[Request]:
+        self._sort_in()
+        yield from self.real
+        yield from self._speculative
+
+    def _sort_in(self) -> None:
+        if not self._arrived:
+            return
+        for request in self._arrived:
+            if self._is_speculative(request):
+                self._speculative.append(request)
+            else:
+                self.real.add(request)
+        self._arrived.clear()

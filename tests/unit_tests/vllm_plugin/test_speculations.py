@@ -1,0 +1,74 @@
+"""Who asked for what, and what was computed in vain."""
+
+from __future__ import annotations
+
+from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.vllm_plugin.records import RequestRecord
+from ragcache_core.vllm_plugin.speculation import Speculations
+from ragcache_core.wire import RequestMetadata
+
+
+def record(speculation: str | None) -> RequestRecord:
+    return RequestRecord(10, 0.0, RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 10),), speculation), [])
+
+
+def test_a_request_is_real_unless_it_says_otherwise() -> None:
+    it = Speculations()
+    real = record(None)
+    it.on_new_request("r", real)
+    it.on_finished("r", real)
+    assert not it
+    assert not real.is_speculative
+    assert set(it.to_dict().values()) == {0}
+
+
+def test_all_requests_of_a_speculation_are_confirmed_at_once() -> None:
+    it = Speculations()
+    parts = {f"r{i}": record("s") for i in range(3)}
+    for request_id, part in parts.items():
+        it.on_new_request(request_id, part)
+    it.on_computed(parts["r0"], 7)
+    it.on_finished("r0", parts["r0"])
+    assert it
+    confirmed = it.confirm("s")
+    assert (set(confirmed.alive), confirmed.ended) == ({"r1", "r2"}, [parts["r0"]])
+    assert not it
+    assert not any(part.is_speculative for part in parts.values())
+    it.on_finished("r1", parts["r1"])
+    again = it.confirm("s")
+    assert (again.alive, again.ended) == ({}, [])
+    assert it.to_dict() == {
+        "num_speculative_requests": 3,
+        "num_confirmed_speculations": 3,
+        "num_speculative_tokens": 7,
+        "num_wasted_tokens": 0,
+    }
+
+
+def test_a_confirmation_that_is_faster_than_its_request_is_remembered() -> None:
+    it = Speculations()
+    it.confirm("s")
+    late = record("s")
+    it.on_new_request("r", late)
+    assert late.is_confirmed
+    assert not it
+    it.on_finished("r", late)
+    assert it.to_dict()["num_wasted_tokens"] == 0
+
+
+def test_memory_is_bounded_and_what_it_lets_go_stays_wasted() -> None:
+    it = Speculations(max_remembered=2)
+    for i in range(4):
+        it.confirm(f"early-{i}")
+        ended = record(f"ended-{i}")
+        it.on_new_request(f"r{i}", ended)
+        it.on_computed(ended, 10)
+        it.on_finished(f"r{i}", ended)
+    assert it.num_wasted_tokens == 40
+    assert it.confirm("ended-0").ended == []
+    assert it.num_wasted_tokens == 40
+    assert len(it.confirm("ended-3").ended) == 1
+    assert it.num_wasted_tokens == 30
+    forgotten = record("early-0")
+    it.on_new_request("r", forgotten)
+    assert forgotten.is_speculative
