@@ -77,15 +77,23 @@ class Speculation:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """End the request in the engine, and let nobody join it. Idempotent."""
+        """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
+
+        It may have been joined by another request than its owner's, one about the same.
+        """
+        if self._owner._withdraw(self):
+            self.abort()
+
+    def abort(self) -> None:
+        """End the request in the engine, whoever joined it: for the one who did. Idempotent."""
         self._owner._forget(self)
         if self._end(httpx.ReadError("the speculation was cancelled"), is_cancelled=True) and self._work is not None:
             self._work.cancel()
 
     def leave(self) -> None:
-        """Cancel it for the one who claimed it, unless the answer is whole but for the end of its connection."""
+        """Abort it for the one who claimed it, unless the answer is whole but for the end of its connection."""
         if not self.response.last_bytes().endswith(_LAST_EVENT):
-            self.cancel()
+            self.abort()
 
     def confirm(self) -> None:
         """Tell the engine that the request is a real one from now on. Returns at once; idempotent."""
@@ -212,7 +220,7 @@ class Speculations:
             yield
         except BaseException as error:
             if not (isinstance(error, Exception) and speculation.is_done):
-                speculation.cancel()
+                speculation.abort()
                 raise
             if self._closed:
                 raise _closed_error() from error
@@ -227,7 +235,7 @@ class Speculations:
             self._claimable.clear()
             live, background = list(self._live), self._background
         for speculation in live:
-            speculation.cancel()
+            speculation.abort()
         if background is not None:
             background.close()
 
@@ -244,6 +252,12 @@ class Speculations:
     def _confirm(self, speculation: Speculation) -> None:
         with contextlib.suppress(EngineClosedError):
             self._run(self._send_confirmation(speculation.id))
+
+    def _withdraw(self, speculation: Speculation) -> bool:
+        """Let nobody claim ``speculation``; return whether nobody has."""
+        with self._lock:
+            self._drop(speculation)
+            return not speculation._is_claimed
 
     def _forget(self, speculation: Speculation) -> None:
         """Let nobody claim ``speculation``, and nothing cancel it any more."""
@@ -265,7 +279,7 @@ class Speculations:
         try:
             await receive(transport, request, response, is_promised=lambda: speculation._is_claimed)
         except asyncio.CancelledError:
-            speculation.cancel()
+            speculation.abort()
             raise
         except Exception as error:
             _logger.debug("speculation %s failed: %s: %s", speculation.id, type(error).__name__, error)

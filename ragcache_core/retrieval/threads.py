@@ -157,3 +157,18 @@ def closed_error(owner: str) -> StoreError:
 
 def _use_one_thread() -> None:
     faiss.omp_set_num_threads(1)  # per thread: a team of threads for each stage costs more than the stage
+
+
+async def in_thread(call: Callable[[], _Result]) -> _Result:
+    """Return what a blocking call comes to. It has a thread of its own: one that never returns holds up nobody."""
+    outcome: Future[_Result] = Future()
+
+    def run() -> None:
+        outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="ragcache-retrieve", daemon=True).start()
+    return await asyncio.wrap_future(outcome)

@@ -77,10 +77,9 @@ class AskedQuestion:
             yield AIMessageChunk(content="", response_metadata={STATS_KEY: report})
 
     def close(self) -> None:
-        """End the speculation, unless a request took it over: the same question asked elsewhere may have."""
-        speculation = self._result and self._result.speculation
-        if isinstance(speculation, Speculation) and not speculation._is_claimed:
-            speculation.cancel()
+        """End the speculation, unless a request took it over."""
+        if self._result is not None and self._result.speculation is not None:
+            self._result.speculation.cancel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import aclosing, closing
-from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -31,7 +27,7 @@ from pydantic import ConfigDict, Field, PrivateAttr
 
 from ragcache_core.client.pipeline import run_pipeline
 from ragcache_core.retrieval.sources import one_stage
-from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.types import DocId, Document
 from ragcache_integrations.langchain.asked_question import AnswerAhead, AskedQuestion, Documents, Prompt
 from ragcache_integrations.langchain.chain import format_documents
@@ -226,7 +222,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         if self._is_staged():
             return self.retriever.invoke(asked.question, config, overlap=asked.overlap(self.search_timeout_s))
         on_event = dispatcher(asked.question, config)
-        find = partial(_in_thread, lambda: self.retriever.invoke(asked.question, config))
+        find = partial(in_thread, lambda: self.retriever.invoke(asked.question, config))
         return run_blocking(lambda: self._search_at_once(asked, find, on_event))
 
     async def _aretrieve(self, asked: AskedQuestion, config: RunnableConfig) -> Documents:
@@ -278,18 +274,3 @@ def _sum(parts: list[Any]) -> Any:
 def _generator(chunks: AsyncIterator[_Result]) -> AsyncGenerator[_Result]:
     """Return an iterator of LangChain's as what it is: a generator, which can be closed."""
     return cast("AsyncGenerator[_Result]", chunks)
-
-
-async def _in_thread(call: Callable[[], _Result]) -> _Result:
-    """Return what a blocking call comes to. It has a thread of its own: one that never returns holds up nobody."""
-    outcome: Future[_Result] = Future()
-
-    def run() -> None:
-        outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=copy_context().run, args=(run,), name="ragcache-retrieve", daemon=True).start()
-    return await asyncio.wrap_future(outcome)

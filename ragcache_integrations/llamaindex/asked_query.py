@@ -14,7 +14,6 @@ from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline import PipelineResult, run_pipeline
-from ragcache_core.client.speculating import Speculation
 from ragcache_core.retrieval.sources import one_stage
 from ragcache_core.types import DocId, Document
 from ragcache_integrations.llamaindex.events import publish
@@ -91,9 +90,8 @@ class AskedQuery(AbstractContextManager["AskedQuery"]):
             self._close()
 
     def _close(self) -> None:
-        speculation = self._result and self._result.speculation
-        if isinstance(speculation, Speculation) and not speculation._is_claimed:
-            speculation.cancel()
+        if self._result is not None and self._result.speculation is not None:
+            self._result.speculation.cancel()
 
     # The first token is none: a generator that was never begun would not notice that it is closed.
 

@@ -25,9 +25,8 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import check_timeout
 from ragcache_core.prompt import PromptLayout
-from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_integrations.llamaindex._requests import STATS_KEY
-from ragcache_integrations.llamaindex._threads import in_thread
 from ragcache_integrations.llamaindex.asked_query import AskedQuery
 from ragcache_integrations.llamaindex.events import dispatcher
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM

@@ -27,9 +27,8 @@ from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source
-from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.types import DocId, Document, RetrievalUpdate
-from ragcache_integrations.llamaindex._threads import in_thread
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document, similarities
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore

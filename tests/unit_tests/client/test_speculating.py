@@ -417,6 +417,20 @@ def test_equal_speculations_are_joined_one_after_the_other(server: ScriptedServe
     assert len(server.requests) == 2
 
 
+def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(
+    server: ScriptedServer, engine: Engine
+) -> None:
+    server.script(SLOW, SLOW)
+    mine, _ = (engine.speculate(lambda: of_the_engine(engine)) for _ in range(2))
+    chunks = engine.stream(ASKED, max_tokens=8)
+    assert next(chunks).text
+    mine.cancel()  # the oldest was handed out, to a request that is not mine
+    assert "".join(chunk.text for chunk in chunks)
+    assert done(mine)
+    assert not mine.is_cancelled
+    assert server.aborted == []
+
+
 def test_whoever_wants_to_know_is_told_once_when_it_is_done(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("yes", wait_s=0.05), NEVER)
     told: list[str] = []
