@@ -1,4 +1,4 @@
-"""What the examples share: the demo documents, an engine, and a table.
+"""What the examples share: the demo documents, a search that takes its time, an engine, and a table.
 
 Every example runs without arguments on the demo model, and takes ``--model`` for another one, ``--url`` for an engine
 that runs already (its key in ``RAGCACHE_API_KEY``), and ``--json`` for its results as JSON.
@@ -7,13 +7,16 @@ that runs already (its key in ``RAGCACHE_API_KEY``), and ``--json`` for its resu
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ragcache_core import CacheConfig, Document, RequestStats
+from ragcache_core import CacheConfig, Document, RequestStats, RetrievalUpdate
 from ragcache_core.client import Engine
 from ragcache_core.errors import StoreNotFoundError
 from ragcache_core.retrieval import DocumentStore
@@ -23,6 +26,8 @@ DEMO_MODEL = EXAMPLES / "demo_model"
 DEMO_CORPUS = EXAMPLES / "demo_corpus"
 DEMO_QUESTIONS = EXAMPLES / "demo_corpus_questions.jsonl"
 DEMO_STORE = EXAMPLES.parent / "build" / "demo_store"
+STAGES = (0.05, 0.15, 0.4, 1.0)
+"""Shares of a search after which its stages end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of an example's table: a question, asked ``note`` ("cold", "again", "round 2")."""
+    """One line of an example's table: a question, asked ``note`` ("cold", "again", "round 2").
+
+    ``hidden_ms`` is how long the engine worked on the answer while its documents were still searched; ``None`` where
+    nothing was searched.
+    """
 
     question: str
     note: str
@@ -47,21 +56,31 @@ class Row:
     num_gpu_tokens: int | None
     num_host_tokens: int | None
     num_disk_tokens: int | None
+    hidden_ms: float | None = None
 
     @classmethod
-    def of(cls, question: str, note: str, answer: str, stats: RequestStats) -> Row:
-        ttft_ms = None if stats.ttft_s is None else round(stats.ttft_s * 1000, 1)
+    def of(cls, question: str, note: str, answer: str, stats: RequestStats, hidden_s: float | None = None) -> Row:
+        ttft_ms, hidden_ms = (None if t is None else round(t * 1000, 1) for t in (stats.ttft_s, hidden_s))
         tokens = (stats.num_prompt_tokens, stats.num_cached_tokens)
-        return cls(question, note, answer.strip(), ttft_ms, *tokens, *tokens_by_tier(stats))
+        return cls(question, note, answer.strip(), ttft_ms, *tokens, *tokens_by_tier(stats), hidden_ms)
 
 
 def read_options(description: str | None, arguments: Sequence[str] | None = None) -> Options:
     """Return the options of an example; ``description`` is its docstring."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    return options_of(option_parser(description).parse_args(arguments))
+
+
+def option_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of every example's options, for an example that has more."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL), help="folder or name of a model (the demo model)")
     parser.add_argument("--url", help="an engine that runs already, instead of launching one")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def options_of(given: argparse.Namespace) -> Options:
+    """Return what every example's options say."""
     return Options(given.model, given.url, given.json)
 
 
@@ -86,21 +105,43 @@ def open_demo_store(folder: Path = DEMO_STORE) -> DocumentStore:
         return DocumentStore.open(folder, read_only=True)
 
 
+@dataclass(frozen=True, slots=True)
+class SlowSearch:
+    """The demo store, searched as slowly as a large one: its own stages, the last one after ``search_s`` seconds.
+
+    The demo corpus is searched in a millisecond, and there would be nothing to hide.
+    """
+
+    store: DocumentStore
+    search_s: float = 0.25
+
+    async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield the documents known after each stage; see :class:`~ragcache_core.retrieval.StageSource`."""
+        began_s = time.perf_counter()
+        ends = iter(STAGES)
+        async with aclosing(self.store.search_staged(query, k, stages=STAGES)) as updates:
+            async for update in updates:
+                share = 1.0 if update.is_final else next(ends)
+                await asyncio.sleep(max(0.0, began_s + share * self.search_s - time.perf_counter()))
+                yield update
+
+
 def tokens_by_tier(stats: RequestStats) -> tuple[int | None, int | None, int | None]:
     """Return how many cached tokens came from GPU, host and disk; ``None`` where the engine does not say."""
     return stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens
 
 
-def open_engine(options: Options, cache: CacheConfig | None = None) -> Engine:
+def open_engine(options: Options, cache: CacheConfig | None = None, *, env: Mapping[str, str] | None = None) -> Engine:
     """Launch an engine for the model with ``cache``, or one that fits it, or join the one at ``--url``."""
     if options.url is not None:
         return Engine.connect(options.url, api_key=os.environ.get("RAGCACHE_API_KEY"))
     if options.model != str(DEMO_MODEL):
-        return Engine.launch(options.model, cache=cache or CacheConfig())
+        return Engine.launch(options.model, cache=cache or CacheConfig(), env=env)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the demo model needs no network
     return Engine.launch(
         options.model,
         cache=cache or CacheConfig(kv_cache_bytes="1GiB", block_size=32),
+        env=env,
         dtype="float32",
         enforce_eager=True,
         max_model_len=2048,
@@ -115,9 +156,13 @@ def show(rows: Sequence[Row], options: Options) -> None:
         print(json.dumps([asdict(row) for row in rows], ensure_ascii=False, indent=2))
         return
     line = "{:<40.40}  {:<8}  {:<24.24}  {:>7}  {:>6}  {:>6}  {:>5}  {:>5}  {:>5}"
-    print(line.format("question", "", "answer", "ttft ms", "prompt", "cached", "gpu", "host", "disk"))
+    heads = ["question", "", "answer", "ttft ms", "prompt", "cached", "gpu", "host", "disk"]
+    shows_hidden = any(row.hidden_ms is not None for row in rows)
+    if shows_hidden:
+        line, heads = f"{line}  {{:>9}}", [*heads, "hidden ms"]
+    print(line.format(*heads))
     for row in rows:
-        ttft = "-" if row.ttft_ms is None else f"{row.ttft_ms:.1f}"
+        ttft, hidden = ("-" if ms is None else f"{ms:.1f}" for ms in (row.ttft_ms, row.hidden_ms))
         tokens = (row.num_prompt_tokens, row.num_cached_tokens)
         by_tier = ("-" if n is None else n for n in (row.num_gpu_tokens, row.num_host_tokens, row.num_disk_tokens))
-        print(line.format(row.question, row.note, row.answer, ttft, *tokens, *by_tier))
+        print(line.format(row.question, row.note, row.answer, ttft, *tokens, *by_tier, hidden))

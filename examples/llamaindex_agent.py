@@ -1,4 +1,4 @@
-"""A LlamaIndex agent that searches with a query engine as its tool; every step of it says what the cache did.
+"""A LlamaIndex agent whose tool is a query engine that answers while it searches; every step says what the cache did.
 
 Run it with ``python -m examples.llamaindex_agent``.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from llama_index.core.agent.workflow import AgentOutput, FunctionAgent, ToolCallResult
 from llama_index.core.tools import QueryEngineTool
 
-from examples._shared import Row, demo_questions, open_demo_store, open_engine, read_options, show
+from examples._shared import Row, SlowSearch, demo_questions, open_demo_store, open_engine, read_options, show
 from ragcache_core import PromptLayout
 from ragcache_core.stats import request_stats_from_dict
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
@@ -27,8 +27,10 @@ async def ask(agent: FunctionAgent, question: str, round_number: int) -> list[Ro
             stats = request_stats_from_dict(event.raw["ragcache"])
             rows.append(Row.of(question, f"{round_number} agent", calls or str(event), stats))
         if isinstance(event, ToolCallResult):
-            stats = request_stats_from_dict(event.tool_output.raw_output.metadata["ragcache"])
-            rows.append(Row.of(question, f"{round_number} {event.tool_name}", event.tool_output.content, stats))
+            said = event.tool_output.raw_output.metadata
+            stats, hidden_s = request_stats_from_dict(said["ragcache"]), said["ragcache_pipeline"]["hidden_search_s"]
+            note = f"{round_number} {event.tool_name}"
+            rows.append(Row.of(question, note, event.tool_output.content, stats, hidden_s))
     await run
     return rows
 
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(__doc__, arguments)
     with open_engine(options) as engine, open_demo_store() as store:
         llm = RAGCacheLLM(engine, temperature=0, max_tokens=64)
-        query_engine = RAGCacheQueryEngine(RAGCacheRetriever(store, engine, similarity_top_k=3), llm)
+        query_engine = RAGCacheQueryEngine(RAGCacheRetriever(SlowSearch(store), engine, similarity_top_k=2), llm)
         search = QueryEngineTool.from_defaults(query_engine, name="search", description="Search the documents.")
         agent = FunctionAgent(tools=[search], llm=llm, system_prompt=PromptLayout().static_prefix)
 

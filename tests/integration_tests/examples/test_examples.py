@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import demo, tiers
+from examples import demo, document_order, speculative_rag, tiers
 from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
@@ -20,8 +20,12 @@ EXAMPLES = [
     "llamaindex_agent",
     "llamaindex_query_engine",
     "llamaindex_workflow",
+    "speculative_rag",
     "tiers",
 ]
+HIDING = {"langchain_agent", "langchain_chain", "llamaindex_agent", "llamaindex_query_engine", "speculative_rag"}
+"""Those whose searches take a while, which the engine uses."""
+HEADS = ["question", "answer", "ttft", "ms", "prompt", "cached", "gpu", "host", "disk"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +35,21 @@ def key_of_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_tested() -> None:
     scripts = {p.stem for p in (ROOT / "examples").glob("*.py")} - {"__init__", "_shared", "demo"}
-    assert scripts == set(EXAMPLES)
+    assert scripts == {*EXAMPLES, "document_order"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_a_table_for_people(name: str, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f"examples.{name}").main(["--url", engine.base_url])
     printed = capsys.readouterr().out
-    heads, *rows = printed[printed.index("question ") :].splitlines()
-    assert heads.split() == ["question", "answer", "ttft", "ms", "prompt", "cached", "gpu", "host", "disk"]
+    heads, *lines = printed[printed.index("question ") :].splitlines()
+    assert heads.split() == ([*HEADS, "hidden", "ms"] if name in HIDING else HEADS)
+    rows = [line.split() for line in lines]
     assert len(rows) >= 4
-    assert any(row.split()[-4:] == [row.split()[-3], row.split()[-3], "0", "0"] for row in rows)  # cached, all in GPU
+    if name in HIDING:
+        hidden_ms = [row.pop() for row in rows]
+        assert any(ms not in ("-", "0.0") for ms in hidden_ms)
+    assert any(row[-4:] == [row[-3], row[-3], "0", "0"] and row[-3] != "0" for row in rows)  # cached, all in GPU
     if name == "llamaindex_query_engine":
         expected = [q["answer"] for q in demo_questions("single")[:3]]
         assert all(answer in printed for answer in expected)
@@ -104,3 +112,30 @@ def test_the_tiers_example_is_served_from_gpu_host_and_disk(capsys: pytest.Captu
     for row in rows:
         by_tier = [row[f"num_{tier}_tokens"] for tier in ("gpu", "host", "disk")]
         assert sum(by_tier) == row["num_cached_tokens"]
+
+
+def test_the_fused_pair_prints_what_happened_to_each_speculation(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculative_rag.main(["--url", engine.base_url])
+    events = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    num_started, num_cancelled = events.count("  start"), events.count("  cancel")
+    assert events.count("  confirm") == num_started - num_cancelled >= 4
+    assert events.count("  miss") + events.count("  confirm") == 6
+
+
+def test_every_order_of_documents_is_measured_on_the_same_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    document_order.main(["--questions", "24", "--json"])
+    measured = json.loads(capsys.readouterr().out)
+    assert [(m["order"], m["keep_first"]) for m in measured] == list(document_order.ORDERS)
+    plain, canonical, cache_aware, kept = measured
+    assert plain["reordered_share"] == 0.0
+    assert canonical["reordered_share"] > cache_aware["reordered_share"] > 0.0
+    assert cache_aware["cached_share"] > plain["cached_share"]
+    assert kept["reordered_share"] <= cache_aware["reordered_share"]
+    assert all(m["exact_match"] >= 0.9 for m in measured)
+
+
+def test_an_engine_whose_cache_cannot_be_emptied_is_not_measured(engine: Engine) -> None:
+    with pytest.raises(SystemExit, match="start it with VLLM_SERVER_DEV_MODE=1"):
+        document_order.main(["--url", engine.base_url, "--questions", "1"])

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from ragcache_core.cli import cli
+from ragcache_core.client.pipeline import PipelineEvent
 from ragcache_core.config import CacheConfig
+from ragcache_core.ordering import DOCUMENT_ORDERS
+from ragcache_core.stats import PipelineReport
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
-ROOMS = ["policy", "tree", "chunkstore", "client", "vllm_plugin"]
+OVERLAP = (DOCS / "overlap.md").read_text(encoding="utf-8")
+ROOMS = ["policy", "tree", "chunkstore", "retrieval", "client", "vllm_plugin", "bench"]
 PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
 PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
 MAX_PICTURE_BYTES = 20_000
@@ -23,13 +29,14 @@ MAX_PICTURE_BYTES = 20_000
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_architecture_names_every_file_of_a_room(room: str) -> None:
-    files = {path.name for path in (ROOT / "ragcache_core" / room).glob("*.py")} - {"__init__.py"}
+    files = {path.name for path in (ROOT / "ragcache_core" / room).glob("*.py")} - {"__init__.py", "__main__.py"}
     named = set(re.findall(r"[a-z_]+\.py", ARCHITECTURE))
     assert files - named == set()
 
 
 def test_every_file_that_a_page_names_is_there() -> None:
-    there = {path.name for folder in ("ragcache_core", "ragcache_integrations", "tests") for path in _sources(folder)}
+    folders = ("ragcache_core", "ragcache_integrations", "examples", "tests")
+    there = {path.name for folder in folders for path in _sources(folder)}
     for page in PAGES:
         named = set(re.findall(r"[a-z_]+\.py\b", page.read_text(encoding="utf-8")))
         assert named - there == set(), page.name
@@ -55,6 +62,21 @@ def test_every_series_of_ours_is_listed() -> None:
     assert series - named == set()
 
 
+def test_every_figure_of_a_search_is_explained() -> None:
+    for name in (*(field.name for field in fields(PipelineReport)), "hidden_search_s"):
+        assert f"`{name}`" in OVERLAP, name
+
+
+def test_every_event_of_a_search_is_explained() -> None:
+    for kind in get_args(get_type_hints(PipelineEvent)["kind"]):
+        assert kind == "stage" or f"`{kind}`" in OVERLAP, kind
+
+
+def test_every_order_of_documents_is_measured() -> None:
+    for order in DOCUMENT_ORDERS:
+        assert re.search(rf"^\| `{order}` \|", OVERLAP, re.MULTILINE), order
+
+
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda p: p.stem)
 def test_a_picture_is_small_and_reads_on_any_background(picture: Path) -> None:
     drawing = ET.fromstring(picture.read_bytes())
@@ -65,7 +87,7 @@ def test_a_picture_is_small_and_reads_on_any_background(picture: Path) -> None:
     assert (float(ground.attrib["width"]), float(ground.attrib["height"])) == (width - 1, height - 1)
     assert drawing.findall(".//{http://www.w3.org/2000/svg}text")
     assert picture.stat().st_size < MAX_PICTURE_BYTES
-    assert f"pictures/{picture.name}" in HOW_IT_WORKS
+    assert any(f"pictures/{picture.name}" in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def _sources(folder: str) -> list[Path]:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WORDS = ["_version", "types", "errors", "config", "stats", "wire", "prompt"]
 FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
-    "algorithms": ["ragcache_core.policy", "ragcache_core.tree"],
+    "algorithms": [f"ragcache_core.{name}" for name in ("policy", "tree", "queueing", "ordering", "speculation")],
     "matter": ["ragcache_core.chunkstore", "ragcache_core.ingest", "ragcache_core.retrieval"],
     "client": ["ragcache_core.client"],
     "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
@@ -112,16 +112,18 @@ PUBLIC: dict[str, set[str]] = {
     },
     "ragcache_core.retrieval": {
         *("DocumentStore", "Embedder", "IndexOptions", "LangChainEmbedder", "LlamaIndexEmbedder", "MiniLMEmbedder"),
-        *("PrecomputedEmbedder", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder", "as_embedder"),
+        *("PrecomputedEmbedder", "ShardedStore", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
+        *("as_embedder", "as_source", "one_stage"),
     },
     "ragcache_integrations.langchain": {
         *("CacheStatsCallbackHandler", "CacheSummary", "ChatRAGCache", "DocumentHits", "RAGCacheRetriever"),
-        *("StagedFAISS", "TfidfSvdEmbeddings", "format_documents", "prompt_from_layout", "to_core", "to_langchain"),
+        *("SpeculativeRAG", "StagedFAISS", "TfidfSvdEmbeddings", "format_documents", "prompt_from_layout", "to_core"),
+        "to_langchain",
     },
     "ragcache_integrations.llamaindex": {
         *("CacheStatsEvent", "CacheStatsEventHandler", "RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
-        *("RetrievalStageEvent", "StagedFAISSVectorStore", "TfidfSvdEmbedding", "document_from_node"),
-        "node_from_document",
+        *("RetrievalStageEvent", "SpeculationEvent", "StagedFAISSVectorStore", "TfidfSvdEmbedding"),
+        *("document_from_node", "node_from_document"),
     },
 }
 """The names that users may rely on. Removing one is a breaking change; adding one belongs in the CHANGELOG."""

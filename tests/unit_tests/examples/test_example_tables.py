@@ -33,6 +33,14 @@ def test_the_json_of_a_row_has_its_tiers(capsys: pytest.CaptureFixture[str]) -> 
     assert (row["num_gpu_tokens"], row["num_host_tokens"], row["num_disk_tokens"]) == (32, 0, 64)
 
 
+def test_a_table_shows_what_was_hidden_where_something_was_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    searched, not_searched = Row.of("Why?", "tool", "because", TIERED, 0.25), Row.of("Why?", "step", "search", TIERED)
+    show([searched, not_searched], OPTIONS)
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split()[-2:] == ["hidden", "ms"]
+    assert [row.split()[-1] for row in rows] == ["250.0", "-"]
+
+
 def test_a_round_of_the_demo_sums_its_requests(capsys: pytest.CaptureFixture[str]) -> None:
     summed = demo.Round.of("later", [TIERED, TIERED], num_same=2)
     assert (summed.prompt_tokens, summed.gpu_tokens, summed.host_tokens, summed.disk_tokens) == (200, 64, 0, 128)
