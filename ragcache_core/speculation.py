@@ -13,9 +13,13 @@ the final stage         generate at once                generate at once: the sc
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+_TRY_EVERY = 16
+_LEAST_SHARE, _LEAST_SHARE_IDLE = 0.5, 0.1
+_WEIGHT = 0.2
 
 D = TypeVar("D", bound=Hashable)
 """What a stage found: the documents' ids in the order of the prompt."""
@@ -80,10 +84,13 @@ class SpeculativePipeline(Generic[D]):
         """Whether a start waits for room."""
         return self._deferred is not None
 
-    def on_stage(self, candidates: D, *, is_final: bool, num_pending: int) -> list[Action[D]]:
+    def on_stage(
+        self, candidates: D, *, is_final: bool, num_pending: int, is_promising: bool = True
+    ) -> list[Action[D]]:
         """Return what to do now that a stage ended with ``candidates``.
 
-        ``num_pending`` prefills wait or run in the engine, this search's own speculation not counted.
+        ``num_pending`` prefills wait or run in the engine, this search's own speculation not counted. Nothing is
+        started from candidates that are not ``is_promising``: see :class:`SettlingHistory`.
 
         Raises:
             ValueError: the search is over: its final stage came, or it was closed.
@@ -98,7 +105,9 @@ class SpeculativePipeline(Generic[D]):
         if is_final:
             self._end()
             return [*actions, Generate(candidates)]
-        self._defer(candidates)
+        self._deferred = None
+        if is_promising:
+            self._defer(candidates)
         return [*actions, *self.on_load(num_pending)]
 
     def on_load(self, num_pending: int) -> list[Action[D]]:
@@ -139,3 +148,32 @@ class SpeculativePipeline(Generic[D]):
 
     def _end(self) -> None:
         self._is_over, self._live, self._deferred = True, None, None
+
+
+class SettlingHistory:
+    """How much of what a stage named was right in the end, stage by stage, over the searches of one retriever.
+
+    A start costs the asker and the engine something even in idle time, and is worth it where the candidates tend to
+    stand. The share counted is the beginning that candidates and final documents have in common, which is what a
+    prefill of the candidates is good for. Until it is known better, every stage is trusted.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[int, float] = {}
+        self._num_searches = 0
+
+    def begin_search(self) -> bool:
+        """Return whether this search tries every stage, whatever was learnt: documents change, and so may questions."""
+        self._num_searches += 1
+        return self._num_searches % _TRY_EVERY == 0
+
+    def is_promising(self, stage: int, *, num_pending: int) -> bool:
+        """Return whether a start from a stage's candidates is worth it: a small chance, unless the engine has work."""
+        return self._shares.get(stage, 1.0) >= (_LEAST_SHARE_IDLE if num_pending == 0 else _LEAST_SHARE)
+
+    def record(self, stage: int, candidates: Sequence[Hashable], final: Sequence[Hashable]) -> None:
+        """Take note of a search that ended with ``final``, and of what a stage of it had named."""
+        num_alike = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
+        share = min(num_alike, len(candidates)) / len(final) if final else 0.0
+        before = self._shares.get(stage, 1.0)
+        self._shares[stage] = before + _WEIGHT * (share - before)

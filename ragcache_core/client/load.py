@@ -20,6 +20,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ragcache_core.client.transport import SENT_ONCE
 
 _TIMEOUT_S = 1.0
+_FRESH_S = 0.02
+"""So long an answer serves every search of this process: many of them would otherwise ask a busy server at once."""
 _PAUSE_S = 10.0
 """After a question that failed nobody waits for another one so soon: the search goes on meanwhile."""
 
@@ -59,6 +61,7 @@ class LoadRoute:
         self._http_async = http_async
         self._may_speculate: bool | None = None
         self._paused_until_s = 0.0
+        self._latest: tuple[float, Load | None] = (-_FRESH_S, None)
 
     def may_speculate(self) -> bool:
         """Return whether the server takes speculative requests: asked once, and said once why not. Never fails."""
@@ -74,6 +77,8 @@ class LoadRoute:
 
     def pending(self) -> Load | None:
         """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
+        if (load := self._fresh()) is not None:
+            return load
         if self._may_ask():
             with self._pausing_after_failure():
                 return self._read(self._http.get(self._url, **self._once))
@@ -81,10 +86,16 @@ class LoadRoute:
 
     async def apending(self) -> Load | None:
         """Do :meth:`pending` without blocking the event loop."""
+        if (load := self._fresh()) is not None:
+            return load
         if self._may_ask():
             with self._pausing_after_failure():
                 return self._read(await self._http_async.get(self._url, **self._once))
         return None
+
+    def _fresh(self) -> Load | None:
+        told_s, load = self._latest
+        return load if self._may_speculate and time.monotonic() - told_s < _FRESH_S else None
 
     def _may_ask(self) -> bool:
         return self._may_speculate is not False and time.monotonic() >= self._paused_until_s
@@ -102,7 +113,9 @@ class LoadRoute:
                     "serve`, of this version, to hide the search.",
                     self._url.removesuffix("/v1/ragcache/load"),
                 )
-        return None if answer is None else Load(answer.num_pending_prefills, answer.max_prefill_bs)
+        load = None if answer is None else Load(answer.num_pending_prefills, answer.max_prefill_bs)
+        self._latest = (time.monotonic(), load)
+        return load
 
     @contextmanager
     def _pausing_after_failure(self) -> Iterator[None]:

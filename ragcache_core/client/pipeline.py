@@ -24,7 +24,7 @@ from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.speculating_door import SpeculatingDoor
 from ragcache_core.client.stages import check_timeout, read_stages
 from ragcache_core.client.starting import Speculator, StartedSpeculation
-from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SpeculativePipeline, Start
+from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
@@ -81,6 +81,7 @@ async def run_pipeline(
     timeout_s: float | None = None,
     on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None = None,
     arrange: Callable[[Sequence[Document]], Sequence[Document]] | None = None,
+    history: SettlingHistory | None = None,
 ) -> PipelineResult:
     """Return the final documents of a search, during which the engine worked ahead from its candidates.
 
@@ -95,6 +96,7 @@ async def run_pipeline(
         timeout_s: how long the search may take until its documents are final.
         on_event: told of every stage and speculation, in order; what it raises ends the search.
         arrange: puts a stage's documents into the order of the prompt; asked once for the same documents.
+        history: of the searches of this source, to which this one is added; without it every stage is trusted.
 
     Raises:
         SearchTimeoutError: the documents were not final in time.
@@ -102,7 +104,7 @@ async def run_pipeline(
         ConfigError: the time-out is not above 0.
     """
     check_timeout(timeout_s)
-    run = _Run(door, speculator, on_event, arrange)
+    run = _Run(door, speculator, on_event, arrange, history or SettlingHistory())
     try:
         result = await run.result(updates, timeout_s)
         await run.end_tasks()
@@ -126,6 +128,7 @@ class _Run:
         speculator: Speculator | None,
         on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None,
         arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
+        history: SettlingHistory,
     ) -> None:
         self._began_s = time.perf_counter()
         self._loop = asyncio.get_running_loop()
@@ -133,6 +136,9 @@ class _Run:
         self._tasks: set[asyncio.Task[None]] = set()
         self._door, self._speculator, self._on_event, self._arrange = door, speculator, on_event, arrange
         self._pipeline: SpeculativePipeline[_DocIds] = SpeculativePipeline(max_prefill_bs=0)  # until told
+        self._history = history
+        self._tries_everything = history.begin_search()
+        self._candidates: list[tuple[int, _DocIds]] = []  # what stages named, in the order of the prompt
         self._load: Load | None = None
         self._load_told_s = 0.0
         self._is_asking = False
@@ -141,7 +147,7 @@ class _Run:
         self._documents: tuple[Document, ...] = ()  # of the last stage, in the order of the prompt
         self._arranged: dict[_DocIds, tuple[Document, ...]] = {}
         self._events: list[PipelineEvent] = []
-        self._num_stages = self._num_started = self._num_cancelled = 0
+        self._num_stages = self._num_started = self._num_cancelled = self._num_unpromising = 0
         self._stage = 0
         self._cannot: str | None = None  # why nothing can be speculated in this search
         self._failure: str | None = None
@@ -198,7 +204,15 @@ class _Run:
             self._documents = self._in_prompt_order(doc_ids, update.documents)
             load, is_fresh = self._load, time.perf_counter() - self._load_told_s < _LOAD_FRESH_S
             num_pending = load.num_pending_prefills if load and is_fresh else self._pipeline.max_prefill_bs
-            self._perform(self._pipeline.on_stage(_ids(self._documents), is_final=False, num_pending=num_pending))
+            candidates = _ids(self._documents)
+            self._candidates.append((update.stage, candidates))
+            is_promising = self._tries_everything or self._history.is_promising(
+                update.stage, num_pending=load.num_pending_prefills if load else 0
+            )
+            self._num_unpromising += not is_promising
+            self._perform(
+                self._pipeline.on_stage(candidates, is_final=False, num_pending=num_pending, is_promising=is_promising)
+            )
             if self._pipeline.is_deferred:
                 self._ask_load(self._poll_s if is_fresh else 0.0)
         return None
@@ -214,6 +228,8 @@ class _Run:
         self, update: RetrievalUpdate, documents: tuple[Document, ...], search_s: float
     ) -> PipelineResult:
         doc_ids = _ids(documents)
+        for stage, candidates in self._candidates:
+            self._history.record(stage, candidates, doc_ids)
         if self._live is not None and self._live.doc_ids == doc_ids:
             await self._settle(self._live)
         actions = self._pipeline.on_stage(doc_ids, is_final=True, num_pending=0)
@@ -354,6 +370,8 @@ class _Run:
             return why
         if not self._documents:
             return "the search had no candidates before its final documents"
+        if self._num_unpromising == len(self._candidates):
+            return "what stages of earlier searches named was seldom right in the end"
         if self._load is None:
             return "the documents were final before the engine had told its load"
         pending, limit = self._load.num_pending_prefills, self._load.max_prefill_bs

@@ -11,7 +11,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, Callba
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PrivateAttr
 
 from ragcache_core.client import Engine
 from ragcache_core.client.binding import BoundPrompt
@@ -22,6 +22,7 @@ from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source
 from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.chain import RANK_KEY
 from ragcache_integrations.langchain.documents import to_langchain
@@ -72,9 +73,12 @@ class RAGCacheRetriever(BaseRetriever):
     document_order: DocumentOrder = "retrieval"
     """``canonical`` and ``cache_aware`` return the documents in an order that finds more of them cached; their metadata
     holds their ``relevance_rank`` then, for the prompt's ``relevance_hint``."""
+    keep_first: bool = False
+    """Whether the best document stays in front in every order."""
     search_timeout_s: float | None = Field(default=None, gt=0)
     speculate: bool = True
     """Whether the engine works ahead during a search."""
+    _history: SettlingHistory = PrivateAttr(default_factory=SettlingHistory)
 
     def _get_relevant_documents(
         self,
@@ -113,6 +117,7 @@ class RAGCacheRetriever(BaseRetriever):
             timeout_s=timeout_s,
             on_event=on_event,
             arrange=None if self.document_order == "retrieval" else partial(self._arranged, engine),
+            history=self._history,
         )
         if overlap is not None:
             overlap.on_result(result)
@@ -134,9 +139,12 @@ class RAGCacheRetriever(BaseRetriever):
 
     def _arranged(self, engine: Engine | None, documents: Sequence[Document]) -> Sequence[Document]:
         if engine is not None:
-            arranged: Sequence[Document] = engine.arrange_documents(documents, self.document_order).documents
+            arranged: Sequence[Document] = engine.arrange_documents(
+                documents, self.document_order, keep_first=self.keep_first
+            ).documents
         else:
-            arranged = [documents[i] for i in arrange([d.doc_id for d in documents], self.document_order, None)]
+            ids = [d.doc_id for d in documents]
+            arranged = [documents[i] for i in arrange(ids, self.document_order, None, keep_first=self.keep_first)]
         if list(arranged) == list(documents):
             return documents
         ranks = {document.doc_id: rank for rank, document in enumerate(documents, 1)}

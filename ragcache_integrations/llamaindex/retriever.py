@@ -28,6 +28,7 @@ from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source
 from ragcache_core.retrieval.threads import in_thread, run_blocking
+from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document, similarities
@@ -79,6 +80,7 @@ class RAGCacheRetriever(BaseRetriever):
         embed_model: the model that embedded the nodes.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
+        keep_first: whether the best node stays in front in every order.
         search_timeout_s: the longest that a search may take.
         speculate: whether the engine works ahead during a search.
 
@@ -98,6 +100,7 @@ class RAGCacheRetriever(BaseRetriever):
         embed_model: BaseEmbedding | None = None,
         prompt: BoundPrompt | None = None,
         document_order: DocumentOrder = "retrieval",
+        keep_first: bool = False,
         search_timeout_s: float | None = None,
         speculate: bool = True,
         callback_manager: CallbackManager | None = None,
@@ -117,6 +120,8 @@ class RAGCacheRetriever(BaseRetriever):
         self._embed_model = embed_model
         self._prompt = prompt
         self._document_order = document_order
+        self._keep_first = keep_first
+        self._history = SettlingHistory()
         self._search_timeout_s = search_timeout_s
         self._speculate = speculate
         self._overlap: SearchOverlap | None = None
@@ -159,6 +164,7 @@ class RAGCacheRetriever(BaseRetriever):
             timeout_s=timeout_s,
             on_event=partial(publish, query=query.query_str, span_id=active_span_id.get()),
             arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine),
+            history=self._history,
         )
         if overlap is not None:
             why = overlap.skipped_because or result.report.skipped_because
@@ -198,8 +204,9 @@ class RAGCacheRetriever(BaseRetriever):
 
     def _arranged(self, engine: Engine | None, documents: Sequence[Document]) -> Sequence[Document]:
         if engine is not None:
-            return engine.arrange_documents(documents, self._document_order).documents
-        return [documents[i] for i in arrange([d.doc_id for d in documents], self._document_order, None)]
+            return engine.arrange_documents(documents, self._document_order, keep_first=self._keep_first).documents
+        ids = [d.doc_id for d in documents]
+        return [documents[i] for i in arrange(ids, self._document_order, None, keep_first=self._keep_first)]
 
 
 class _FoundNodes:

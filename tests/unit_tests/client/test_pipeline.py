@@ -17,6 +17,7 @@ import pytest
 from ragcache_core.client.load import Load
 from ragcache_core.client.pipeline import PipelineEvent, PipelineResult, run_pipeline
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 
 STEP_S = 0.02
@@ -153,6 +154,21 @@ async def run(source: Source, door: Any, speculator: Any, **settings: Any) -> Pi
 
 
 # What a search gains
+
+
+async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more() -> None:
+    speculator, history = ScriptedSpeculator(), SettlingHistory()
+    for _ in range(15):
+        result = await run(Source("ab", "cd", "ef"), ScriptedDoor(), speculator, history=history)
+    num_sent = len(speculator.sent)
+    assert 0 < num_sent < 30
+    assert result.report.num_started == 0
+    assert result.report.skipped_because == "what stages of earlier searches named was seldom right in the end"
+    result = await run(Source("ab", "cd", "ef"), ScriptedDoor(), speculator, history=history)
+    assert result.report.num_started == 2, "now and then it is given another chance"
+    for _ in range(9):
+        result = await run(Source("ef", "ef", "ef"), ScriptedDoor(), speculator, history=history)
+    assert result.report.is_confirmed
 
 
 async def test_candidates_that_stay_are_sent_once_and_confirmed() -> None:

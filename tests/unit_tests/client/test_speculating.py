@@ -279,11 +279,18 @@ def test_a_cancelled_speculation_leaves_the_engine_and_is_not_joined(server: Scr
 
 
 def test_a_speculation_cancelled_before_it_was_sent_is_never_sent(server: ScriptedServer, engine: Engine) -> None:
-    for _ in range(20):
-        engine.speculate(lambda: of_the_engine(engine)).cancel()
-    assert until(lambda: server.num_running == 0)
-    server.script(Reply("sent"))
+    server.script(Reply("first"), Reply("sent"))
+    assert done(engine.speculate(lambda: of_the_engine(engine)))
+    assert of_the_engine(engine) == "first"
+    is_busy, may_go_on = threading.Event(), threading.Event()
+    background = engine._speculations._background
+    assert background is not None
+    background._loop.call_soon_threadsafe(lambda: (is_busy.set(), may_go_on.wait(5.0)))
+    assert is_busy.wait(5.0)
+    engine.speculate(lambda: of_the_engine(engine)).cancel()
+    may_go_on.set()
     assert of_the_engine(engine) == "sent"
+    assert len(server.requests) == 2
 
 
 def test_a_whole_answer_that_is_cancelled_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
@@ -517,6 +524,8 @@ def test_the_engines_load_is_asked_and_speculation_is_possible(server: ScriptedS
     assert engine.can_speculate()
     assert server.cache_questions.count("load") == 1
     server.load = {**IDLE, "num_pending_prefills": 3}
+    assert engine.pending_prefills() == Load(0, 4), "an answer serves all who ask at the same moment"
+    time.sleep(0.03)
     assert engine.pending_prefills() == Load(num_pending_prefills=3, max_prefill_bs=4)
     assert asyncio.run(engine.apending_prefills()) == Load(3, 4)
     assert asyncio.run(engine.acan_speculate())

@@ -206,6 +206,10 @@ async def test_documents_may_come_in_an_order_of_their_own(
     assert [d["id"] for d in warm.documents] == ["moon", "sun"]
     retriever.engine = None
     assert [d.id for d in await run(retriever, is_async)] == ["moon", "sun"]
+    for server_or_none in (engine, None):
+        retriever = make(Stage("sun moon mars"), document_order="canonical", keep_first=True)
+        retriever.engine = server_or_none
+        assert [d.id for d in await run(retriever, is_async)] == ["sun", "mars", "moon"]
 
 
 def test_a_prompt_can_name_the_relevance_of_documents_in_another_order(make: Any, llm: ChatRAGCache) -> None:

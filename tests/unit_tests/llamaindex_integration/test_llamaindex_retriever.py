@@ -190,6 +190,9 @@ async def test_documents_come_in_the_order_that_is_asked_for(scripted: Engine) -
         source = ScriptedSource((Stage("sun moon mars"), Stage("sun mars moon")))
         nodes = await both_ways(RAGCacheRetriever(source, engine, document_order="canonical"), "Who?")
         assert [(n.node.node_id, n.score) for n in nodes] == [("mars", 0.5), ("moon", 1 / 3), ("sun", 1.0)]
+        source = ScriptedSource((Stage("sun mars moon"),))
+        nodes = await both_ways(RAGCacheRetriever(source, engine, document_order="canonical", keep_first=True), "Who?")
+        assert [n.node.node_id for n in nodes] == ["sun", "mars", "moon"]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

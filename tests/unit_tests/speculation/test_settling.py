@@ -1,0 +1,71 @@
+"""What is remembered of earlier searches: which stages are worth a start."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragcache_core.speculation import SettlingHistory, SpeculativePipeline, Start
+
+RIGHT, WRONG = ("sun", "moon"), ("mars", "venus")
+
+
+def after(history: SettlingHistory, stage: int, candidates: tuple[str, ...], searches: int) -> SettlingHistory:
+    for _ in range(searches):
+        history.record(stage, candidates, RIGHT)
+    return history
+
+
+def test_every_stage_is_trusted_until_it_is_known_better() -> None:
+    history = SettlingHistory()
+    assert all(history.is_promising(stage, num_pending=3) for stage in range(6))
+
+
+def test_a_stage_that_is_wrong_again_and_again_is_tried_no_more() -> None:
+    history = after(SettlingHistory(), 0, WRONG, 20)
+    assert not history.is_promising(0, num_pending=0)
+    assert history.is_promising(1, num_pending=0)
+
+
+def test_what_is_seldom_right_is_worth_idle_time_only() -> None:
+    history = after(SettlingHistory(), 0, WRONG, 5)
+    assert history.is_promising(0, num_pending=0)
+    assert not history.is_promising(0, num_pending=1)
+
+
+def test_a_right_beginning_counts_for_its_share() -> None:
+    history = after(SettlingHistory(), 0, ("sun", "mars"), 50)
+    assert history.is_promising(0, num_pending=0)
+    history = after(SettlingHistory(), 0, ("moon", "sun"), 50)  # the right documents in another order share nothing
+    assert not history.is_promising(0, num_pending=0)
+
+
+def test_a_stage_wins_its_trust_back() -> None:
+    history = after(after(SettlingHistory(), 0, WRONG, 50), 0, RIGHT, 5)
+    assert history.is_promising(0, num_pending=1)
+
+
+@pytest.mark.parametrize("candidates", [(), ("sun",), ("sun", "moon", "mars")])
+def test_a_stage_may_name_fewer_or_more_than_there_are_in_the_end(candidates: tuple[str, ...]) -> None:
+    history = after(SettlingHistory(), 0, candidates, 50)
+    assert history.is_promising(0, num_pending=0) == bool(candidates)
+    history.record(0, candidates, ())
+    history.record(1, (), ())
+
+
+def test_now_and_then_a_search_tries_every_stage() -> None:
+    history = SettlingHistory()
+    tries = [history.begin_search() for _ in range(160)]
+    assert sum(tries) == 10
+    assert not tries[0]
+
+
+def test_nothing_is_started_or_put_off_for_candidates_that_do_not_promise_anything() -> None:
+    pipeline: SpeculativePipeline[str] = SpeculativePipeline(max_prefill_bs=4)
+    assert pipeline.on_stage("a", is_final=False, num_pending=0, is_promising=False) == []
+    assert not pipeline.is_deferred
+    assert pipeline.on_load(0) == []
+    assert pipeline.on_stage("b", is_final=False, num_pending=9) == []
+    assert pipeline.is_deferred
+    assert pipeline.on_stage("c", is_final=False, num_pending=9, is_promising=False) == []
+    assert pipeline.on_load(0) == []
+    assert pipeline.on_stage("d", is_final=False, num_pending=0) == [Start(0, "d")]
