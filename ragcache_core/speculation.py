@@ -17,7 +17,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-_TRY_EVERY = 16
 _LEAST_SHARE, _LEAST_SHARE_IDLE = 0.5, 0.1
 _WEIGHT = 0.2
 
@@ -160,16 +159,15 @@ class SettlingHistory:
 
     def __init__(self) -> None:
         self._shares: dict[int, float] = {}
-        self._num_searches = 0
 
-    def begin_search(self) -> bool:
-        """Return whether this search tries every stage, whatever was learnt: documents change, and so may questions."""
-        self._num_searches += 1
-        return self._num_searches % _TRY_EVERY == 0
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no stage is worth a start. It is learnt from searches, not from starts: it may end without one."""
+        return bool(self._shares) and max(self._shares.values()) < _LEAST_SHARE_IDLE
 
-    def is_promising(self, stage: int, *, num_pending: int) -> bool:
-        """Return whether a start from a stage's candidates is worth it: a small chance, unless the engine has work."""
-        return self._shares.get(stage, 1.0) >= (_LEAST_SHARE_IDLE if num_pending == 0 else _LEAST_SHARE)
+    def is_promising(self, stage: int, *, is_idle: bool) -> bool:
+        """Return whether a start from a stage's candidates is worth it: a small chance is if the engine ``is_idle``."""
+        return self._shares.get(stage, 1.0) >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
 
     def record(self, stage: int, candidates: Sequence[Hashable], final: Sequence[Hashable]) -> None:
         """Take note of a search that ended with ``final``, and of what a stage of it had named."""

@@ -11,13 +11,13 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack
-from itertools import cycle
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from ragcache_core.bench.engines import launch
-from ragcache_core.bench.pipeline_overlap import K, ask, chain, launch_engine
+from ragcache_core.bench.pipeline_overlap import ask, chain, launch_engine
 from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
 from ragcache_core.bench.searches import DocumentTexts, SlowedSearch, UnsettledSearch, Vectors, make_store
 from ragcache_core.client import Engine
@@ -31,18 +31,16 @@ _PATIENCE_S = 5.0
 
 def measure_pipeline_exactness(plan: Plan) -> Part:
     """Compare every answer with plain vLLM's, and look what is left when all have ended."""
-    count = plan.sized(60, 6)
+    num_questions = plan.sized(60, 6)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragcache-bench-")))
         texts = DocumentTexts(plan.corpus, _WORDS)
-        vectors = Vectors.draw(300, count, plan.seed)
+        vectors = Vectors.draw(300, num_questions, plan.seed)
         store = stack.enter_context(make_store(folder / "store", texts, vectors, 0.5))
-        questions = [f"Number {i}: who keeps it?" for i in range(count)]
-        rng = np.random.default_rng(plan.seed)
-        numbers = {question: [int(n) for n in rng.integers(300, size=4 * K)] for question in questions}
+        questions = [f"Number {i}: who keeps it?" for i in range(num_questions)]
         sources: list[StageSource] = [
             SlowedSearch(store, dict(zip(questions, vectors.queries, strict=True)), _SEARCH_S),
-            UnsettledSearch(texts, numbers, _SEARCH_S),
+            UnsettledSearch(texts, 300, _SEARCH_S),
         ]
         with launch_engine(plan) as engine:
             plan.report("exactness: with speculation")
@@ -102,16 +100,15 @@ def measure_arranging(plan: Plan) -> Part:
     """Time the order of five documents while steps of the engine run one after the other."""
     texts = DocumentTexts(plan.corpus, _WORDS)
     rng = np.random.default_rng(plan.seed)
-    numbers = {f"Number {i}: who keeps it?": [int(n) for n in rng.integers(400, size=4 * K)] for i in range(400)}
     with launch_engine(plan) as engine:
-        answering = chain(engine, UnsettledSearch(texts, numbers, 0.0), speculate=False)
+        answering = chain(engine, UnsettledSearch(texts, 400, 0.0), speculate=False)
         stop = threading.Event()
 
         def keep_busy(first: int) -> None:
-            for question in cycle(list(numbers)[first::2]):
+            for i in count(first, 2):
                 if stop.is_set():
                     return
-                asyncio.run(ask(answering, question))
+                asyncio.run(ask(answering, f"Number {i}: who keeps it?"))
 
         busy = [threading.Thread(target=keep_busy, args=(i,), name=f"bench-busy-{i}") for i in range(2)]
         plan.report("order: filling the engine")

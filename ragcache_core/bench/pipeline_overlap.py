@@ -32,6 +32,7 @@ FULL_SEARCH_S = 0.4
 K = 2
 _WORDS = 330
 _WORDS_LOADED = 500
+_UNSETTLED_SEARCH_S = 0.2
 _GPU_BLOCKS = 2048
 _MAX_TOKENS = 8
 
@@ -112,68 +113,54 @@ async def _pairs(engine: Engine, source: StageSource, questions: Sequence[str]) 
 
 def measure_never_settles(plan: Plan) -> Part:
     """Load the engine to 95 % of what it can serve, with searches whose candidates are wrong until the end."""
-    count, seeds = plan.sized(120, 8), plan.sized(5, 1)
-    search_s = 0.2
+    count, runs, num_warm_up = plan.sized(120, 8), plan.sized(5, 1), plan.sized(60, 8)
     with launch_engine(plan) as engine:
-        texts = DocumentTexts(plan.corpus, _WORDS_LOADED)
+        source = UnsettledSearch(DocumentTexts(plan.corpus, _WORDS_LOADED), 1_000_000, _UNSETTLED_SEARCH_S)
+        chains = {speculate: chain(engine, source, speculate=speculate) for speculate in (False, True)}
         plan.report("never settles: what can be served")
+        capacity = _capacity(chains[False], num_warm_up)
         rng = np.random.default_rng(plan.seed)
-        capacity = _capacity(engine, texts, search_s, rng, plan.sized(60, 8))
+        asyncio.run(_open_loop(chains[True], "w", rng.exponential(1 / (0.95 * capacity), num_warm_up).tolist()))
         ratios, times, waste = [], [], []
-        for seed in range(seeds):
-            gaps = rng.exponential(1 / (0.95 * capacity), count).tolist()
-            means = []
-            for speculate in (False, True) if seed % 2 == 0 else (True, False):
-                plan.report(
-                    f"never settles: run {seed + 1} of {seeds}, {'with' if speculate else 'without'} speculation"
-                )
+        for run in range(runs):
+            gaps_s = rng.exponential(1 / (0.95 * capacity), count).tolist()
+            means = {}
+            for speculate in (False, True) if run % 2 == 0 else (True, False):
+                how = "with" if speculate else "without"
+                plan.report(f"never settles: run {run + 1} of {runs}, {how} speculation")
                 before = engine.stats()
-                asked = asyncio.run(
-                    _open_loop(engine, _unsettled(texts, search_s, rng, count), gaps, speculate=speculate)
-                )
+                asked = asyncio.run(_open_loop(chains[speculate], f"{run}{how}", gaps_s))
                 after = engine.stats()
-                means.append((speculate, fmean(a.ttft_s - a.search_s for a in asked)))
+                means[speculate] = fmean(a.ttft_s - a.search_s for a in asked)
                 if speculate:
                     times += [a.ttft_s for a in asked]
                     wasted = after.num_wasted_tokens - before.num_wasted_tokens
                     waste.append(wasted / (after.num_prompt_tokens - before.num_prompt_tokens))
-            by_side = dict(means)
-            ratios.append(by_side[True] / by_side[False])
+            ratios.append(means[True] / means[False])
     p50, p99 = percentiles_ms(times)
-    note = (
-        f"median of {', '.join(f'{r:.2f}' for r in ratios)}; {0.95 * capacity:.1f} requests/s; after the search's end"
-    )
+    spread = ", ".join(f"{r:.2f}" for r in ratios)
+    note = f"median of {spread}; {0.95 * capacity:.1f} requests/s; after the search's end"
     figures = (
         Figure("ttft_ratio_never_settles", round(median(ratios), 4), 1.0, p50, p99, note),
         Figure("wasted_tokens_share", round(fmean(waste), 4), 0.0, note="of all prompt tokens"),
     )
-    return Part(f"{plan.sized(60, 8)} requests to find the capacity", figures, {"ratios": ratios, "capacity": capacity})
+    return Part(f"{num_warm_up} questions on each side", figures, {"ratios": ratios, "capacity": capacity})
 
 
-def _capacity(engine: Engine, texts: DocumentTexts, search_s: float, rng: Any, count: int) -> float:
+def _capacity(answering: SpeculativeRAG, count: int) -> float:
     """Return the requests per second that come out when more go in than that."""
     began_s = time.perf_counter()
-    asyncio.run(_open_loop(engine, _unsettled(texts, search_s, rng, count), [0.0] * count, speculate=False))
-    return count / (time.perf_counter() - began_s - search_s)
+    asyncio.run(_open_loop(answering, "capacity", [0.0] * count))
+    return count / (time.perf_counter() - began_s - _UNSETTLED_SEARCH_S)
 
 
-def _unsettled(texts: DocumentTexts, search_s: float, rng: Any, count: int) -> UnsettledSearch:
-    numbers = {
-        f"Number {i}: who keeps it?": [int(n) for n in rng.integers(1_000_000, size=4 * K)] for i in range(count)
-    }
-    return UnsettledSearch(texts, numbers, search_s)
-
-
-async def _open_loop(
-    engine: Engine, source: UnsettledSearch, gaps_s: Sequence[float], *, speculate: bool
-) -> list[Asked]:
+async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[float]) -> list[Asked]:
     """Ask each question when its time has come, whatever became of those before."""
-    answering = chain(engine, source, speculate=speculate)
     tasks = []
     async with asyncio.TaskGroup() as group:
-        for question, gap_s in zip(source.numbers, gaps_s, strict=True):
+        for i, gap_s in enumerate(gaps_s):
             await asyncio.sleep(gap_s)
-            tasks.append(group.create_task(ask(answering, question)))
+            tasks.append(group.create_task(ask(answering, f"Number {name}-{i}: who keeps it?")))
     return [task.result() for task in tasks]
 
 

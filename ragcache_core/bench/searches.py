@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,18 +84,20 @@ class SlowedSearch:
 
 @dataclass(frozen=True, slots=True)
 class UnsettledSearch:
-    """A search each of whose stages names other documents: whatever is speculated is wrong until the end."""
+    """A search each of whose stages names other documents: whatever is speculated is wrong until the end.
+
+    The documents are drawn out of ``num_documents``, the same for the same question.
+    """
 
     texts: DocumentTexts
-    numbers: Mapping[str, Sequence[int]]
-    """By question, two documents for every stage."""
+    num_documents: int
     search_s: float
 
     async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield stages that have nothing in common."""
         began_s = time.perf_counter()
-        numbers = self.numbers[query]
+        rng = np.random.default_rng(list(query.encode()))
         for stage, cut in enumerate(CUTS):
             await asyncio.sleep(max(0.0, began_s + cut * self.search_s - time.perf_counter()))
-            documents = tuple(self.texts.document(n) for n in numbers[stage * k : (stage + 1) * k])
+            documents = tuple(self.texts.document(int(n)) for n in rng.choice(self.num_documents, k, replace=False))
             yield RetrievalUpdate(documents, tuple(map(float, range(k))), stage, is_final=cut == CUTS[-1])

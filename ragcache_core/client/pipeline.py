@@ -36,6 +36,7 @@ _LOAD_FRESH_S = 0.05
 """What the engine said of its load longer ago starts nothing: it is asked again."""
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine without room is left alone: longer each time, since it has enough to do."""
+_SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
 _START_GRACE_S = 0.1
 """How long final documents wait for a start that is on its way: the request would have to be made all the same."""
 
@@ -137,7 +138,6 @@ class _Run:
         self._door, self._speculator, self._on_event, self._arrange = door, speculator, on_event, arrange
         self._pipeline: SpeculativePipeline[_DocIds] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history = history
-        self._tries_everything = history.begin_search()
         self._candidates: list[tuple[int, _DocIds]] = []  # what stages named, in the order of the prompt
         self._load: Load | None = None
         self._load_told_s = 0.0
@@ -156,6 +156,8 @@ class _Run:
         self._spawn(self._search(updates, timeout_s))
         if self._door is None or self._speculator is None:
             self._cannot = "there is no engine to speculate on" if self._door is None else "speculation is off"
+        elif self._history.is_hopeless:
+            self._cannot = _SELDOM_RIGHT
         else:
             self._ask_load(0.0)
         while True:
@@ -200,18 +202,19 @@ class _Run:
         )
         if update.is_final:
             return await self._finish(update, self._in_prompt_order(doc_ids, update.documents), search_s)
-        if update.documents and self._cannot is None:
+        if update.documents:
             self._documents = self._in_prompt_order(doc_ids, update.documents)
+            self._candidates.append((update.stage, _ids(self._documents)))
+        if update.documents and self._cannot is None:
             load, is_fresh = self._load, time.perf_counter() - self._load_told_s < _LOAD_FRESH_S
             num_pending = load.num_pending_prefills if load and is_fresh else self._pipeline.max_prefill_bs
-            candidates = _ids(self._documents)
-            self._candidates.append((update.stage, candidates))
-            is_promising = self._tries_everything or self._history.is_promising(
-                update.stage, num_pending=load.num_pending_prefills if load else 0
-            )
+            is_idle = load is not None and load.num_pending_prefills == 0
+            is_promising = self._history.is_promising(update.stage, is_idle=is_idle)
             self._num_unpromising += not is_promising
             self._perform(
-                self._pipeline.on_stage(candidates, is_final=False, num_pending=num_pending, is_promising=is_promising)
+                self._pipeline.on_stage(
+                    _ids(self._documents), is_final=False, num_pending=num_pending, is_promising=is_promising
+                )
             )
             if self._pipeline.is_deferred:
                 self._ask_load(self._poll_s if is_fresh else 0.0)
@@ -371,7 +374,7 @@ class _Run:
         if not self._documents:
             return "the search had no candidates before its final documents"
         if self._num_unpromising == len(self._candidates):
-            return "what stages of earlier searches named was seldom right in the end"
+            return _SELDOM_RIGHT
         if self._load is None:
             return "the documents were final before the engine had told its load"
         pending, limit = self._load.num_pending_prefills, self._load.max_prefill_bs

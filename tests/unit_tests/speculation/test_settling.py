@@ -17,46 +17,49 @@ def after(history: SettlingHistory, stage: int, candidates: tuple[str, ...], sea
 
 def test_every_stage_is_trusted_until_it_is_known_better() -> None:
     history = SettlingHistory()
-    assert all(history.is_promising(stage, num_pending=3) for stage in range(6))
+    assert all(history.is_promising(stage, is_idle=False) for stage in range(6))
 
 
 def test_a_stage_that_is_wrong_again_and_again_is_tried_no_more() -> None:
     history = after(SettlingHistory(), 0, WRONG, 20)
-    assert not history.is_promising(0, num_pending=0)
-    assert history.is_promising(1, num_pending=0)
+    assert not history.is_promising(0, is_idle=True)
+    assert history.is_promising(1, is_idle=True)
 
 
 def test_what_is_seldom_right_is_worth_idle_time_only() -> None:
     history = after(SettlingHistory(), 0, WRONG, 5)
-    assert history.is_promising(0, num_pending=0)
-    assert not history.is_promising(0, num_pending=1)
+    assert history.is_promising(0, is_idle=True)
+    assert not history.is_promising(0, is_idle=False)
 
 
 def test_a_right_beginning_counts_for_its_share() -> None:
     history = after(SettlingHistory(), 0, ("sun", "mars"), 50)
-    assert history.is_promising(0, num_pending=0)
+    assert history.is_promising(0, is_idle=True)
     history = after(SettlingHistory(), 0, ("moon", "sun"), 50)  # the right documents in another order share nothing
-    assert not history.is_promising(0, num_pending=0)
+    assert not history.is_promising(0, is_idle=True)
 
 
 def test_a_stage_wins_its_trust_back() -> None:
     history = after(after(SettlingHistory(), 0, WRONG, 50), 0, RIGHT, 5)
-    assert history.is_promising(0, num_pending=1)
+    assert history.is_promising(0, is_idle=False)
 
 
 @pytest.mark.parametrize("candidates", [(), ("sun",), ("sun", "moon", "mars")])
 def test_a_stage_may_name_fewer_or_more_than_there_are_in_the_end(candidates: tuple[str, ...]) -> None:
     history = after(SettlingHistory(), 0, candidates, 50)
-    assert history.is_promising(0, num_pending=0) == bool(candidates)
+    assert history.is_promising(0, is_idle=True) == bool(candidates)
     history.record(0, candidates, ())
     history.record(1, (), ())
 
 
-def test_now_and_then_a_search_tries_every_stage() -> None:
+def test_searches_whose_stages_are_all_wrong_are_hopeless_until_one_is_right() -> None:
     history = SettlingHistory()
-    tries = [history.begin_search() for _ in range(160)]
-    assert sum(tries) == 10
-    assert not tries[0]
+    assert not history.is_hopeless
+    for stage in range(3):
+        after(history, stage, WRONG, 20)
+    assert history.is_hopeless
+    history.record(1, RIGHT, RIGHT)
+    assert not history.is_hopeless
 
 
 def test_nothing_is_started_or_put_off_for_candidates_that_do_not_promise_anything() -> None:
