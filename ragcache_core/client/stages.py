@@ -9,6 +9,9 @@ from dataclasses import replace
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.types import RetrievalUpdate
 
+DEFAULT_TIMEOUT_S = 60.0
+"""How long a search may take where nobody says: a source that hangs must not hang its asker for good."""
+
 
 def check_timeout(timeout_s: float | None) -> None:
     """Refuse a time-out that cannot work.

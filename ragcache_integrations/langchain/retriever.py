@@ -17,6 +17,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.pipeline import PipelineResult, Speculator, run_pipeline
 from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.ordering import DocumentOrder, arrange
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.shards import ShardedStore
@@ -75,7 +76,8 @@ class RAGCacheRetriever(BaseRetriever):
     holds their ``relevance_rank`` then, for the prompt's ``relevance_hint``."""
     keep_first: bool = False
     """Whether the best document stays in front in every order."""
-    search_timeout_s: float | None = Field(default=None, gt=0)
+    search_timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
+    """The longest that a search may take; ``None`` waits as long as it takes."""
     speculate: bool = True
     """Whether the engine works ahead during a search."""
     _history: SettlingHistory = PrivateAttr(default_factory=SettlingHistory)

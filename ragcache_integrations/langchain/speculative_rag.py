@@ -26,6 +26,7 @@ from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from ragcache_core.client.pipeline import run_pipeline
+from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.retrieval.sources import one_stage
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.types import DocId, Document
@@ -69,7 +70,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
     context_key: str = "context"
     question_key: str = "question"
     search_timeout_s: float | None = Field(default=None, gt=0)
-    """The longest that a search may take; by default the retriever's own."""
+    """The longest that a search may take; by default the retriever's own, a minute for one of another kind."""
     _has_warned: bool = PrivateAttr(default=False)
 
     def invoke(self, input: str | dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:  # noqa: A002
@@ -247,7 +248,8 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
                 originals.setdefault(document.doc_id, original)
             return known
 
-        result = await run_pipeline(one_stage(found), None, None, timeout_s=self.search_timeout_s, on_event=on_event)
+        timeout_s = self.search_timeout_s or DEFAULT_TIMEOUT_S
+        result = await run_pipeline(one_stage(found), None, None, timeout_s=timeout_s, on_event=on_event)
         asked.take(replace(result, report=replace(result.report, skipped_because="the retriever has one stage only")))
         if asked.engine is not None:
             asked.engine.remember_documents(result.documents, query=asked.question)

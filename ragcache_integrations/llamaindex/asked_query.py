@@ -14,6 +14,7 @@ from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline import PipelineResult, run_pipeline
+from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.retrieval.sources import one_stage
 from ragcache_core.types import DocId, Document
 from ragcache_integrations.llamaindex.events import publish
@@ -60,7 +61,8 @@ class AskedQuery(AbstractContextManager["AskedQuery"]):
             return [shown_document(n.node) for n in nodes]
 
         on_event = partial(publish, query=self.query.query_str, span_id=active_span_id.get())
-        result = await run_pipeline(one_stage(found), None, None, timeout_s=self.overlap.timeout_s, on_event=on_event)
+        timeout_s = self.overlap.timeout_s or DEFAULT_TIMEOUT_S
+        result = await run_pipeline(one_stage(found), None, None, timeout_s=timeout_s, on_event=on_event)
         why = self.overlap.skipped_because or "the retriever has one stage only"
         self._take(replace(result, report=replace(result.report, skipped_because=why)))
         return [originals[document.doc_id] for document in result.documents]

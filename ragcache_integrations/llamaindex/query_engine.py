@@ -70,7 +70,8 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         speculate_postprocessed: whether the candidates of each stage go through the post-processors too, in another
             thread, which publish their events each time. They depend on nothing but their input then. Without it there
             is no speculation where there are post-processors: it would be from documents that nobody asked to read.
-        search_timeout_s: the longest that a search may take; by default the retriever's own.
+        search_timeout_s: the longest that a search may take; by default the retriever's own, a minute for one of
+            another kind.
 
     Raises:
         ConfigError: ``search_timeout_s`` is not above 0.

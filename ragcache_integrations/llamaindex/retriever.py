@@ -20,7 +20,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.pipeline import PipelineResult, run_pipeline
 from ragcache_core.client.speculating import Speculation
-from ragcache_core.client.stages import check_timeout
+from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_timeout
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder, arrange
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
@@ -81,7 +81,7 @@ class RAGCacheRetriever(BaseRetriever):
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
         keep_first: whether the best node stays in front in every order.
-        search_timeout_s: the longest that a search may take.
+        search_timeout_s: the longest that a search may take; ``None`` waits as long as it takes.
         speculate: whether the engine works ahead during a search.
 
     Raises:
@@ -101,7 +101,7 @@ class RAGCacheRetriever(BaseRetriever):
         prompt: BoundPrompt | None = None,
         document_order: DocumentOrder = "retrieval",
         keep_first: bool = False,
-        search_timeout_s: float | None = None,
+        search_timeout_s: float | None = DEFAULT_TIMEOUT_S,
         speculate: bool = True,
         callback_manager: CallbackManager | None = None,
         **kwargs: Any,

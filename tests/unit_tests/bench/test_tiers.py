@@ -94,7 +94,7 @@ def test_the_cached_share_weighs_requests_by_their_tokens() -> None:
 
 
 def test_twice_the_time_is_half_the_throughput() -> None:
-    assert throughput_ratio(Comparison("x", (1.0, 1.0, 1.0), (2.0, 2.0, 1.0))) == 0.5
+    assert throughput_ratio(Comparison("x", (1.0, 1.0, 9.0), (2.0, 2.0, 2.0))) == 0.5
 
 
 def test_the_cheap_parts_write_every_figure_that_has_a_goal(tmp_path: Path) -> None:
