@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -101,16 +102,20 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
 ) -> None:
     scene = opening()
     keys = scene.store("B")
-    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.1)
-    go_on, is_read, read = threading.Event(), threading.Event(), SlotFile.read
+    is_reading, go_on, is_read, read = threading.Event(), threading.Event(), threading.Event(), SlotFile.read
 
     def hang(self: SlotFile, *args: Any) -> None:
+        is_reading.set()
         go_on.wait(10)
         read(self, *args)
         is_read.set()
 
     monkeypatch.setattr(SlotFile, "read", hang)
-    result = scene.result(scene.submit_load(keys))
+    job = scene.submit_load(keys)
+    assert is_reading.wait(10)
+    time.sleep(0.1)
+    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+    result = scene.result(job)
     assert not result.success
     assert not result.successful_keys
     assert scene.hits(keys) == []

@@ -82,6 +82,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     engine = FakeEngine([], KeyboardInterrupt())
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
     options += ["--frequency", "cached", "--max-cached-documents", "5", "--ghost-size", "0"]
+    options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2"]
     run(monkeypatch, engine, *options, "--kv-cache-bytes", "1GiB", "--block-size", "32")
     given = engine.settings["cache"]
     assert given == CacheConfig(
@@ -94,6 +95,9 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         frequency="cached",
         max_cached_documents=5,
         ghost_size=0,
+        queue="fifo",
+        queue_window=7,
+        max_prefill_bs=2,
     )
     assert given.model_fields_set == set(CacheConfig.model_fields)
 
