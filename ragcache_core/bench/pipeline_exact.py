@@ -44,12 +44,13 @@ def measure_pipeline_exactness(plan: Plan) -> Part:
         ]
         with launch_engine(plan) as engine:
             plan.report("exactness: with speculation")
-            ours = [asyncio.run(_answers(engine, source, questions, speculate=True)) for source in sources]
-            requests_left, tasks_left = asyncio.run(_left(engine))
+            outcomes = [asyncio.run(_answers(engine, source, questions, speculate=True)) for source in sources]
+            ours, tasks_left = [answers for answers, _ in outcomes], sum(left for _, left in outcomes)
+            requests_left = asyncio.run(_requests_left(engine))
             stats = engine.stats()
         plan.report("exactness: starting plain vLLM without a cache")
         with launch(plan.model, None, no_enable_prefix_caching=True) as plain:
-            theirs = [asyncio.run(_answers(plain, source, questions, speculate=False)) for source in sources]
+            theirs = [asyncio.run(_answers(plain, source, questions, speculate=False))[0] for source in sources]
     mismatches = sum(
         a[question] != b[question] for a, b in zip(ours, theirs, strict=True) for question in a.keys() & b.keys()
     )
@@ -59,13 +60,19 @@ def measure_pipeline_exactness(plan: Plan) -> Part:
         Figure("pipeline_requests", compared, note=speculated),
         Figure("pipeline_mismatches", mismatches, 0.0, note="answers unlike plain vLLM's"),
         Figure("requests_left", requests_left, note="in the engine, after all had ended or gone away"),
-        Figure("tasks_left", tasks_left, note="in the event loop"),
+        Figure("tasks_left", tasks_left, note="in the event loop that asked, as the last answer was there"),
     )
     return Part("none", figures)
 
 
-async def _answers(engine: Engine, source: StageSource, questions: list[str], *, speculate: bool) -> dict[str, str]:
-    """Return the answers by question; where we speculate, some readers leave early and have none."""
+async def _answers(
+    engine: Engine, source: StageSource, questions: list[str], *, speculate: bool
+) -> tuple[dict[str, str], int]:
+    """Return the answers by question, and the tasks that are left then.
+
+    Where we speculate, some readers leave early and have no answer.
+    """
+    before = asyncio.all_tasks()
     answering = chain(engine, source, speculate=speculate)
     turn = asyncio.Semaphore(_AT_ONCE)
     answers: dict[str, str] = {}
@@ -83,16 +90,16 @@ async def _answers(engine: Engine, source: StageSource, questions: list[str], *,
     async with asyncio.TaskGroup() as group:
         for i, question in enumerate(questions):
             group.create_task(one(i, question))
-    return answers
+    return answers, len(asyncio.all_tasks() - before)
 
 
-async def _left(engine: Engine) -> tuple[int, int]:
-    """Return what is in the engine and in this loop once both have had time to settle."""
+async def _requests_left(engine: Engine) -> int:
+    """Return how many requests are in the engine once it has had time to hear of those that went away."""
     ends_s = time.monotonic() + _PATIENCE_S
     while True:
         stats = await engine.astats()
         if not (num := stats.num_running + stats.num_waiting) or time.monotonic() > ends_s:
-            return num, len(asyncio.all_tasks()) - 1
+            return num
         await asyncio.sleep(0.2)
 
 

@@ -23,7 +23,14 @@ EXAMPLES = [
     "speculative_rag",
     "tiers",
 ]
-HIDING = {"langchain_agent", "langchain_chain", "llamaindex_agent", "llamaindex_query_engine", "speculative_rag"}
+HIDING = {
+    "langchain_agent",
+    "langchain_chain",
+    "llamaindex_agent",
+    "llamaindex_query_engine",
+    "llamaindex_workflow",
+    "speculative_rag",
+}
 """Those whose searches take a while, which the engine uses."""
 HEADS = ["question", "answer", "ttft", "ms", "prompt", "cached", "gpu", "host", "disk"]
 

@@ -264,9 +264,12 @@ async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: E
         answers.ask(mark, **settings)
     before = (await tiers.astats()).num_preemptions
     prompts = [LAYOUT.render(tiers.tokenizer, documents(mark), QUESTION) for mark in marks]
-    together = await asyncio.gather(*[tiers.agenerate(prompt, **settings) for prompt in prompts])
-    for mark, generation in zip(marks, together, strict=True):
-        answers.check(mark, 2, generation.text, generation.stats)
+    for _ in range(5):  # on a busy machine they may arrive one after the other
+        together = await asyncio.gather(*[tiers.agenerate(prompt, **settings) for prompt in prompts])
+        for mark, generation in zip(marks, together, strict=True):
+            answers.check(mark, 2, generation.text, generation.stats)
+        if (await tiers.astats()).num_preemptions > before:
+            break
     assert (await tiers.astats()).num_preemptions > before
 
 

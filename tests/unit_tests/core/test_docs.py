@@ -34,6 +34,10 @@ def test_the_architecture_names_every_file_of_a_room(room: str) -> None:
     assert files - named == set()
 
 
+def test_no_page_waits_for_a_figure() -> None:
+    assert {m for page in PAGES for m in re.findall(r"@[a-z_-]+@", page.read_text(encoding="utf-8"))} == set()
+
+
 def test_every_file_that_a_page_names_is_there() -> None:
     folders = ("ragcache_core", "ragcache_integrations", "examples", "tests")
     there = {path.name for folder in folders for path in _sources(folder)}
