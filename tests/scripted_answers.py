@@ -48,7 +48,8 @@ class Reply:
     """An answer: text, or tool calls ``(name, arguments)``. Text is streamed a word at a time.
 
     ``wait_s`` passes before the first token and ``token_wait_s`` before each further one; both end at once when the
-    client hangs up. ``cut_after_tokens`` closes the connection in the middle of the answer.
+    client hangs up. ``cut_after_tokens`` closes the connection in the middle of the answer; ``error_after_tokens``
+    sends an event with an error there, if the answer is streamed, and nothing of the text after it.
     """
 
     text: str = ""
@@ -57,6 +58,7 @@ class Reply:
     wait_s: float = 0.0
     token_wait_s: float = 0.0
     cut_after_tokens: int | None = None
+    error_after_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,8 +299,10 @@ class _Handler(BaseHTTPRequestHandler):
             finally:
                 owner._running.discard(request_id)
         elif (found := _CONFIRM.fullmatch(self.path)) and owner.load is not None:
-            owner.confirmed.append(found[1])
-            self._send(204, "")
+            owner.cache_questions.append(self.path.removeprefix("/v1/ragcache/"))
+            if owner.cache_status == 200:
+                owner.confirmed.append(found[1])
+            self._send(204 if owner.cache_status == 200 else owner.cache_status, "")
         else:
             self._send(404, {"detail": "Not Found"})
 
@@ -348,6 +350,9 @@ class _Handler(BaseHTTPRequestHandler):
             if answer.cut_after_tokens is not None and i > answer.cut_after_tokens:
                 _shut(self.connection)
                 raise _HungUpError
+            if answer.error_after_tokens is not None and i > answer.error_after_tokens:
+                self._chunk(b'data: {"error": {"message": "out of room", "type": "ServerError", "code": 500}}\n\n')
+                break
             self._wait(answer.token_wait_s if i else 0.0)
             self._event({**head, "choices": [{"index": 0, **delta, "finish_reason": None}]}, is_chat)
         last: JsonObject = {"delta": {}} if is_chat else {"text": ""}

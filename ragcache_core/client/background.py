@@ -26,6 +26,7 @@ class BackgroundLoop:
         """Start the thread. ``verify``: whether the server has a certificate to check."""
         self.transport = httpx.AsyncHTTPTransport(limits=_LIMITS, verify=verify)
         self._loop = asyncio.new_event_loop()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -36,9 +37,14 @@ class BackgroundLoop:
     def close(self) -> None:
         """Cancel what runs there, and end the thread. May be called again."""
         with contextlib.suppress(RuntimeError):  # closed before
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _stop(self) -> None:
+        if not self._is_stopping:  # a second stop would interrupt _end
+            self._is_stopping = True
+            self._loop.stop()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -2,7 +2,7 @@
 
 ::
 
-    GET /v1/ragcache/load      {"num_pending_prefills": 3, "max_prefill_bs": 4, "is_speculative": true}
+    GET /v1/ragcache/load   {"num_pending_prefills": 3, "max_prefill_bs": 4, "is_speculative": true, "has_room": true}
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many prefills wait or run in the engine, and how many leave no room for a speculative one."""
+    """How many prefills wait or run in the engine, and how many leave no room for a speculative one.
+
+    ``has_room``: whether the scheduler would admit a speculative one now.
+    """
 
     num_pending_prefills: int
     max_prefill_bs: int
+    has_room: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class _Answer:
     num_pending_prefills: Annotated[int, Field(ge=0)]
     max_prefill_bs: Annotated[int, Field(ge=0)]
     is_speculative: bool = True
+    has_room: bool = True
 
 
 _ANSWER = TypeAdapter(_Answer)
@@ -101,7 +106,7 @@ class LoadRoute:
         return self._may_speculate is not False and time.monotonic() >= self._paused_until_s
 
     def _read(self, response: httpx.Response) -> Load | None:
-        if response.status_code in (408, 425, 429) or response.status_code >= 500:
+        if response.status_code != 404:  # whatever else is refused may be allowed later
             response.raise_for_status()
         answer = _answer(response)
         if self._may_speculate is None:
@@ -113,7 +118,7 @@ class LoadRoute:
                     "serve`, of this version, to hide the search.",
                     self._url.removesuffix("/v1/ragcache/load"),
                 )
-        load = None if answer is None else Load(answer.num_pending_prefills, answer.max_prefill_bs)
+        load = None if answer is None else Load(answer.num_pending_prefills, answer.max_prefill_bs, answer.has_room)
         self._latest = (time.monotonic(), load)
         return load
 

@@ -39,14 +39,18 @@ def asks_completion(request: httpx.Request) -> bool:
 
 
 def request_key(request: httpx.Request) -> bytes:
-    """Return a digest of what ``request`` asks: its path and every byte of its body."""
-    return hashlib.blake2b(request.url.raw_path + b"\0" + request.content).digest()
+    """Return a digest of what ``request`` asks, whom, and as who: its URL, its key and every byte of its body."""
+    digest = hashlib.blake2b()
+    for part in (str(request.url), request.headers.get("Authorization", "")):
+        digest.update(part.encode() + b"\0")
+    digest.update(request.content)
+    return digest.digest()
 
 
 def rehearse(call: Callable[[], object], owner: object) -> CapturedRequest:
     """Return the request for a completion that ``call`` would send through a transport of ``owner``.
 
-    ``call`` ends where it would send it. Requests of another kind, made before, are sent as always.
+    ``call`` ends where it would send it. Requests of another kind, or to another server, are sent as always.
 
     Raises:
         ConfigError: it sent none.
@@ -66,7 +70,7 @@ def rehearse(call: Callable[[], object], owner: object) -> CapturedRequest:
     if rehearsal.captured is None:
         raise ConfigError(
             "the rehearsed code sent this engine no request for a completion: let it ask with this engine's "
-            "http_client(), in the thread and context that it is called in"
+            "http_client() and base_url, in the thread and context that it is called in"
         )
     return rehearsal.captured
 

@@ -1,8 +1,8 @@
 """Speculative requests: sent before their documents are final, buffered, and joined by the real request.
 
 A speculation is an ordinary request for a completion, marked with an id. It runs in a background event loop of the
-engine's handle. The transports hand its answer to the first real request with the same path and body, and tell the
-engine that it is real from then on; a speculation that failed or was cancelled is as if it had never been.
+engine's handle. The transports hand its answer to the first real request with the same URL, API key and body, and tell
+the engine that it is real from then on; a speculation that failed or was cancelled is as if it had never been.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import httpx
 
@@ -142,6 +142,7 @@ class Speculations:
 
     def __init__(self, base_url: str, api_key: str) -> None:
         """``base_url`` ends in ``/v1``."""
+        self._home = f"{httpx.URL(base_url)}/"
         self._routes = SpeculationRoutes(base_url, api_key)
         self._has_certificate = base_url.startswith("https")
         self._closed = False
@@ -175,6 +176,8 @@ class Speculations:
         except BaseException:
             self._forget(speculation)
             raise
+        if speculation.is_done:  # it was ended before there was work to cancel
+            speculation._work.cancel()
         return speculation
 
     def claim(self, key: bytes) -> Speculation | None:
@@ -197,7 +200,8 @@ class Speculations:
         Closing the response early cancels the speculation, as interrupting this call does. In a rehearsal of this
         request, it ends that.
         """
-        capture(request, self)
+        if self._is_ours(request):
+            capture(request, self)
         if self._claimable and (speculation := self._claim_for(request)) is not None:
             with self._joining(speculation):
                 if speculation.response.read(0, timeout_s := _read_timeout_s(request)):
@@ -206,7 +210,8 @@ class Speculations:
 
     async def ajoin(self, request: httpx.Request) -> httpx.Response | None:
         """Do :meth:`join` without blocking the event loop."""
-        capture(request, self)
+        if self._is_ours(request):
+            capture(request, self)
         if self._claimable and (speculation := self._claim_for(request)) is not None:
             with self._joining(speculation):
                 if await speculation.response.aread(0, timeout_s := _read_timeout_s(request)):
@@ -224,6 +229,10 @@ class Speculations:
                 raise
             if self._closed:
                 raise _closed_error() from error
+
+    def _is_ours(self, request: httpx.Request) -> bool:
+        """Return whether ``request`` goes to this handle's server; its client may be used to ask another one."""
+        return str(request.url).startswith(self._home)
 
     def _claim_for(self, request: httpx.Request) -> Speculation | None:
         return self.claim(request_key(request)) if asks_completion(request) else None
@@ -251,7 +260,7 @@ class Speculations:
 
     def _confirm(self, speculation: Speculation) -> None:
         with contextlib.suppress(EngineClosedError):
-            self._run(self._send_confirmation(speculation.id))
+            self._run(self._send_confirmation(speculation))
 
     def _withdraw(self, speculation: Speculation) -> bool:
         """Let nobody claim ``speculation``; return whether nobody has."""
@@ -291,8 +300,8 @@ class Speculations:
         if (queue_s := await self._routes.queue_s(transport, response)) is not None:
             speculation.started_s = speculation.sent_s + queue_s
 
-    async def _send_confirmation(self, speculation_id: str) -> None:
-        await self._routes.confirm(self._transport(), speculation_id)
+    async def _send_confirmation(self, speculation: Speculation) -> None:
+        await self._routes.confirm(self._transport(), speculation.id, is_over=lambda: speculation.is_done)
 
     def _transport(self) -> httpx.AsyncHTTPTransport:
         assert self._background is not None
@@ -307,7 +316,12 @@ class Speculations:
             ended = [s for waiting in self._claimable.values() for s in waiting if s.is_done]
             for oldest in sorted(ended, key=lambda s: s.sent_s)[: max(0, len(ended) + 1 - _MAX_KEPT)]:
                 self._drop(oldest)
-        asyncio.get_running_loop().call_later(_KEEP_S, self._forget, speculation)
+        asyncio.get_running_loop().call_later(_KEEP_S, self._forget_kept, ref(speculation))
+
+    def _forget_kept(self, kept: ref[Speculation]) -> None:
+        """Forget it, unless it was dropped or claimed: the timer must not hold its answer so long."""
+        if (speculation := kept()) is not None:
+            self._forget(speculation)
 
 
 def _joined(speculation: Speculation, timeout_s: float | None) -> httpx.Response:

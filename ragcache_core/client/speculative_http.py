@@ -1,14 +1,17 @@
 """What a speculation says to the server: its marked request, its confirmation, and a question afterwards.
 
-All of it is sent once, by the event loop that its ``transport`` belongs to.
+All of it is sent by the event loop that its ``transport`` belongs to, and only the confirmation more than once.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import re
 from collections.abc import Callable
+from itertools import chain, repeat
 
 import httpx
 
@@ -20,7 +23,12 @@ from ragcache_core.errors import ConfigError, EngineDiedError, EngineError
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _SHORT_TIMEOUT = httpx.Timeout(5.0)
+_CONFIRM_PAUSES_S = (0.05, 0.2, 1.0, 2.0, 5.0)
+"""Before a confirmation that did not arrive is repeated; the last one from then on."""
 _RESPONSE_ID = re.compile(rb'"id":\s*"([^"]+)"')
+_ERROR_EVENT = re.compile(rb'data:\s*\{\s*"error"\s*:')
+_LONGEST_CUT = 32
+"""The beginning of an event may arrive apart from its rest; so much of it is looked at again."""
 
 _logger = logging.getLogger(__name__)
 
@@ -58,8 +66,8 @@ async def receive(
 ) -> None:
     """Send ``request`` and write its answer into ``response`` to the end, which is left to the caller.
 
-    The engine's death is an error until bytes are there that ``is_promised`` to somebody; then it is passed on as the
-    server tells it, as the transports do. Cancelling this ends the request in the engine.
+    What the server reports as an error in a stream is one until bytes are there that ``is_promised`` to somebody; then
+    it is passed on as the server tells it, as the transports do. Cancelling this ends the request in the engine.
 
     Raises:
         EngineError: the engine refused it, or died. httpx.TransportError: the connection failed.
@@ -72,12 +80,20 @@ async def receive(
             raise EngineError(f"the engine refused a speculation with status {answer.status_code}: {said:.300}")
         response.begin(ResponseHead(answer.status_code, list(answer.headers.raw)))
         async for part in answer.stream:
-            may_fail = not (response.has_bytes and is_promised())
-            if may_fail and b'"error"' in part and says_engine_died(part.decode(errors="replace")):
-                raise EngineDiedError("the engine died during a speculation")
+            if not (response.has_bytes and is_promised()):
+                _check(response.last_bytes()[-_LONGEST_CUT:] + part)
             response.append(part)
     finally:
         await answer.aclose()
+
+
+def _check(events: bytes) -> None:
+    """Raise the error that an event of a stream reports. In what the model says, quotes are escaped."""
+    if (found := _ERROR_EVENT.search(events)) is not None:
+        said = events[found.start() :].decode(errors="replace")
+        if says_engine_died(said):
+            raise EngineDiedError("the engine died during a speculation")
+        raise EngineError(f"the engine failed during a speculation: {said:.300}")
 
 
 class SpeculationRoutes:
@@ -88,28 +104,43 @@ class SpeculationRoutes:
         self._url = f"{base_url}/ragcache"
         self._headers = {"Authorization": f"Bearer {api_key}"}
 
-    async def confirm(self, transport: httpx.AsyncBaseTransport, speculation_id: str) -> None:
-        """Tell the engine that a speculation is a real request from now on."""
-        await self._ask(transport, "POST", f"speculations/{speculation_id}/confirm")
+    async def confirm(
+        self, transport: httpx.AsyncBaseTransport, speculation_id: str, *, is_over: Callable[[], bool]
+    ) -> None:
+        """Tell the engine that a speculation is a real request from now on, until it has heard that or ``is_over``.
+
+        A joined request whose confirmation is lost would wait behind every other one.
+        """
+        for pause_s in chain(_CONFIRM_PAUSES_S, repeat(_CONFIRM_PAUSES_S[-1])):
+            answer = await self._ask(transport, "POST", f"speculations/{speculation_id}/confirm")
+            if answer is not None and answer.status_code < 500:
+                return
+            await asyncio.sleep(pause_s)
+            if is_over():
+                return
 
     async def queue_s(self, transport: httpx.AsyncBaseTransport, response: BufferedResponse) -> float | None:
         """Return how long the request of a whole answer had waited for its admission; ``None`` if that is unknown."""
         if (found := _RESPONSE_ID.search(response.first_bytes())) is not None:
-            match await self._ask(transport, "GET", f"requests/{found[1].decode()}"):
-                case {"queue_s": float() | int() as queue_s}:
-                    return queue_s
+            answer = await self._ask(transport, "GET", f"requests/{found[1].decode()}")
+            if answer is not None and answer.status_code == 200:
+                with contextlib.suppress(ValueError):
+                    match answer.json():
+                        case {"queue_s": float() | int() as queue_s}:
+                            return queue_s
         return None
 
-    async def _ask(self, transport: httpx.AsyncBaseTransport, method: str, route: str) -> object | None:
+    async def _ask(self, transport: httpx.AsyncBaseTransport, method: str, route: str) -> httpx.Response | None:
+        """Return the server's answer, read to its end; ``None`` if there was none."""
         extensions = {"timeout": _SHORT_TIMEOUT.as_dict()}
         request = httpx.Request(method, f"{self._url}/{route}", headers=self._headers, extensions=extensions)
         try:
             answer = await transport.handle_async_request(request)
             try:
-                body = await answer.aread()
+                await answer.aread()
             finally:
                 await answer.aclose()
-            return json.loads(body) if answer.status_code == 200 else None
-        except (httpx.HTTPError, ValueError) as error:
+            return answer
+        except httpx.HTTPError as error:
             _logger.debug("%s %s: %s: %s", method, route, type(error).__name__, error)
             return None

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import httpx
 
@@ -31,6 +32,7 @@ _ASYNC_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 SENT_ONCE = {"ragcache_sent_once": True}
 """Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
 that the server has died."""
+_all: WeakSet[RetryingTransport] = WeakSet()
 _BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 
 
@@ -110,12 +112,17 @@ def _died_early() -> httpx.RemoteProtocolError:
 
 
 class RetryingTransport(httpx.BaseTransport):
-    """The blocking transport. ``watch`` is the server's owner; without one nothing is sent again."""
+    """The blocking transport. ``watch`` is the server's owner; without one nothing is sent again.
+
+    A fork starts with connections of its own: on a shared one, two processes would read each other's answers.
+    """
 
     def __init__(self, watch: ServerWatch | None = None, speculations: Speculations | None = None) -> None:
         self._watch = watch
         self._speculations = speculations
-        self._inner: httpx.HTTPTransport | None = httpx.HTTPTransport(limits=_LIMITS)
+        self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per fork
+        self._inner: httpx.HTTPTransport | None = self._new_inner()
+        _all.add(self)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         if self._inner is None:
@@ -148,6 +155,14 @@ class RetryingTransport(httpx.BaseTransport):
         if self._inner is not None:
             self._inner.close()
             self._inner = None
+
+    def _new_inner(self) -> httpx.HTTPTransport:
+        return httpx.HTTPTransport(limits=_LIMITS, verify=self._tls)
+
+    def _start_anew(self) -> None:
+        # The parent's connections are not closed here: that takes locks, which another of its threads may have held.
+        if self._inner is not None:
+            self._inner = self._new_inner()
 
 
 class AsyncRetryingTransport(httpx.AsyncBaseTransport):
@@ -226,3 +241,11 @@ class _AsyncBody(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._whole.aclose()
+
+
+def _start_all_anew() -> None:
+    for transport in list(_all):
+        transport._start_anew()
+
+
+os.register_at_fork(after_in_child=_start_all_anew)

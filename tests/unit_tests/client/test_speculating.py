@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,10 +19,13 @@ import pytest
 from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
 
-from ragcache_core.client import Engine, ModelTokenizer, speculating
+from ragcache_core.client import Engine, ModelTokenizer, speculating, speculative_http
+from ragcache_core.client.background import BackgroundLoop
+from ragcache_core.client.buffering import BufferedResponse
 from ragcache_core.client.load import Load
 from ragcache_core.client.speculating import Speculation
-from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError
+from ragcache_core.client.speculative_http import receive
+from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
 from ragcache_integrations.langchain import ChatRAGCache
@@ -124,6 +129,10 @@ def of_llamaindex_streaming_in_a_loop(engine: Engine) -> str:
         return "".join([c.delta or "" async for c in stream])
 
     return asyncio.run(ask())
+
+
+def engine_stream(engine: Engine) -> str:
+    return "".join(chunk.text for chunk in engine.stream(ASKED, max_tokens=8))
 
 
 def langchain_inside(engine: Engine) -> object:
@@ -254,6 +263,26 @@ def test_a_rehearsal_of_one_engine_leaves_another_ones_requests_alone(engine: En
         assert len(elsewhere.requests) == 1
 
 
+def test_a_rehearsal_leaves_a_request_to_another_server_alone(engine: Engine) -> None:
+    with ScriptedServer() as elsewhere, pytest.raises(ConfigError, match="base_url"):
+        elsewhere.script(Reply("sent"))
+        other = openai.OpenAI(base_url=elsewhere.base_url, api_key="theirs", http_client=engine.http_client())
+        engine.rehearse(lambda: other.chat.completions.create(model=elsewhere.model, messages=ASKED))
+    assert len(elsewhere.requests) == 1
+
+
+def test_a_request_with_another_key_or_to_another_server_does_not_join(engine: Engine, server: ScriptedServer) -> None:
+    speculation = engine.speculate(lambda: of_the_sdk(engine))
+    assert done(speculation)
+    with ScriptedServer() as elsewhere:
+        for base_url, api_key in [(engine.base_url, "wrong"), (elsewhere.base_url, engine.api_key)]:
+            client = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=engine.http_client())
+            client.chat.completions.create(model=engine.model, messages=ASKED)
+        assert (len(server.requests), len(elsewhere.requests)) == (2, 1)
+    of_the_sdk(engine)
+    assert len(server.requests) == 2
+
+
 @asked_anyhow
 def test_another_question_does_not_join(server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]) -> None:
     server.script(NEVER, Reply("mine"))
@@ -285,12 +314,35 @@ def test_a_speculation_cancelled_before_it_was_sent_is_never_sent(server: Script
     is_busy, may_go_on = threading.Event(), threading.Event()
     background = engine._speculations._background
     assert background is not None
-    background._loop.call_soon_threadsafe(lambda: (is_busy.set(), may_go_on.wait(5.0)))
+
+    def stay_busy() -> None:
+        is_busy.set()
+        may_go_on.wait(5.0)
+
+    background._loop.call_soon_threadsafe(stay_busy)
     assert is_busy.wait(5.0)
     engine.speculate(lambda: of_the_engine(engine)).cancel()
     may_go_on.set()
     assert of_the_engine(engine) == "sent"
     assert len(server.requests) == 2
+
+
+def test_a_speculation_that_is_aborted_while_it_is_started_leaves_the_engine(
+    server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.script(NEVER)
+    run = engine._speculations._run
+
+    def run_while_another_thread_aborts(work: Any) -> Any:
+        future = run(work)
+        assert until(lambda: server.num_running == 1)
+        for speculation in list(engine._speculations._live):
+            speculation.abort()
+        return future
+
+    monkeypatch.setattr(engine._speculations, "_run", run_while_another_thread_aborts)
+    assert engine.speculate(lambda: of_the_engine(engine)).is_cancelled
+    assert until(lambda: server.num_running == 0)
 
 
 def test_a_whole_answer_that_is_cancelled_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
@@ -314,6 +366,30 @@ def test_a_failed_speculation_is_as_if_it_had_never_been(
     assert speculation.is_failed
     assert speculation.error is not None
     assert ask(engine) == "sent"
+
+
+def test_an_error_inside_a_stream_fails_a_speculation_that_nobody_joined(
+    server: ScriptedServer, engine: Engine
+) -> None:
+    server.script(Reply("half an answer", error_after_tokens=1), Reply("sent"))
+    speculation = engine.speculate(lambda: engine_stream(engine))
+    assert done(speculation)
+    assert "out of room" in str(speculation.error)
+    assert engine_stream(engine) == "sent"
+
+
+async def test_an_error_event_that_arrives_in_two_pieces_is_seen() -> None:
+    pieces = [b'data: {"id": "1", "text": "data: {\\"error\\": 1}"}\n\nda', b'ta: {"error": {"message": "no"}}\n\n']
+
+    async def body() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    transport, response = httpx.MockTransport(lambda _: httpx.Response(200, content=body())), BufferedResponse()
+    request = httpx.Request("POST", "http://engine/v1/completions")
+    with pytest.raises(EngineError, match="no"):
+        await receive(transport, request, response, is_promised=lambda: False)
+    assert response.last_bytes() == pieces[0]
 
 
 @asked_anyhow
@@ -468,6 +544,36 @@ def test_a_warm_up_prefills_a_prefix_and_is_never_joined(server: ScriptedServer,
     assert not engine._speculations
 
 
+def test_a_confirmation_is_repeated_until_the_engine_has_heard_it(server: ScriptedServer, engine: Engine) -> None:
+    server.script(NEVER)
+    server.cache_status = 503
+    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation.confirm()
+    confirmation = f"speculations/{speculation.id}/confirm"
+    assert until(lambda: server.cache_questions.count(confirmation) == 2)
+    assert server.confirmed == []
+    server.cache_status = 200
+    assert until(lambda: server.confirmed == [speculation.id])
+    speculation.abort()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_confirmation_is_not_repeated_in_vain(
+    server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(speculative_http, "_CONFIRM_PAUSES_S", (0.02,))
+    server.script(Reply("done") if ends else NEVER)
+    server.cache_status = 503 if ends else 404
+    speculation = engine.speculate(lambda: of_the_engine(engine))
+    assert not ends or done(speculation)
+    speculation.confirm()
+    confirmation = f"speculations/{speculation.id}/confirm"
+    assert until(lambda: confirmation in server.cache_questions)
+    time.sleep(0.1)
+    assert server.cache_questions.count(confirmation) == 1
+    speculation.abort()
+
+
 def test_when_the_engine_admitted_it_is_known_after_its_end(server: ScriptedServer, engine: Engine) -> None:
     server.cache = {"policy": "pgdsf"}
     speculation = engine.speculate(lambda: of_the_engine(engine))
@@ -504,6 +610,19 @@ def test_answers_that_nobody_asks_for_are_dropped(
     assert until(lambda: not engine._speculations)
 
 
+def test_an_answer_that_was_joined_or_dropped_leaves_the_memory(server: ScriptedServer, engine: Engine) -> None:
+    server.script(Reply("joined"), Reply("dropped"))
+    joined = engine.speculate(lambda: of_the_engine(engine))
+    assert done(joined)
+    assert of_the_engine(engine) == "joined"
+    dropped = engine.speculate(lambda: of_the_engine(engine))
+    assert done(dropped)
+    dropped.cancel()
+    held = [weakref.ref(joined), weakref.ref(dropped)]
+    del joined, dropped
+    assert until(lambda: gc.collect() >= 0 and not any(s() for s in held))
+
+
 def test_a_prompt_that_was_speculated_is_not_tokenised_again() -> None:
     tokenizer = ModelTokenizer(MODEL)
     text = "Zorval was founded by Anna. " * 2000
@@ -528,6 +647,9 @@ def test_the_engines_load_is_asked_and_speculation_is_possible(server: ScriptedS
     time.sleep(0.03)
     assert engine.pending_prefills() == Load(num_pending_prefills=3, max_prefill_bs=4)
     assert asyncio.run(engine.apending_prefills()) == Load(3, 4)
+    time.sleep(0.03)
+    server.load = {**IDLE, "has_room": False}
+    assert engine.pending_prefills() == Load(0, 4, has_room=False)
     assert asyncio.run(engine.acan_speculate())
 
 
@@ -554,15 +676,17 @@ def test_an_engine_told_not_to_speculate_is_not_warned_of(
     assert caplog.records == []
 
 
-def test_a_busy_server_is_asked_again_later(
-    server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("status", [401, 403, 429, 503])
+def test_a_server_that_refuses_to_say_is_asked_again_later(
+    server: ScriptedServer, engine: Engine, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.cache_status = 503
+    server.cache_status = status
     assert not engine.can_speculate()
     server.cache_status = 200
     assert not engine.can_speculate()
     engine._load._paused_until_s = 0.0
     assert engine.can_speculate()
+    assert caplog.records == []
 
 
 # Ending
@@ -582,6 +706,30 @@ def test_closing_the_engine_ends_its_speculations_and_its_thread(server: Scripte
     assert until(lambda: server.num_running == 0)
     with pytest.raises(EngineClosedError, match="launch or connect again"):
         engine.speculate(lambda: of_the_engine(engine))
+
+
+def test_closing_the_thread_twice_does_not_cut_off_what_it_still_ends() -> None:
+    is_running, is_ending, ended = threading.Event(), threading.Event(), []
+    background = BackgroundLoop("ragcache-twice", verify=False)
+
+    async def work() -> None:
+        try:
+            is_running.set()
+            await asyncio.sleep(60.0)
+        finally:
+            is_ending.set()
+            await asyncio.sleep(0.1)
+            ended.append(True)
+
+    background.run(work())
+    assert is_running.wait(5.0)
+    closing = threading.Thread(target=background.close)
+    closing.start()
+    assert is_ending.wait(5.0)
+    background.close()
+    closing.join()
+    background.close()
+    assert ended == [True]
 
 
 def test_a_request_that_waits_for_a_speculation_hears_of_the_close(server: ScriptedServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -254,6 +255,45 @@ def test_one_async_client_serves_several_event_loops(server: FakeServer) -> None
 
     assert [asyncio.run(ask()) for _ in range(3)] == [200, 200, 200]
     asyncio.run(client.aclose())
+
+
+def test_a_fork_uses_no_connection_of_its_parent() -> None:
+    peers: list[object] = []
+
+    class Echo(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps its connections
+
+        def do_POST(self) -> None:
+            peers.append(self.client_address)
+            _reply(self, 200, self.rfile.read(int(self.headers["content-length"])))
+
+        def log_message(self, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    serving.start()
+    closed = RetryingTransport()
+    closed.close()
+    try:
+        with httpx.Client(transport=RetryingTransport(), base_url=f"http://127.0.0.1:{server.server_port}") as client:
+            assert client.post("/", content=b"before").content == b"before"
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    is_closed = closed._inner is None
+                    status = 0 if is_closed and client.post("/", content=b"child").content == b"child" else 2
+                finally:
+                    os._exit(status)
+            assert os.waitpid(pid, 0)[1] == 0
+            assert client.post("/", content=b"parent").content == b"parent"
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    before, child, parent = peers
+    assert child != before
+    assert parent == before
 
 
 def test_a_closed_transport_says_so(server: FakeServer) -> None:
