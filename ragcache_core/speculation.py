@@ -13,15 +13,15 @@ the final stage         generate at once                generate at once: the sc
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 _LEAST_SHARE, _LEAST_SHARE_IDLE = 0.5, 0.1
 _WEIGHT = 0.2
 
-D = TypeVar("D", bound=Hashable)
-"""What a stage found: the documents' ids in the order of the prompt."""
+D = TypeVar("D")
+"""What a stage found: the documents in the order of the prompt. What is equal leads to the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class SettlingHistory:
         """Return whether a start from a stage's candidates is worth it: a small chance is if the engine ``is_idle``."""
         return self._shares.get(stage, 1.0) >= (_LEAST_SHARE_IDLE if is_idle else _LEAST_SHARE)
 
-    def record(self, stage: int, candidates: Sequence[Hashable], final: Sequence[Hashable]) -> None:
+    def record(self, stage: int, candidates: Sequence[object], final: Sequence[object]) -> None:
         """Take note of a search that ended with ``final``, and of what a stage of it had named."""
         num_alike = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
         share = min(num_alike, len(candidates)) / len(final) if final else 0.0

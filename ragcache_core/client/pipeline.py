@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from ragcache_core.client.search_run import PipelineEvent, PipelineResult, SearchRun
+from ragcache_core.client.search_result import PipelineEvent, PipelineResult
+from ragcache_core.client.search_run import SearchRun
 from ragcache_core.client.speculating_door import SpeculatingDoor
 from ragcache_core.client.stages import check_timeout
 from ragcache_core.client.starting import Speculator
@@ -28,7 +29,7 @@ async def run_pipeline(
 
     The search is never held up, and its result never lost: not by the engine, nor by a speculator that is slow or
     raises. Whatever ends this early, an error or a cancellation, cancels every speculation, closes ``updates`` and
-    leaves no task.
+    leaves no task. A source has a second to clean up, for which the result waits; it is cut off then.
 
     Args:
         updates: the search's stages. A document that appears twice counts once; nothing is read after the final stage.
@@ -41,7 +42,7 @@ async def run_pipeline(
 
     Raises:
         SearchTimeoutError: the documents were not final in time.
-        SearchError: the search ended without final documents.
+        SearchError: the search ended without final documents, or ``updates`` yields no stages.
         ConfigError: the time-out is not above 0.
     """
     check_timeout(timeout_s)

@@ -15,15 +15,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from ragcache_core.client.load import Load
-from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.search_result import PipelineEvent, PipelineResult
 from ragcache_core.client.speculating_door import SpeculatingDoor
-from ragcache_core.client.stages import read_stages
+from ragcache_core.client.stages import close_stages, read_stages
 from ragcache_core.client.starting import Speculator, StartedSpeculation
+from ragcache_core.errors import SearchTimeoutError
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -36,43 +36,11 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine without room is left alone: longer each time, since it has enough to do."""
 _SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
 _START_GRACE_S = 0.1
-"""How long final documents wait for a start that is on its way: the request would have to be made all the same."""
+"""Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
+_CLOSE_S, _CUT_OFF_S = 1.0, 0.05
+"""How long a source may take to clean up, and then to see that it is cancelled: one that hangs is left behind."""
 
-
-@dataclass(frozen=True, slots=True)
-class PipelineEvent:
-    """Something that happened during a search.
-
-    ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``. ``start``, ``cancel``, ``confirm``: a
-    speculation from ``doc_ids``, in the order of the prompt, was sent, given up, or right. ``miss``: the final
-    documents were not those of the speculation that was sent. ``search_s`` is the time since the search began,
-    ``hidden_search_s`` how much of it the engine worked on the answer already; known once the documents are final.
-    """
-
-    kind: Literal["stage", "start", "cancel", "confirm", "miss"]
-    stage: int
-    doc_ids: tuple[DocId, ...]
-    scores: tuple[float, ...]
-    is_final: bool
-    hidden_search_s: float | None
-    search_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineResult:
-    """The final documents of a search, and the speculation that may be answering from them already.
-
-    ``update`` holds the documents best first, ``documents`` in the order of the prompt. Who gets the result owns the
-    ``speculation``: the real request joins it, or its ``cancel()`` ends it.
-    """
-
-    update: RetrievalUpdate
-    documents: tuple[Document, ...]
-    report: PipelineReport
-    speculation: Speculation | None
-
-
-_DocIds = tuple[DocId, ...]
+_Documents = tuple[Document, ...]
 _Handler = Callable[[], Awaitable[PipelineResult | None]]
 
 
@@ -91,17 +59,20 @@ class SearchRun:
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[_Handler] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reader: asyncio.Task[None] | None = None
+        self._is_closing = False  # the reader is on its way out
+        self._time_out: asyncio.TimerHandle | None = None
         self._door, self._speculator, self._on_event, self._arrange = door, speculator, on_event, arrange
-        self._pipeline: SpeculativePipeline[_DocIds] = SpeculativePipeline(max_prefill_bs=0)  # until told
+        self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history = history
-        self._candidates: list[tuple[int, _DocIds]] = []  # what stages named, in the order of the prompt
+        self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
         self._load: Load | None = None
         self._load_told_s = 0.0
         self._is_asking = False
         self._poll_s = _FIRST_POLL_S
         self._live: StartedSpeculation | None = None
-        self._documents: tuple[Document, ...] = ()  # of the last stage, in the order of the prompt
-        self._arranged: dict[_DocIds, tuple[Document, ...]] = {}
+        self._documents: _Documents = ()  # of the last stage, in the order of the prompt
+        self._arranged: dict[tuple[DocId, ...], tuple[_Documents, _Documents]] = {}
         self._events: list[PipelineEvent] = []
         self._num_stages = self._num_started = self._num_cancelled = self._num_unpromising = 0
         self._stage = 0
@@ -110,7 +81,14 @@ class SearchRun:
 
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
         """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
-        self._spawn(self._search(updates, timeout_s))
+        self._reader = self._spawn(self._search(updates))
+        if timeout_s is not None:  # not around the source: a clean-up that hangs would hold it up
+            error = SearchTimeoutError(
+                f"the documents were not final after {timeout_s:g} s: allow more time, or search less"
+            )
+            self._time_out = self._loop.call_later(
+                timeout_s, self._inbox.put_nowait, partial(self._on_search_failed, error)
+            )
         if self._door is None or self._speculator is None:
             self._cannot = "there is no engine to speculate on" if self._door is None else "speculation is off"
         elif self._history.is_hopeless:
@@ -131,23 +109,40 @@ class SearchRun:
             self._live.abandon()
 
     async def end_tasks(self) -> None:
-        """Leave no task, and the updates closed."""
+        """Leave no task, and the updates closed: as soon as they are, or cut off when that takes too long."""
+        if self._time_out is not None:
+            self._time_out.cancel()
         for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            if task is not self._reader:
+                task.cancel()
+            elif not self._is_closing:
+                self._is_closing = task.cancel()
+        try:
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+        if self._tasks:
+            _logger.warning("closing a search took more than %g s and was cut off: see how its source ends", _CLOSE_S)
+            await asyncio.wait(self._tasks, timeout=_CUT_OFF_S)
 
     # The search
 
-    async def _search(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> None:
+    async def _search(self, updates: AsyncIterator[RetrievalUpdate]) -> None:
         def on_stage(update: RetrievalUpdate) -> None:
+            self._is_closing = self._is_closing or update.is_final
             self._inbox.put_nowait(partial(self._on_stage, update, self._now_s()))
 
         try:
-            await read_stages(updates, timeout_s, on_stage)
+            await read_stages(updates, on_stage)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # of whatever kind: the caller waits for it
+            self._is_closing = True
             self._inbox.put_nowait(partial(self._on_search_failed, error))
+        finally:
+            await close_stages(updates)
 
     async def _on_search_failed(self, error: BaseException) -> None:
         raise error
@@ -155,46 +150,48 @@ class SearchRun:
     async def _on_stage(self, update: RetrievalUpdate, search_s: float) -> PipelineResult | None:
         self._num_stages += 1
         self._stage = update.stage
-        doc_ids = _ids(update.documents)
         self._events.append(
-            PipelineEvent("stage", update.stage, doc_ids, update.scores, update.is_final, None, search_s)
+            PipelineEvent("stage", update.stage, _ids(update.documents), update.scores, update.is_final, None, search_s)
         )
         if update.is_final:
-            return await self._finish(update, self._in_prompt_order(doc_ids, update.documents), search_s)
+            return await self._finish(update, self._in_prompt_order(update.documents), search_s)
         if update.documents:
-            self._documents = self._in_prompt_order(doc_ids, update.documents)
-            self._candidates.append((update.stage, _ids(self._documents)))
-        if update.documents and self._cannot is None:
-            load, is_fresh = self._load, time.perf_counter() - self._load_told_s < _LOAD_FRESH_S
-            num_pending = load.num_pending_prefills if load and is_fresh else self._pipeline.max_prefill_bs
-            is_idle = load is not None and load.num_pending_prefills == 0
-            is_promising = self._history.is_promising(update.stage, is_idle=is_idle)
-            self._num_unpromising += not is_promising
+            self._documents = self._in_prompt_order(update.documents)
+            self._candidates.append((update.stage, self._documents))
+            is_fresh = time.perf_counter() - self._load_told_s < _LOAD_FRESH_S
             self._perform(
                 self._pipeline.on_stage(
-                    _ids(self._documents), is_final=False, num_pending=num_pending, is_promising=is_promising
+                    self._documents,
+                    is_final=False,
+                    num_pending=self._num_pending() if is_fresh else self._pipeline.max_prefill_bs,
+                    is_promising=self._cannot is None and self._is_promising(update.stage),
                 )
             )
             if self._pipeline.is_deferred:
                 self._ask_load(self._poll_s if is_fresh else 0.0)
         return None
 
-    def _in_prompt_order(self, doc_ids: _DocIds, documents: tuple[Document, ...]) -> tuple[Document, ...]:
+    def _is_promising(self, stage: int) -> bool:
+        is_idle = self._load is not None and self._load.has_room
+        is_promising = self._history.is_promising(stage, is_idle=is_idle)
+        self._num_unpromising += not is_promising
+        return is_promising
+
+    def _in_prompt_order(self, documents: _Documents) -> _Documents:
         if self._arrange is None:
             return documents
-        if doc_ids not in self._arranged:  # the cache that decides changes meanwhile, by our own speculation too
-            self._arranged[doc_ids] = tuple(self._arrange(documents))
-        return self._arranged[doc_ids]
+        key = _ids(documents)  # finds them; their texts and metadata may have changed
+        if key not in self._arranged or self._arranged[key][0] != documents:
+            # kept: the cache that decides changes meanwhile, by our own speculation too
+            self._arranged[key] = documents, tuple(self._arrange(documents))
+        return self._arranged[key][1]
 
-    async def _finish(
-        self, update: RetrievalUpdate, documents: tuple[Document, ...], search_s: float
-    ) -> PipelineResult:
-        doc_ids = _ids(documents)
+    async def _finish(self, update: RetrievalUpdate, documents: _Documents, search_s: float) -> PipelineResult:
         for stage, candidates in self._candidates:
-            self._history.record(stage, candidates, doc_ids)
-        if self._live is not None and self._live.doc_ids == doc_ids:
+            self._history.record(stage, candidates, documents)
+        if self._live is not None and self._live.documents == documents:
             await self._settle(self._live)
-        actions = self._pipeline.on_stage(doc_ids, is_final=True, num_pending=0)
+        actions = self._pipeline.on_stage(documents, is_final=True, num_pending=0)
         self._perform(actions)
         speculation = self._live.speculation if self._live is not None and isinstance(actions[-1], Confirm) else None
         unhidden_s = search_s
@@ -204,7 +201,8 @@ class SearchRun:
             unhidden_s = min(max(begun_s - self._began_s, 0.0), search_s)
         if self._num_started:
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
-            self._events.append(PipelineEvent(kind, self._stage, doc_ids, (), True, search_s - unhidden_s, search_s))
+            hidden_s = search_s - unhidden_s
+            self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, hidden_s, search_s))
         report = PipelineReport(
             search_s, unhidden_s, self._num_stages, self._num_started, self._num_cancelled,
             is_confirmed=speculation is not None, skipped_because=self._why_nothing_started(),
@@ -236,14 +234,18 @@ class SearchRun:
             return
         self._load, self._load_told_s = load, time.perf_counter()
         self._pipeline.max_prefill_bs = load.max_prefill_bs
-        self._perform(self._pipeline.on_load(load.num_pending_prefills))
+        self._perform(self._pipeline.on_load(self._num_pending()))
         if self._pipeline.is_deferred:
             self._ask_load(self._poll_s)
             self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
 
+    def _num_pending(self) -> int:
+        """Return what decides a start: the scheduler knows better than a count whether it would admit one."""
+        return 0 if self._load is not None and self._load.has_room else self._pipeline.max_prefill_bs
+
     # Speculations
 
-    def _perform(self, actions: Sequence[Action[_DocIds]]) -> None:
+    def _perform(self, actions: Sequence[Action[_Documents]]) -> None:
         for action in actions:
             match action:
                 case Start(number):
@@ -315,7 +317,7 @@ class SearchRun:
     # What is told
 
     def _tell_later(self, kind: Literal["start", "cancel"], started: StartedSpeculation) -> None:
-        self._events.append(PipelineEvent(kind, started.stage, started.doc_ids, (), False, None, self._now_s()))
+        self._events.append(PipelineEvent(kind, started.stage, _ids(started.documents), (), False, None, self._now_s()))
 
     async def _tell(self) -> None:
         events, self._events = self._events, []
@@ -341,10 +343,11 @@ class SearchRun:
 
     # Tasks and threads
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _post(self, handle: _Handler) -> None:
         with suppress(RuntimeError):  # the loop was closed: nobody waits any more
@@ -354,5 +357,5 @@ class SearchRun:
         return time.perf_counter() - self._began_s
 
 
-def _ids(documents: Sequence[Document]) -> _DocIds:
+def _ids(documents: _Documents) -> tuple[DocId, ...]:
     return tuple(document.doc_id for document in documents)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.types import RetrievalUpdate
 
+_logger = logging.getLogger(__name__)
+
+_CURE = "write stages(query, k) as an async def that yields RetrievalUpdates"
 DEFAULT_TIMEOUT_S = 60.0
 """How long a search may take where nobody says: a source that hangs must not hang its asker for good."""
 
@@ -23,37 +27,41 @@ def check_timeout(timeout_s: float | None) -> None:
         raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None to wait as long as it takes")
 
 
-async def read_stages(
-    updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None, on_stage: Callable[[RetrievalUpdate], None]
-) -> None:
-    """Hand each stage to ``on_stage``, every document once, until the final one; then close ``updates``.
+async def read_stages(updates: AsyncIterator[RetrievalUpdate], on_stage: Callable[[RetrievalUpdate], None]) -> None:
+    """Hand each stage to ``on_stage``, every document once, until the final one.
 
     Raises:
-        SearchTimeoutError: there was no final stage in time, or the source itself timed out.
-        SearchError: the search ended without a final stage.
+        SearchTimeoutError: the source timed out.
+        SearchError: the search ended without a final stage, or what it yields are no stages.
     """
-    limit = asyncio.timeout(timeout_s)
+    if not isinstance(updates, AsyncIterable):
+        raise SearchError(f"the search's updates are {updates!r}: {_CURE}")
     try:
-        async with limit:
-            async for update in updates:
-                on_stage(_without_duplicates(update))
-                if update.is_final:
-                    return
+        async for update in updates:
+            if not isinstance(update, RetrievalUpdate):
+                raise SearchError(f"a stage of the search is {update!r}: {_CURE}")
+            on_stage(_without_duplicates(update))
+            if update.is_final:
+                return
         raise SearchError("the search ended without final documents: its last update must have is_final=True")
     except TimeoutError as error:
-        if limit.expired():
-            raise SearchTimeoutError(
-                f"the documents were not final after {timeout_s:g} s: allow more time, or search less"
-            ) from error
         raise SearchTimeoutError(f"the search timed out: {error}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         raise SearchError("the search was cancelled by its source: see the source") from error
-    finally:
-        if (aclose := getattr(updates, "aclose", None)) is not None:
+
+
+async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:
+    """Let the source clean up. What it raises then changes no result: it is logged."""
+    try:
+        if isinstance(updates, Coroutine):
+            updates.close()  # never awaited
+        elif (aclose := getattr(updates, "aclose", None)) is not None:
             await aclose()
+    except Exception:
+        _logger.warning("a source of stages could not be closed", exc_info=True)
 
 
 def _without_duplicates(update: RetrievalUpdate) -> RetrievalUpdate:

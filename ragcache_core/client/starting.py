@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextvars import copy_context
+from functools import partial
 from typing import Protocol
 
 from ragcache_core.client.speculating import Speculation
-from ragcache_core.types import DocId, Document
+from ragcache_core.errors import EngineError
+from ragcache_core.types import Document
+
+_MAX_THREADS = 32
 
 
 class _Threads:
-    """The executor of all starts; a fork gets one of its own."""
+    """Room for the threads of all starts, few enough if they get stuck; a fork has all of it again."""
 
     def __init__(self) -> None:
         self.start_anew()
         os.register_at_fork(after_in_child=self.start_anew)
 
     def start_anew(self) -> None:
-        self.executor = ThreadPoolExecutor(4, "ragcache-speculate")
+        self.room = threading.Semaphore(_MAX_THREADS)
 
 
 _threads = _Threads()
@@ -38,26 +44,37 @@ class Speculator(Protocol):
 class StartedSpeculation:
     """One start: in a thread first, then in the engine."""
 
-    def __init__(self, speculator: Speculator, documents: Sequence[Document], *, number: int, stage: int) -> None:
-        """Have a thread send it, in a copy of the caller's context."""
+    def __init__(self, speculator: Speculator, documents: tuple[Document, ...], *, number: int, stage: int) -> None:
+        """Have a thread of its own send it, in a copy of the caller's context. It holds up no exit of the process."""
         self.number = number
         self.stage = stage
-        self.doc_ids: tuple[DocId, ...] = tuple(document.doc_id for document in documents)
+        self.documents = documents
         self.is_announced = False
-        self._future: Future[Speculation | Exception | None] = _threads.executor.submit(
-            copy_context().run, _attempt, speculator, documents
-        )
+        self._begun_s: float | None = None
+        self._future: Future[Speculation | BaseException | None] = Future()
+        room = _threads.room  # a fork replaces it
+        if not room.acquire(blocking=False):
+            self._future.set_result(
+                EngineError(f"{_MAX_THREADS} other starts are on their way: see whether the speculator hangs")
+            )
+            return
+        work = partial(copy_context().run, self._run, speculator, room)
+        try:
+            threading.Thread(target=work, name="ragcache-speculate", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            room.release()
+            self._future.set_result(error)
 
     @property
     def is_sent(self) -> bool:
         """Whether the thread is done with it, well or not."""
-        return self._future.done()
+        return self._future.done() and not self._future.cancelled()
 
     @property
     def speculation(self) -> Speculation | None:
         """What was sent, if it was."""
         outcome = self._outcome()
-        return None if isinstance(outcome, Exception) else outcome
+        return None if isinstance(outcome, BaseException) else outcome
 
     @property
     def is_alive(self) -> bool:
@@ -66,10 +83,10 @@ class StartedSpeculation:
         return speculation is not None and not (speculation.is_failed or speculation.is_cancelled)
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> BaseException | None:
         """What the speculator raised, if it did."""
         outcome = self._outcome()
-        return outcome if isinstance(outcome, Exception) else None
+        return outcome if isinstance(outcome, BaseException) else None
 
     def abandon(self) -> None:
         """Cancel what was sent, or what a thread is about to send. Safe at any moment, and more than once."""
@@ -80,21 +97,30 @@ class StartedSpeculation:
         """Call ``f`` once :attr:`is_sent`, in any thread."""
         self._future.add_done_callback(lambda _: f())
 
-    async def wait_until_sent(self, timeout_s: float) -> None:
-        """Wait for the thread, but not longer than ``timeout_s``."""
-        if not self._future.done():
-            await asyncio.wait([asyncio.wrap_future(self._future)], timeout=timeout_s)
+    async def wait_until_sent(self, grace_s: float) -> None:
+        """Wait for a thread that began at most ``grace_s`` ago, until then; what has not begun is cancelled."""
+        if self._future.done() or self._future.cancel() or self._begun_s is None:
+            return
+        left_s = self._begun_s + grace_s - time.perf_counter()
+        if left_s > 0:
+            await asyncio.wait([asyncio.wrap_future(self._future)], timeout=left_s)
 
-    def _outcome(self) -> Speculation | Exception | None:
-        return self._future.result() if self._future.done() and not self._future.cancelled() else None
+    def _outcome(self) -> Speculation | BaseException | None:
+        return self._future.result() if self.is_sent else None
 
     def _cancel(self) -> None:
         if (speculation := self.speculation) is not None:
             speculation.cancel()
 
-
-def _attempt(speculator: Speculator, documents: Sequence[Document]) -> Speculation | Exception | None:
-    try:
-        return speculator.start(documents)
-    except Exception as error:  # whatever it is: the answer does not depend on it
-        return error
+    def _run(self, speculator: Speculator, room: threading.Semaphore) -> None:
+        try:
+            self._begun_s = time.perf_counter()
+            if not self._future.set_running_or_notify_cancel():
+                return
+            try:
+                outcome: Speculation | BaseException | None = speculator.start(self.documents)
+            except BaseException as error:  # whatever it is: the answer does not depend on it
+                outcome = error
+        finally:
+            room.release()
+        self._future.set_result(outcome)

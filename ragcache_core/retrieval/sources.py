@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -48,17 +49,27 @@ def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> St
     ``stages`` is what a store's search is cut into; a source that is one already cuts its own.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or what it has yields nothing that could be awaited.
     """
     if not isinstance(obj, type):
-        if callable(getattr(obj, "stages", None)):
+        if callable(search := getattr(obj, "stages", None)):
+            _check_yields(search)
             return obj  # type: ignore[return-value]
-        if callable(getattr(obj, "search_staged", None)):
+        if callable(search := getattr(obj, "search_staged", None)):
+            _check_yields(search)
             return _StoreSource(obj, stages)  # type: ignore[arg-type]
     raise ConfigError(
         f"{obj!r} is no source of stages: pass a DocumentStore, a ShardedStore, or an object with "
         "stages(query, k) that yields RetrievalUpdates"
     )
+
+
+def _check_yields(search: Callable[..., object]) -> None:
+    name = getattr(search, "__qualname__", repr(search))
+    if inspect.iscoroutinefunction(search):
+        raise ConfigError(f"{name} is an async def without yield: yield each stage as a RetrievalUpdate, return none")
+    if inspect.isgeneratorfunction(search):
+        raise ConfigError(f"{name} is a plain generator, which blocks the event loop: make it an async def")
 
 
 async def one_stage(find: Callable[[], Awaitable[Sequence[Document]]]) -> AsyncGenerator[RetrievalUpdate, None]:

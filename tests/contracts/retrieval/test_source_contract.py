@@ -106,5 +106,22 @@ def test_what_has_no_stages_is_refused(other: object) -> None:
         as_source(other)
 
 
+class _WithoutYield:
+    async def stages(self, query: str, k: int) -> list[RetrievalUpdate]:
+        return []
+
+
+class _Plain:
+    def search_staged(self, query: str, k: int, *, stages: object = None) -> Iterator[RetrievalUpdate]:
+        yield RetrievalUpdate((), (), 0, is_final=True)
+
+
+def test_what_would_yield_no_stages_is_refused_with_its_cure() -> None:
+    with pytest.raises(ConfigError, match="_WithoutYield.stages is an async def without yield: yield each stage"):
+        as_source(_WithoutYield())
+    with pytest.raises(ConfigError, match="_Plain.search_staged is a plain generator, .* make it an async def"):
+        as_source(_Plain())
+
+
 async def _all(updates: AsyncGenerator[RetrievalUpdate, None]) -> list[RetrievalUpdate]:
     return [update async for update in updates]

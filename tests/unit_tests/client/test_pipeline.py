@@ -6,16 +6,22 @@ import asyncio
 import gc
 import logging
 import multiprocessing
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from ragcache_core.client import search_run
 from ragcache_core.client.load import Load
 from ragcache_core.client.pipeline import PipelineEvent, PipelineResult, run_pipeline
+from ragcache_core.client.starting import StartedSpeculation
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
@@ -64,7 +70,7 @@ class Sent:
 class ScriptedSpeculator:
     """Notes what is sent; may be slow, raise, or have nothing to send."""
 
-    def __init__(self, *, takes_s: float = 0.0, error: Exception | None = None, has_any: bool = True) -> None:
+    def __init__(self, *, takes_s: float = 0.0, error: BaseException | None = None, has_any: bool = True) -> None:
         self.sent: list[Sent] = []
         self.threads: set[int] = set()
         self.num_calls = 0
@@ -95,6 +101,7 @@ class ScriptedDoor:
         self, num_pending: int = 0, *, max_prefill_bs: int = 2, can: bool = True, error: Exception | None = None
     ) -> None:
         self.num_pending = num_pending
+        self.has_room: bool | None = None  # as the number says
         self.num_asked = 0
         self.answers_after_s = 0.0
         self._max_prefill_bs, self._can, self._error = max_prefill_bs, can, error
@@ -107,7 +114,8 @@ class ScriptedDoor:
         await asyncio.sleep(self.answers_after_s)
         if self._error is not None:
             raise self._error
-        return Load(self.num_pending, self._max_prefill_bs)
+        has_room = self.num_pending < self._max_prefill_bs if self.has_room is None else self.has_room
+        return Load(self.num_pending, self._max_prefill_bs, has_room)
 
 
 def document(doc_id: str) -> Document:
@@ -239,7 +247,76 @@ async def test_the_speculator_gets_the_order_of_the_prompt_and_is_asked_for_it_o
     assert result.update.documents == (document("b"), document("a"))
 
 
+@pytest.mark.parametrize("fields", [{"text": "new text"}, {"metadata": {"page": 2}}], ids=["text", "metadata"])
+@pytest.mark.parametrize("arrange", [None, lambda documents: documents[::-1]], ids=["retrieval", "arranged"])
+async def test_documents_that_were_written_anew_meanwhile_are_other_documents(
+    fields: dict[str, Any], arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
+) -> None:
+    speculator, final = ScriptedSpeculator(), update("ab", 1, is_final=True)
+    final = replace(final, documents=tuple(replace(d, **fields) for d in final.documents))
+
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        await asyncio.sleep(STEP_S)
+        yield update("ab")
+        await asyncio.sleep(2 * STEP_S)
+        yield final
+
+    result = await run_pipeline(updates(), ScriptedDoor(), speculator, arrange=arrange)
+    assert sorted(result.documents, key=lambda d: d.doc_id) == list(final.documents)
+    assert result.speculation is None
+    assert [sent.is_cancelled for sent in speculator.sent] == [True]
+
+
 # Load
+
+
+async def test_the_scheduler_says_whether_there_is_room_and_not_the_number_of_prefills() -> None:
+    speculator, door, history = ScriptedSpeculator(), ScriptedDoor(0), SettlingHistory()
+    door.has_room = False
+    result = await run(Source("a", "a", "a"), door, speculator)
+    assert speculator.num_calls == 0
+    assert result.report.skipped_because == "the engine had no room: 0 prefills pending, max_prefill_bs is 2"
+    door.has_room, door.num_pending = True, 5
+    for _ in range(5):
+        history.record(0, "b", "a")
+    assert not history.is_promising(0, is_idle=False)
+    assert (await run(Source("a", "a"), door, speculator, history=history)).report.is_confirmed
+
+
+async def test_what_lives_ends_with_its_candidates_even_if_nothing_more_can_be_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class LosingDoor(ScriptedDoor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_lost = asyncio.Event()
+
+        async def apending_prefills(self) -> Load | None:
+            if (load := await super().apending_prefills()) is not None and self.num_asked == 1:
+                return load
+            await self.is_lost.wait()
+            return None
+
+    monkeypatch.setattr(search_run, "_LOAD_FRESH_S", 60.0)
+    speculator, door, was_cancelled = ScriptedSpeculator(), LosingDoor(), []
+
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        await asyncio.sleep(STEP_S)
+        yield update("a")
+        await asyncio.sleep(STEP_S)
+        speculator.sent[0].fail()  # so that the load is asked again
+        await asyncio.sleep(STEP_S)
+        yield update("b", 1)
+        await asyncio.sleep(STEP_S)
+        door.is_lost.set()
+        await asyncio.sleep(STEP_S)
+        yield update("c", 2)
+        await asyncio.sleep(STEP_S)
+        was_cancelled.append(speculator.sent[1].is_cancelled)
+        yield update("c", 3, is_final=True)
+
+    await run_pipeline(updates(), door, speculator)
+    assert (speculator.shown(), was_cancelled) == ([("a",), ("b",)], [True])
 
 
 async def test_a_full_engine_gets_nothing_until_it_has_room() -> None:
@@ -310,6 +387,84 @@ async def test_final_documents_wait_a_moment_for_a_start_on_its_way() -> None:
     assert result.report.hidden_search_s == 0.0, "it was sent when the search was over"
 
 
+@pytest.fixture
+def stuck() -> Iterator[Callable[[int], list[StartedSpeculation]]]:
+    """Return what begins so many starts that hang until the test's end."""
+    end = threading.Event()
+    _join_starts()  # those of other tests
+
+    class StuckSpeculator:
+        def start(self, documents: Sequence[Document]) -> None:
+            end.wait()
+
+    def begin(number: int) -> list[StartedSpeculation]:
+        return [StartedSpeculation(StuckSpeculator(), (document("a"),), number=i, stage=0) for i in range(number)]
+
+    yield begin
+    end.set()
+    _join_starts()
+
+
+async def test_starts_that_hang_do_not_hold_up_those_of_others(
+    stuck: Callable[[int], list[StartedSpeculation]],
+) -> None:
+    stuck(31)
+    assert (await run(Source("a", "a"), ScriptedDoor(), ScriptedSpeculator())).report.is_confirmed
+
+
+async def test_no_more_threads_start_when_too_many_hang_and_the_search_goes_on(
+    stuck: Callable[[int], list[StartedSpeculation]],
+) -> None:
+    stuck(32)
+    speculator = ScriptedSpeculator()
+    report = (await run(Source("a", "a"), ScriptedDoor(), speculator)).report
+    assert speculator.num_calls == 0
+    assert report.skipped_because is not None
+    assert "32 other starts are on their way: see whether the speculator hangs" in report.skipped_because
+
+
+async def test_only_a_start_that_began_lately_is_waited_for(stuck: Callable[[int], list[StartedSpeculation]]) -> None:
+    [started] = stuck(1)
+    began_s = time.perf_counter()
+    await started.wait_until_sent(0.2)
+    assert 0.1 < time.perf_counter() - began_s < 0.4
+    began_s = time.perf_counter()
+    await started.wait_until_sent(0.2)
+    assert time.perf_counter() - began_s < 0.1
+    assert not started.is_sent
+
+
+async def test_a_start_that_has_not_begun_is_cancelled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
+    speculator = ScriptedSpeculator()
+    started = StartedSpeculation(speculator, (document("a"),), number=0, stage=0)
+    began_s = time.perf_counter()
+    await started.wait_until_sent(5.0)
+    assert time.perf_counter() - began_s < 1.0
+    assert (started.is_sent, started.is_alive, speculator.num_calls) == (False, False, 0)
+
+
+def test_a_start_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
+    code = """
+        import threading
+        from ragcache_core.client.starting import StartedSpeculation
+
+        class Stuck:
+            def start(self, documents):
+                threading.Event().wait()
+
+        StartedSpeculation(Stuck(), (), number=0, stage=0)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit("enough"), KeyboardInterrupt()], ids=repr)
+async def test_whatever_a_speculator_raises_the_search_has_its_result(error: BaseException) -> None:
+    result = await run(Source("a", "a", "a"), ScriptedDoor(), ScriptedSpeculator(error=error))
+    assert result.documents == (document("a"),)
+    assert result.report.skipped_because == f"the speculator raised {type(error).__name__}: {error}"
+
+
 async def test_a_speculator_that_raises_is_asked_again_once_and_the_search_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -378,6 +533,81 @@ async def test_a_source_that_cancels_itself_is_an_error_and_not_a_wait() -> None
 
     with pytest.raises(SearchError, match="cancelled by its source"):
         await asyncio.wait_for(run_pipeline(updates(), None, None), 5.0)
+
+
+async def test_a_clean_up_that_hangs_delays_a_time_out_by_a_second_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    began_s = time.perf_counter()
+    with pytest.raises(SearchTimeoutError, match="not final after 0.1 s"):
+        await run_pipeline(_hanging(num_stages=1), None, None, timeout_s=0.1)
+    assert time.perf_counter() - began_s < 2.0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert "closing a search took more than 1 s and was cut off: see how its source ends" in caplog.text
+
+
+async def test_a_clean_up_that_hangs_does_not_keep_the_result_nor_a_consumer_that_left() -> None:
+    result = await asyncio.wait_for(run_pipeline(_hanging(num_stages=2), None, None), 5.0)
+    assert result.documents == (document("a"),)
+    task = asyncio.create_task(run_pipeline(_hanging(num_stages=1), None, None))
+    await asyncio.sleep(STEP_S)
+    task.cancel()
+    began_s = time.perf_counter()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.perf_counter() - began_s < 2.0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("ends", ["well", "late", "cancelled"])
+async def test_a_clean_up_runs_to_its_end(ends: str) -> None:
+    released = []
+
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        try:
+            yield update("a", is_final=ends != "late")
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(STEP_S)
+            released.append(True)
+
+    async def listen(event: PipelineEvent) -> None:
+        if ends == "cancelled":
+            await asyncio.sleep(0)
+            raise asyncio.CancelledError
+
+    began_s = time.perf_counter()
+    search = run_pipeline(updates(), None, None, timeout_s=STEP_S, on_event=listen)
+    if ends == "well":
+        assert (await search).documents == (document("a"),)
+    else:
+        with pytest.raises(SearchTimeoutError if ends == "late" else asyncio.CancelledError):
+            await search
+    assert released == [True]
+    assert time.perf_counter() - began_s < 0.5, "no longer than it takes"
+
+
+async def test_what_a_clean_up_raises_is_logged_and_the_result_stands(caplog: pytest.LogCaptureFixture) -> None:
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        try:
+            yield update("a", is_final=True)
+        finally:
+            raise OSError("the connection was gone already")
+
+    assert (await run_pipeline(updates(), None, None)).documents == (document("a"),)
+    assert "a source of stages could not be closed" in caplog.text
+
+
+async def _no_generator() -> list[RetrievalUpdate]:
+    return [update("a", is_final=True)]
+
+
+async def _pairs() -> AsyncIterator[Any]:
+    yield ("a", 0.5)
+
+
+@pytest.mark.parametrize("make", [_no_generator, _pairs, lambda: iter([update("a")])], ids=["list", "pair", "plain"])
+async def test_what_yields_no_stages_is_an_error_with_its_cure(make: Callable[[], Any]) -> None:
+    with pytest.raises(SearchError, match=r"write stages\(query, k\) as an async def that yields RetrievalUpdates"):
+        await run_pipeline(make(), None, None)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
@@ -519,3 +749,19 @@ async def _until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(STEP_S)
     raise AssertionError("it did not come true")
+
+
+def _join_starts() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "ragcache-speculate":
+            thread.join()
+
+
+async def _hanging(num_stages: int) -> AsyncGenerator[RetrievalUpdate]:
+    """A search whose second stage is final, and whose clean-up never ends."""
+    try:
+        for stage in range(num_stages):
+            yield update("a", stage, is_final=stage == 1)
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.Event().wait()

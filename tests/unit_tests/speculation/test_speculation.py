@@ -84,6 +84,16 @@ def test_no_prefills_allowed_means_no_speculation() -> None:
     assert search.on_stage("A", is_final=True, num_pending=0) == [Generate("A")]
 
 
+def test_candidates_that_are_not_promising_start_nothing_and_end_what_lives() -> None:
+    search = pipeline()
+    assert search.on_stage("A", is_final=False, num_pending=0, is_promising=False) == []
+    assert search.on_load(0) == []
+    search.on_stage("A", is_final=False, num_pending=0)
+    assert search.on_stage("A", is_final=False, num_pending=0, is_promising=False) == [], "it is sent already"
+    assert search.on_stage("B", is_final=False, num_pending=0, is_promising=False) == [Cancel(0)]
+    assert search.on_load(0) == []
+
+
 def test_the_room_may_become_known_during_the_search() -> None:
     search = pipeline(max_prefill_bs=0)
     search.on_stage("A", is_final=False, num_pending=0)
@@ -159,11 +169,19 @@ class Stage:
     candidates: str
     num_pending: int
     is_final: bool = False
+    is_promising: bool = True
 
 
 @dataclass(frozen=True)
 class Load:
     num_pending: int
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The engine allows another number of pending prefills from now on."""
+
+    max_prefill_bs: int
 
 
 @dataclass(frozen=True)
@@ -178,7 +196,7 @@ class Close:
     pass
 
 
-Event = Stage | Load | Fail | Close
+Event = Stage | Load | Limit | Fail | Close
 
 
 @dataclass
@@ -192,6 +210,7 @@ class Engine:
     confirmed: list[int] = field(default_factory=list)
     generated: list[str] = field(default_factory=list)
     shown: str | None = None
+    is_promising: bool = False
     is_final: bool = False
     is_closed: bool = False
 
@@ -203,12 +222,18 @@ class Engine:
         num_started = len(self.started)
         room = True
         match event:
-            case Stage(candidates, num_pending, is_final):
+            case Stage(candidates, num_pending, is_final, is_promising):
+                is_sent = any(self.started[n] == candidates for n in self.live)
+                self.is_promising = is_promising or is_sent
                 self.shown, self.is_final, room = candidates, is_final, num_pending < search.max_prefill_bs
-                actions = search.on_stage(candidates, is_final=is_final, num_pending=num_pending)
+                actions = search.on_stage(
+                    candidates, is_final=is_final, num_pending=num_pending, is_promising=is_promising
+                )
             case Load(num_pending):
                 room = num_pending < search.max_prefill_bs
                 actions = search.on_load(num_pending)
+            case Limit(max_prefill_bs):
+                search.max_prefill_bs, room, actions = max_prefill_bs, False, []
             case Fail(is_late):
                 room = False
                 number = len(self.started) - (2 if is_late else 1)
@@ -229,7 +254,7 @@ class Engine:
             assert self.generated == [self.shown]
         if self.is_over:
             assert self.live <= set(self.confirmed), "all that was started is confirmed, cancelled or failed"
-        elif room and not isinstance(event, Close) and self.shown is not None and self.failed < self.max_failures:
+        elif room and self.is_promising and self.failed < self.max_failures:
             assert self.live, "there was room, and the candidates stand"
 
     def act(self, action: Action[str]) -> None:
@@ -239,6 +264,7 @@ class Engine:
                 assert not self.is_over
                 assert number not in self.started
                 assert candidates == self.shown
+                assert self.is_promising
                 assert self.failed < self.max_failures
                 self.started[number] = candidates
                 self.live.add(number)
@@ -269,6 +295,8 @@ INTERLUDES: tuple[tuple[Event, ...], ...] = (
     (),
     (Load(0),),
     (Load(NO_ROOM),),
+    (Limit(0), Load(0)),
+    (Limit(NO_ROOM + 1), Load(NO_ROOM)),
     (Fail(),),
     (Fail(), Load(0)),
     (Fail(is_late=True),),
@@ -280,16 +308,17 @@ INTERLUDES: tuple[tuple[Event, ...], ...] = (
 def searches(num_stages: int) -> Iterator[list[Event]]:
     """Every search of so many stages: candidates that stay, change and come back, load, failures and closing between.
 
-    The first candidates may be called A without loss, and the last stage's load is of no account.
+    The first candidates may be called A without loss, and the last stage's load and promise are of no account.
     """
     candidates = product("A", *["ABC"[: i + 1] for i in range(1, min(num_stages, 3))])
     for shown in candidates:
-        for pending in product((0, NO_ROOM), repeat=num_stages - 1):
+        for told in product(product((0, NO_ROOM), (True, False)), repeat=num_stages - 1):
             for between in product(INTERLUDES, repeat=num_stages):
                 events: list[Event] = []
                 for i in range(num_stages):
                     is_final = i == num_stages - 1
-                    events.append(Stage(shown[i], NO_ROOM if is_final else pending[i], is_final))
+                    num_pending, is_promising = (NO_ROOM, False) if is_final else told[i]
+                    events.append(Stage(shown[i], num_pending, is_final, is_promising))
                     events += between[i]
                 yield events
 
@@ -300,7 +329,7 @@ def test_every_short_search_keeps_every_promise(num_stages: int, max_failures: i
     ends = [play(events, max_failures=max_failures) for events in searches(num_stages)]
     assert any(end.generated for end in ends)
     assert any(end.confirmed for end in ends) == (num_stages > 1)
-    assert len(ends) >= 7**num_stages
+    assert len(ends) >= len(INTERLUDES) ** num_stages
 
 
 @pytest.mark.parametrize("max_failures", [1, 2, 3])
@@ -308,12 +337,14 @@ def test_every_interleaving_of_six_stages_keeps_every_promise(max_failures: int)
     """Exhaustive: each event in each state that any order of events leads to; states that differ in numbers are one."""
     num_stages = 6
     others: list[Event] = [Load(0), Load(NO_ROOM), Fail(), Fail(is_late=True), Close()]
+    others += [Limit(0), Limit(NO_ROOM), Limit(NO_ROOM + 1)]
     seen: set[tuple[object, ...]] = set()
     reached = [(pipeline(max_failures=max_failures), Engine(max_failures), 0)]
     confirmed = generated = 0
     while reached:
         search, engine, stage = reached.pop()
-        stages = [Stage(c, p, last) for c, p, last in product("ABC", (0, NO_ROOM), (False, True))]
+        yes_no = (False, True)
+        stages = [Stage(*of) for of in product("ABC", (0, NO_ROOM), yes_no, yes_no)]
         can_go_on = not engine.is_over and stage < num_stages
         for event in [*others, *(s for s in stages if can_go_on and (s.is_final or stage < num_stages - 1))]:
             next_search, next_engine = deepcopy(search), deepcopy(engine)
@@ -335,14 +366,16 @@ def _state(thing: SpeculativePipeline[str] | Engine) -> tuple[object, ...]:
     match thing:
         case Engine():
             live = tuple(thing.started[n] for n in thing.live)
-            return thing.shown, thing.failed, live, thing.is_closed, bool(thing.confirmed), bool(thing.generated)
+            ends = thing.is_closed, bool(thing.confirmed), bool(thing.generated)
+            return thing.shown, thing.is_promising, thing.failed, live, *ends
         case _:
             own = sorted((name, value) for name, value in vars(thing).items() if name != "_num_started")
             return tuple(value.candidates if isinstance(value, Start) else value for _, value in own)
 
 
 EVENTS = st.one_of(
-    st.builds(Stage, st.sampled_from("ABC"), st.integers(0, 3)),
+    st.builds(Stage, st.sampled_from("ABC"), st.integers(0, 3), st.just(False), st.booleans()),
+    st.builds(Limit, st.integers(0, 3)),
     st.builds(Load, st.integers(0, 3)),
     st.builds(Fail, st.booleans()),
 )
