@@ -139,7 +139,8 @@ class EngineStats:
     were damaged or gone, and computed again; ``num_dropped_chunks`` were not written to it, which was full or slow.
 
     ``num_reordered_requests`` were served before one that had come earlier, ``max_overtaken`` is how often that
-    happened to the same one at most. ``num_reordered_prompts`` showed their documents in another order than retrieved.
+    happened to the same one at most. Of ``num_requests`` that were asked for and admitted, ``num_reordered_prompts``
+    showed their documents in another order than retrieved.
     Of ``num_speculative_requests``, which came before anybody asked for them, ``num_confirmed_speculations`` were asked
     for in the end; ``num_speculative_tokens`` of their prompts were computed until then, and ``num_wasted_tokens`` of
     these for requests that ended unasked for.
@@ -157,6 +158,7 @@ class EngineStats:
     policy: str | None = None
     tiers: tuple[TierStats, ...] = ()
     hottest_documents: tuple[DocumentUse, ...] = ()
+    num_requests: int = 0
     num_ignored_metadata: int = 0
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
@@ -174,6 +176,11 @@ class EngineStats:
         """Share of looked-up prompt tokens that were in the engine's own KV memory; 0 before the first look-up."""
         return self.num_prefix_hit_tokens / self.num_prefix_query_tokens if self.num_prefix_query_tokens else 0.0
 
+    @property
+    def reordered_share(self) -> float:
+        """Share of the requests whose documents stood in another order than retrieved; 0 before the first request."""
+        return self.num_reordered_prompts / self.num_requests if self.num_requests else 0.0
+
     def tier_hit_rate(self, tier: TierStats) -> float:
         """Return the share of looked-up prompt tokens that ``tier`` served; 0 before the first look-up."""
         return tier.num_hit_tokens / self.num_prefix_query_tokens if self.num_prefix_query_tokens else 0.0
@@ -185,6 +192,7 @@ class EngineStats:
             "tiers": [{**asdict(t), "hit_rate": self.tier_hit_rate(t)} for t in self.tiers],
             "hottest_documents": [{**asdict(d), "tiers": list(d.tiers)} for d in self.hottest_documents],
             "prefix_hit_rate": self.prefix_hit_rate,
+            "reordered_share": self.reordered_share,
         }
 
 

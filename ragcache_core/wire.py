@@ -96,6 +96,15 @@ def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: i
     )
 
 
+def decode_speculation(params: Mapping[str, object]) -> str | None:
+    """Return which speculation a request belongs to, whatever else it says of itself; None if it does not say."""
+    raw = params.get(KEY)
+    try:
+        return _speculation(raw.get("speculation")) if isinstance(raw, Mapping) else None
+    except ConfigError:
+        return None
+
+
 def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:
     """Return prefix, documents and question, without gaps, as segments of a whole prompt.
 

@@ -59,6 +59,7 @@ class _CacheFigures:
     num_ignored_metadata: int
     num_corrupt_chunks: int
     num_lost_chunks: int
+    num_requests: int = 0
     num_dropped_chunks: int = 0
     num_reordered_requests: int = 0
     max_overtaken: int = 0

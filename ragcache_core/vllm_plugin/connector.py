@@ -36,7 +36,7 @@ from ragcache_core.vllm_plugin.disk import DiskTier
 from ragcache_core.vllm_plugin.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
 from ragcache_core.vllm_plugin.settings import PluginSettings
-from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, tile
+from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,7 @@ class _DocumentAware:
     _num_local_tokens: dict[str, int]
     _reported_s = 0.0
     _num_reported_pending = 0
+    _reported_room = True
 
     def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
         self.controller = controller
@@ -82,7 +83,8 @@ class _DocumentAware:
             self.controller.counters.num_ignored_metadata += 1
             if self.controller.counters.num_ignored_metadata == 1:  # messages hold ids: each would be a new one
                 logger.warning("Ignoring the documents of a request, and of further ones without a word: %s", error)
-            metadata = RequestMetadata(tile([], request.num_prompt_tokens))
+            speculation = decode_speculation(request.kv_transfer_params or {})  # a guess stays one
+            metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
         if not self.controller.settings.max_prefill_bs:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
         self.controller.on_new_request(
@@ -125,15 +127,16 @@ class _DocumentAware:
             self._reported_s = now_s
         delta = self.controller.paths.take_delta()
         paths = () if delta is None else (delta,)
-        pending = self.controller.num_pending_prefills
+        pending, has_room = self.controller.num_pending_prefills, self.controller.has_room()
         stats = RAGCacheStats.of(
             requests=finished,
             engine=report,
             offload=self._stats_below(),
             paths=paths,
             num_pending_prefills=None if pending == self._num_reported_pending else pending,
+            has_room=None if has_room == self._reported_room else has_room,
         )
-        self._num_reported_pending = pending
+        self._num_reported_pending, self._reported_room = pending, has_room
         return None if stats.is_empty() else stats
 
     @classmethod

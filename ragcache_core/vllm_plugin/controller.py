@@ -6,7 +6,7 @@ on the scheduler's thread, tell it what happens.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, cast
@@ -63,8 +63,10 @@ class CacheController:
         self.counters = Counters()
         self.tiers: dict[Tier, TierReport] = {}
         self.speculations = Speculations()
-        self.waiting = WaitingRequests(self.tree)
+        self.is_queue_ordered = settings.is_queue_cache_aware or settings.max_prefill_bs > 0
+        self.waiting = WaitingRequests(self.tree, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] | None = None
+        self.has_room: Callable[[], bool] = lambda: False  # for a speculation now, as our scheduler says
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestRecord] = {}
         self._pending_prefills: set[str] = set()
@@ -94,18 +96,15 @@ class CacheController:
         self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Tier, int], now_s: float
     ) -> None:
         """Count a request's access, as it gets its blocks for the first time (RAGCache Algorithm 1)."""
+        self.waiting.remove(request_id)
         record = self._requests.get(request_id)
         if record is None or record.admitted_s is not None:
             return
         record.admitted_s = now_s
-        self.waiting.remove(request_id)
         self.note_change()
         for tier, num_tokens in num_tokens_by_tier.items():
             record.num_tokens_by_tier[tier] = num_tokens
             self.counters.num_tokens_by_tier[tier] += num_tokens
-        self.counters.num_requests += 1
-        self.counters.num_prompt_tokens += record.num_prompt_tokens
-        self.counters.num_reordered_prompts += record.metadata.is_reordered
         if not record.is_speculative:
             self._count_access(record, keys)
 
@@ -119,19 +118,21 @@ class CacheController:
     def confirm(self, speculation: str) -> list[str]:
         """Return the ids of the requests in the engine that somebody asks for from now on.
 
-        Until then nobody has used the documents of a speculation: they count now.
+        Until then nobody has used the documents of a speculation: they count now, and so does the request.
         """
         self.note_change()
         confirmed = self.speculations.confirm(speculation)
         for request_id, record in confirmed.alive.items():
             if record.first_token_s is None:
                 self._pending_prefills.add(request_id)
-            if record.admitted_s is None:
-                self.waiting.add(request_id, record)
         for record in (*confirmed.alive.values(), *confirmed.ended):
             if record.admitted_s is not None:
                 self._count_access(record, record.keys)
         return list(confirmed.alive)
+
+    def on_waiting(self, request_id: str) -> None:
+        """Protect what a confirmed request will find, that waits in the queue from now on, admitted before or not."""
+        self.waiting.add(request_id, self._requests[request_id])
 
     def on_speculated(self, request_id: str, num_tokens: int) -> None:
         """Count prompt tokens that are computed for a request that nobody has asked for."""
@@ -146,7 +147,7 @@ class CacheController:
     def order_priority(self, request_id: str) -> float:
         """Return how early a waiting request should be served, by what is cached now; the highest goes first."""
         record = self._requests.get(request_id)
-        return 0.0 if record is None else self.waiting.priority(record)
+        return 0.0 if record is None else self.waiting.priority(request_id, record)
 
     def take_touched(self) -> set[str]:
         """Return the waiting requests whose :meth:`order_priority` may have changed since the last call."""
@@ -319,6 +320,7 @@ class CacheController:
         return location is not None and bool(self.tree.resident_mask(location.node, tier))
 
     def _count_access(self, record: RequestRecord, keys: Sequence[Key]) -> None:
+        self.counters.count(record)
         num_cached = record.num_cached_tokens
         num_missed = max(record.num_prompt_tokens - num_cached, 0)
         path = self.tree.insert(self._path_segments(record, keys))

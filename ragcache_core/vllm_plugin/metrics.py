@@ -22,8 +22,8 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
 _COUNTERS = {
-    "num_requests": ("ragcache_requests", "Requests that were admitted."),
-    "num_prompt_tokens": ("ragcache_prompt_tokens", "Prompt tokens of admitted requests."),
+    "num_requests": ("ragcache_requests", "Requests that were asked for and admitted."),
+    "num_prompt_tokens": ("ragcache_prompt_tokens", "Prompt tokens of these requests."),
     "num_loaded_bytes": ("ragcache_loaded_bytes", "Bytes of KV copied into GPU memory."),
     "num_stored_bytes": ("ragcache_stored_bytes", "Bytes of KV copied out of GPU memory."),
     "num_ignored_metadata": ("ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."),
@@ -49,13 +49,14 @@ _TIER_GAUGES = {
     "used_bytes": ("ragcache_tier_used_bytes", "Bytes of cached KV in a tier."),
     "is_enabled": ("ragcache_tier_enabled", "Whether a tier works: 1 or 0."),
 }
+_LOAD = ("num_pending_prefills", "has_room")
 
 
 class RAGCacheStats(KVConnectorStats):
     """What a step has to say.
 
     ``data`` holds ``requests`` by id, the latest ``engine`` report or None, deltas of the cached ``paths`` in order,
-    the data of vLLM's offloading, and ``num_pending_prefills`` where it has changed.
+    the data of vLLM's offloading, and ``num_pending_prefills`` and ``has_room`` where they have changed.
     """
 
     @classmethod
@@ -67,6 +68,7 @@ class RAGCacheStats(KVConnectorStats):
         offload: KVConnectorStats | None,
         paths: Sequence[dict[str, object]] = (),
         num_pending_prefills: int | None = None,
+        has_room: bool | None = None,
     ) -> RAGCacheStats:
         """Return the statistics of one step."""
         below = offload.data if offload else None
@@ -77,11 +79,12 @@ class RAGCacheStats(KVConnectorStats):
                 "paths": list(paths),
                 "offload": below,
                 "num_pending_prefills": num_pending_prefills,
+                "has_room": has_room,
             }
         )
 
     def is_empty(self) -> bool:
-        is_said = self.data.get("num_pending_prefills") is not None
+        is_said = any(self.data.get(part) is not None for part in _LOAD)
         return not (is_said or any(self.data.get(part) for part in ("requests", "engine", "paths", "offload")))
 
     def reset(self) -> None:
@@ -94,10 +97,8 @@ class RAGCacheStats(KVConnectorStats):
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
         engine = other.data.get("engine") or self.data.get("engine")
         paths = [*(self.data.get("paths") or ()), *(other.data.get("paths") or ())]
-        pending = other.data.get("num_pending_prefills")
-        if pending is None:
-            pending = self.data.get("num_pending_prefills")
-        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, num_pending_prefills=pending)
+        load = {part: self.data.get(part) if (said := other.data.get(part)) is None else said for part in _LOAD}
+        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, **load)
 
     def reduce(self) -> dict[str, int | float]:
         """Return a line for vLLM's log."""
@@ -119,6 +120,7 @@ class Received:
         self._engines: dict[int, dict[str, Any]] = {}
         self._before_the_first: dict[str, Any] | None = None
         self._num_pending: dict[int, int] = {}
+        self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
         self._lock = threading.Lock()
 
@@ -143,6 +145,8 @@ class Received:
                 self._engines[engine_index] = data["engine"]
             if (num_pending := data.get("num_pending_prefills")) is not None:
                 self._num_pending[engine_index] = num_pending
+            if (has_room := data.get("has_room")) is not None:
+                self._has_room[engine_index] = has_room
             for request_id, figures in (data.get("requests") or {}).items():
                 self._requests[_response_id(request_id)] = figures
             while len(self._requests) > self._max_requests:
@@ -165,7 +169,11 @@ class Received:
             return self._engines[min(self._engines)] if self._engines else self._before_the_first
 
     def load(self) -> dict[str, Any] | None:
-        """Return how much room there is for speculation, as of the last step; None without RAGCache."""
+        """Return how much room there is for speculation, as of the last step; None without RAGCache.
+
+        Of several data-parallel engines all must have room: nobody can choose which of them serves a request. An engine
+        that has not said anything is idle.
+        """
         with self._lock:
             if self._before_the_first is None:
                 return None
@@ -173,6 +181,7 @@ class Received:
                 "num_pending_prefills": sum(self._num_pending.values()),
                 "max_prefill_bs": self._max_prefill_bs,
                 "is_speculative": self._max_prefill_bs > 0,
+                "has_room": self._max_prefill_bs > 0 and all(self._has_room.values()),
             }
 
 

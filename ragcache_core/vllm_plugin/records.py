@@ -58,7 +58,10 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the engine started."""
+    """What happened since the engine started.
+
+    The tiers' tokens are those of every look-up; requests count once somebody has asked for them.
+    """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -70,6 +73,12 @@ class Counters:
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
     num_dropped_chunks: int = 0
+
+    def count(self, record: RequestRecord) -> None:
+        """Count a request that somebody asked for, and that was admitted."""
+        self.num_requests += 1
+        self.num_prompt_tokens += record.num_prompt_tokens
+        self.num_reordered_prompts += record.metadata.is_reordered
 
     def to_dict(self) -> dict[str, object]:
         """Return them by name, but for the tiers', which each tier reports."""

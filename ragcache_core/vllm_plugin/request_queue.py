@@ -48,12 +48,13 @@ class CacheAwareRequestQueue(RequestQueue):
         self._sort_in()
         return len(self._speculative)
 
-    def confirm(self, request: Request) -> None:
-        """Move a request that is real from now on, if it waits here."""
+    def confirm(self, request: Request) -> bool:
+        """Move a request that is real from now on, and return whether it waits here."""
         self._sort_in()
         if request in self._speculative:
             self._speculative.remove(request)
             self.real.add(request)
+        return request in self.real
 
     # What vLLM asks
 

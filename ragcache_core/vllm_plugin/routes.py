@@ -58,7 +58,7 @@ async def cached_paths(request: Request) -> StreamingResponse:
 
 @router.get("/load")
 async def load() -> dict[str, Any]:
-    """Return how many requests wait for their first token, and how many speculative ones may run beside them.
+    """Return how many requests wait for their first token, and whether a speculative one would be admitted now.
 
     It is as of the engine's last step: asking the engine would wait for its running one.
     """

@@ -72,7 +72,7 @@ class _TreeScheduling:
         else:
             logger.warning("This model has several groups of KV caches: its GPU tier keeps vLLM's own LRU order")
         settings = controller.settings
-        if settings.is_queue_cache_aware or settings.max_prefill_bs:
+        if controller.is_queue_ordered:
             self._take_over_queue(settings.queue_window if settings.is_queue_cache_aware else 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -95,8 +95,18 @@ class _TreeScheduling:
     def confirm(self, speculation: str) -> None:
         """Make a speculation's requests real: somebody asks for them now."""
         for request_id in self._controller.confirm(speculation):
-            if self._queue is not None:
-                self._queue.confirm(self.requests[request_id])
+            if self._queue is not None and self._queue.confirm(self.requests[request_id]):
+                self._controller.on_waiting(request_id)
+
+    def has_room(self) -> bool:
+        """Return whether a speculation that came now would be admitted at once."""
+        if self._queue is None:
+            return False
+        running = [request for request in self.running if not self._is_speculative(request)]
+        if self._is_engine_wanted(self._queue, running):
+            return False
+        num_speculative = len(self.running) - len(running) + self._queue.num_speculative + len(self._loading())
+        return num_speculative < self._controller.settings.max_prefill_bs
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
         if new_token_ids:
@@ -115,12 +125,13 @@ class _TreeScheduling:
             window=window,
         )
         self._controller.queue = self._queue.real
+        self._controller.has_room = self.has_room
 
     def _make_room(self, queue: CacheAwareRequestQueue) -> int | None:
         """Say who may use this step; return how many tokens it may have, None for as many as always."""
         real = [request for request in self.running if not self._is_speculative(request)]
         speculative = [request for request in self.running if self._is_speculative(request)]
-        loading = [request for request in self.kv_holding_waiting if self._is_speculative(request)]
+        loading = self._loading()
         if self._is_engine_wanted(queue, real):
             queue.idle_room = 0
             self.running = real
@@ -135,6 +146,10 @@ class _TreeScheduling:
             return None
         num_answering = sum(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens for r in real)
         return int(num_answering) + (_TOKENS_BESIDE_ANSWERS if real else _TOKENS_ALONE)
+
+    def _loading(self) -> list[Request]:
+        """Return the speculations whose blocks are being brought."""
+        return [request for request in self.kv_holding_waiting if self._is_speculative(request)]
 
     def _is_engine_wanted(self, queue: CacheAwareRequestQueue, running: list[Request]) -> bool:
         """Return whether speculation now would delay somebody: a request that waits, is loaded, or is prefilled.

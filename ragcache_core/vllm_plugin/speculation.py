@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ragcache_core.vllm_plugin.records import RequestRecord
 
 _MAX_REMEMBERED = 1024
+_MAX_ENDED = 64
+"""Of one speculation: whoever sends its id again and again fills no memory with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class Speculations:
         if not requests:
             del self._requests[speculation]
         self.num_wasted_tokens += record.num_speculative_tokens
-        self._ended.setdefault(speculation, []).append(record)
+        ended = self._ended.setdefault(speculation, [])
+        if len(ended) < _MAX_ENDED:
+            ended.append(record)
         if len(self._ended) > self._max_remembered:
             self._ended.popitem(last=False)
 

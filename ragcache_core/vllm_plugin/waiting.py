@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from ragcache_core.queueing import order_priority
-from ragcache_core.tree import KnowledgeTree, NodeChanges
+from ragcache_core.tree import KnowledgeTree, NodeChanges, TreeNode
+from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.records import RequestRecord
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A node on whose units the priority of waiting requests depends.
+
+    What is cached of a request is whole up to its last watched node, where it is ``ending``; it is ``passing`` those
+    before. So a block that arrives in a document which hundreds wait for changes one number here.
+    """
+
+    num_units: int
+    num_cached_tokens: int
+    passing: set[str] = field(default_factory=set)
+    ending: set[str] = field(default_factory=set)
 
 
 class WaitingRequests:
     """Knows which waiting request a change in the tree concerns, and protects what they will find.
 
     Those that came first are protected, while the units of their paths fit into ``max_protected_units``: were
-    everything protected, nothing would be.
+    everything protected, nothing would be. Without ``follows_changes`` it protects only: nobody asks what has changed.
     """
 
-    def __init__(self, tree: KnowledgeTree, max_protected_units: int = 0) -> None:
+    def __init__(self, tree: KnowledgeTree, max_protected_units: int = 0, *, follows_changes: bool = True) -> None:
         self.max_protected_units = max_protected_units
         self._tree = tree
-        if tree.changes is None:
-            tree.changes = NodeChanges()
-        self._changed = tree.changes.subscribe()
+        self._follows_changes = follows_changes
+        self._changed: set[TreeNode] = set()
+        if follows_changes:
+            if tree.changes is None:
+                tree.changes = NodeChanges()
+            self._changed = tree.changes.subscribe()
+        self._touched: set[str] = set()
         self._records: dict[str, RequestRecord] = {}
-        self._node_ids: dict[str, list[int]] = {}
-        self._by_node: dict[int, set[str]] = {}
+        self._watched: dict[int, _Watched] = {}
+        self._watched_by: dict[str, list[int]] = {}
+        self._ends: dict[str, _Watched] = {}
         self._protected: dict[str, int] = {}
         self._num_protected_units = 0
 
     def add(self, request_id: str, record: RequestRecord) -> None:
         """Take a request in that waits from now on; its path is in the tree, and retained."""
         self._records[request_id] = record
-        self._index(request_id, record)
+        if self._follows_changes:
+            self._follow_changes()
+            self._watch(request_id)
         self._protect(request_id, record)
 
     def remove(self, request_id: str) -> None:
@@ -37,7 +61,8 @@ class WaitingRequests:
         record = self._records.pop(request_id, None)
         if record is None:
             return
-        self._forget(request_id)
+        self._unwatch(request_id)
+        self._touched.discard(request_id)
         if (num_units := self._protected.pop(request_id, None)) is None:
             return
         self._tree.unprotect(record.retained)
@@ -48,36 +73,70 @@ class WaitingRequests:
             if waiting_id not in self._protected:
                 self._protect(waiting_id, waiting)
 
-    def priority(self, record: RequestRecord) -> float:
-        """Return a request's OrderPriority as the tiers are now."""
-        if record.retained is None or (location := self._tree.locate(record.retained)) is None:
-            return order_priority(0, record.num_prompt_tokens)
-        num_cached = min(self._tree.num_leading_tokens(location.node), record.num_prompt_tokens)
+    def priority(self, request_id: str, record: RequestRecord) -> float:
+        """Return a request's OrderPriority, as the tiers were at the last :meth:`take_touched` if it waits here."""
+        if (end := self._ends.get(request_id)) is not None:
+            num_cached = end.num_cached_tokens
+        elif record.retained is not None and (location := self._tree.locate(record.retained)) is not None:
+            num_cached = self._tree.num_leading_tokens(location.node)
+        else:
+            num_cached = 0
+        num_cached = min(num_cached, record.num_prompt_tokens)
         return order_priority(num_cached, record.num_prompt_tokens - num_cached)
 
     def take_touched(self) -> set[str]:
-        """Return the requests on whose paths something has changed in the tiers since the last call."""
-        touched: set[str] = set()
-        while self._changed:
-            touched |= self._by_node.get(self._changed.pop().id, set())
-        for request_id in touched:
-            self._forget(request_id)
-            self._index(request_id, self._records[request_id])
+        """Return the requests whose cached prefix has changed since the last call."""
+        self._follow_changes()
+        touched, self._touched = self._touched, set()
         return touched
 
-    def _index(self, request_id: str, record: RequestRecord) -> None:
+    def _follow_changes(self) -> None:
+        while self._changed:
+            node = self._changed.pop()
+            watched = self._watched.get(node.id)
+            if watched is None:
+                continue
+            now = (len(node.keys), self._tree.num_leading_tokens(node))
+            if now == (watched.num_units, watched.num_cached_tokens):
+                continue
+            watched.num_units, watched.num_cached_tokens = now
+            self._touched |= watched.passing | watched.ending
+            moving = watched.passing | watched.ending if self._is_whole(node) else set(watched.passing)
+            for request_id in moving:
+                self._unwatch(request_id)
+            for request_id in moving:
+                self._watch(request_id)
+
+    def _watch(self, request_id: str) -> None:
+        record = self._records[request_id]
         location = None if record.retained is None else self._tree.locate(record.retained)
         path = location.node.path() if location is not None else []
-        self._node_ids[request_id] = [node.id for node in path]
+        node_ids = self._watched_by[request_id] = []
         for node in path:
-            self._by_node.setdefault(node.id, set()).add(request_id)
+            watched = self._watched.get(node.id)
+            if watched is None:
+                watched = self._watched[node.id] = _Watched(len(node.keys), self._tree.num_leading_tokens(node))
+            node_ids.append(node.id)
+            if node is path[-1] or not self._is_whole(node):
+                watched.ending.add(request_id)
+                self._ends[request_id] = watched
+                break
+            watched.passing.add(request_id)
 
-    def _forget(self, request_id: str) -> None:
-        for node_id in self._node_ids.pop(request_id):
-            others = self._by_node[node_id]
-            others.discard(request_id)
-            if not others:
-                del self._by_node[node_id]
+    def _unwatch(self, request_id: str) -> None:
+        self._ends.pop(request_id, None)
+        for node_id in self._watched_by.pop(request_id, ()):
+            watched = self._watched[node_id]
+            watched.passing.discard(request_id)
+            watched.ending.discard(request_id)
+            if not watched.passing and not watched.ending:
+                del self._watched[node_id]
+
+    def _is_whole(self, node: TreeNode) -> bool:
+        mask = 0
+        for tier in Tier:
+            mask |= self._tree.resident_mask(node, tier)
+        return mask == node.full_mask
 
     def _protect(self, request_id: str, record: RequestRecord) -> None:
         if record.retained is None or (location := self._tree.locate(record.retained)) is None:

@@ -25,7 +25,7 @@ from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.connector import DocumentConnector
 from ragcache_core.vllm_plugin.controller import CacheController
 from ragcache_core.vllm_plugin.scheduler import AsyncTreeScheduler, SyncTreeScheduler
-from ragcache_core.wire import encode_kv_transfer_params
+from ragcache_core.wire import KEY, encode_kv_transfer_params
 from tests.conftest import DEMO_MODEL
 
 BLOCK = 16
@@ -123,8 +123,12 @@ class Stage:
         num_answers: int = 4,
         question: int | None = None,
         is_loaded: bool = False,
+        metadata: Mapping[str, object] | None = None,
     ) -> str:
-        """Send a request over documents, each of ``num_tokens`` tokens; a question of its own unless one is given."""
+        """Send a request over documents, each of ``num_tokens`` tokens; a question of its own unless one is given.
+
+        ``metadata`` replaces parts of what it says of itself.
+        """
         number = next(self.numbers)
         tokens: list[int] = []
         segments = []
@@ -133,7 +137,9 @@ class Stage:
             tokens += [ord(name) * 100 + i % 97 for i in range(num_tokens)]
         tokens += [7, 100 + (number if question is None else question), 8, 9]
         params = SamplingParams(max_tokens=num_answers, ignore_eos=True)
-        params.extra_args = {"kv_transfer_params": encode_kv_transfer_params(segments, speculation=speculation)}
+        kv_transfer_params: dict[str, Any] = encode_kv_transfer_params(segments, speculation=speculation)
+        kv_transfer_params[KEY].update(metadata or {})
+        params.extra_args = {"kv_transfer_params": kv_transfer_params}
         request = Request(f"r{number}", tokens, params, None, block_hasher=_block_hasher)
         self.requests[request.request_id] = request
         self.answers[request.request_id] = []

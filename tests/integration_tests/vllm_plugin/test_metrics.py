@@ -57,7 +57,7 @@ class Server:
         spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload"}
         extra = spec if has_tiers else {}
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-        labels = {i: ["demo", str(i)] for i in range(num_engines)}
+        labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(num_engines)}
         self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)
 
     def _in_registry(self, kind: Any) -> Any:
@@ -114,19 +114,28 @@ def test_what_speculation_cost_may_shrink_when_it_is_confirmed_late() -> None:
 def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) -> None:
     assert received.load() is None
     Server()
-    assert received.load() == {"num_pending_prefills": 0, "max_prefill_bs": 4, "is_speculative": True}
+    assert received.load() == {
+        "num_pending_prefills": 0,
+        "max_prefill_bs": 4,
+        "is_speculative": True,
+        "has_room": True,
+    }
     step = RAGCacheStats.of(requests={}, engine=None, offload=None, num_pending_prefills=3)
     assert not step.is_empty()
     none_left = RAGCacheStats.of(requests={}, engine=None, offload=None, num_pending_prefills=0)
     assert step.aggregate(none_left).data["num_pending_prefills"] == 0
     assert none_left.aggregate(RAGCacheStats()).data["num_pending_prefills"] == 0
-    received.add(step.data, 0)
+    full = RAGCacheStats.of(requests={}, engine=None, offload=None, has_room=False)
+    assert not full.is_empty()
+    assert full.aggregate(step).data["has_room"] is False
+    assert step.aggregate(full).data["num_pending_prefills"] == 3
+    received.add(full.aggregate(step).data, 0)
     received.add(step.data, 1)
     received.add(none_left.data, 0)
     received.add({}, 1)
     load = received.load()
     assert load is not None
-    assert load["num_pending_prefills"] == 3
+    assert (load["num_pending_prefills"], load["has_room"]) == (3, False)
 
 
 def test_an_engine_that_was_reset_counts_on() -> None:

@@ -219,6 +219,33 @@ def test_the_load_that_is_reported_counts_real_requests_until_their_first_token(
     stage.finish_all()
 
 
+def test_a_guess_whose_documents_contradict_its_prompt_stays_a_guess() -> None:
+    stage = Stage()
+    guess = stage.ask("A", speculation="s", metadata={"documents": [{"id": "A", "start": 0, "end": 99_999}]})
+    assert stage.controller.is_speculative(guess)
+    real = stage.ask("B", metadata={"documents": None})
+    wrong = stage.ask("C", speculation="s", metadata={"speculation": "a/b"})
+    assert not stage.controller.is_speculative(real)
+    assert not stage.controller.is_speculative(wrong)
+    assert stage.controller.counters.num_ignored_metadata == 3
+    stage.finish_all()
+    check_answers(stage, guess, real, wrong)
+
+
+def test_a_speculation_that_gave_way_and_is_confirmed_finds_what_it_had() -> None:
+    stage = Stage(max_num_seqs=1)
+    guess = stage.ask("ABCDE", speculation="s")
+    stage.step()
+    first = stage.ask("FG", num_answers=20)
+    stage.step()
+    assert stage.requests[guess].status == RequestStatus.PREEMPTED
+    stage.scheduler.confirm("s")
+    (protected,) = stage.controller.tree.protected_keys
+    assert protected == stage.requests[guess].block_hashes[50 - 1]
+    stage.finish_all()
+    check_answers(stage, guess, first)
+
+
 def test_whatever_happens_every_answer_is_right_and_nothing_is_left(kind: dict[str, Any]) -> None:
     for seed in range(12):
         rng = random.Random(seed)

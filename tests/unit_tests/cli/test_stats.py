@@ -42,6 +42,7 @@ def stats(server: ScriptedServer, *options: str) -> Result:
 
 
 def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServer) -> None:
+    server.cache = {**THREE_TIERS, "num_requests": 12, "num_reordered_prompts": 3}
     result = stats(server)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -50,7 +51,7 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert "ignored          metadata of 1 requests" in lines
     assert "disk chunks      2 corrupt, 3 lost, 4 dropped" in lines
     assert "queue            0 requests served early, a waiting one overtaken 0 times at most" in lines
-    assert "document order   changed in 0 prompts" in lines
+    assert "document order   changed in 3 of 12 prompts (25.0%)" in lines
     assert "speculation      0 of 0 requests confirmed, 0 of 0 tokens wasted" in lines
     header = next(i for i, line in enumerate(lines) if line.startswith("tier "))
     gpu, host, disk = (re.split(r"\s{2,}", line) for line in lines[header + 1 : header + 4])

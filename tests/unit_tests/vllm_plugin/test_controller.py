@@ -62,6 +62,27 @@ def test_a_preempted_request_is_counted_once() -> None:
     assert node.frequency == 1
 
 
+def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
+    it = controller()
+    metadata = RequestMetadata(segments(("a", 8), (None, 10)), "s", True)
+    counted = ("num_requests", "num_prompt_tokens", "num_reordered_prompts")
+
+    def counts() -> list[object]:
+        return [it.report()[name] for name in counted]
+
+    for request_id in ("ended", "running", "waiting"):
+        it.on_new_request(request_id, metadata, keys(2), 10, 10.0)
+    it.on_admitted("ended", keys(2), {Tier.GPU: 4}, 10.5)
+    it.on_admitted("running", keys(2), {Tier.GPU: 4}, 10.5)
+    it.on_finished("ended")
+    assert counts() == [0, 0, 0]
+    it.confirm("s")
+    assert counts() == [2, 20, 2]
+    it.on_admitted("waiting", keys(2), {}, 11.0)
+    it.on_admitted("running", keys(2), {}, 11.0)
+    assert counts() == [3, 30, 3]
+
+
 def test_unknown_request_ids_are_no_error() -> None:
     it = controller()
     it.on_admitted("nobody", keys(2), {Tier.GPU: 8}, 1.0)

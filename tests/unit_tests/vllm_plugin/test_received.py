@@ -21,3 +21,29 @@ def test_the_first_report_of_an_engine_takes_the_empty_ones_place() -> None:
     received.begin(PluginSettings(policy="pgdsf"))
     received.add({"engine": {"policy": "pgdsf", "num_requests": 1}}, engine_index=0)
     assert received.engine() == {"policy": "pgdsf", "num_requests": 1}
+
+
+def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_says_so() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=2))
+
+    def has_room() -> object:
+        load = received.load()
+        assert load is not None
+        return load["has_room"]
+
+    assert has_room() is True
+    received.add({"has_room": False}, engine_index=0)
+    received.add({"has_room": True}, engine_index=1)
+    received.add({"has_room": None}, engine_index=0)
+    assert has_room() is False
+    received.add({"has_room": True}, engine_index=0)
+    assert has_room() is True
+
+
+def test_where_speculation_is_off_there_is_no_room() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=0))
+    load = received.load()
+    assert load is not None
+    assert load["has_room"] is False

@@ -69,6 +69,11 @@ def test_memory_is_bounded_and_what_it_lets_go_stays_wasted() -> None:
     assert it.num_wasted_tokens == 40
     assert len(it.confirm("ended-3").ended) == 1
     assert it.num_wasted_tokens == 30
+    for i in range(100):
+        same = record("same")
+        it.on_new_request(f"same{i}", same)
+        it.on_finished(f"same{i}", same)
+    assert len(it.confirm("same").ended) == 64
     forgotten = record("early-0")
     it.on_new_request("r", forgotten)
     assert forgotten.is_speculative

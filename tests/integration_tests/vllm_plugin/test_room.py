@@ -1,0 +1,67 @@
+"""What the engine says of its room for speculation: at once, and when it is idle again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.integration_tests.vllm_plugin.scheduler_scene import Stage
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_there_is_room_where_a_speculation_would_be_admitted_now(is_gpu: bool) -> None:
+    stage = Stage(is_gpu=is_gpu, is_async=is_gpu, settings={"max_prefill_bs": 2})
+    assert stage.controller.has_room()
+    stage.ask("A", num_answers=20)
+    assert not stage.controller.has_room(), "it waits"
+    for _ in range(3):
+        stage.step()
+    assert stage.controller.has_room() == is_gpu, "beside an answer"
+    stage.finish_all()
+    assert stage.controller.has_room()
+    stage.ask("BCDE", speculation="s1", num_answers=20)
+    assert stage.controller.has_room()
+    stage.step()
+    assert stage.controller.has_room()
+    loaded = stage.ask("FG", speculation="s2", is_loaded=True)
+    assert not stage.controller.has_room(), "that one waits and takes it"
+    stage.step()
+    assert stage.requests[loaded].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert not stage.controller.has_room()
+    stage.finish_all()
+    assert stage.controller.has_room()
+
+
+@pytest.mark.parametrize("is_queue_cache_aware", [False, True])
+def test_where_speculation_is_off_there_is_never_room(is_queue_cache_aware: bool) -> None:
+    stage = Stage(settings={"max_prefill_bs": 0, "is_queue_cache_aware": is_queue_cache_aware})
+    assert not stage.controller.has_room()
+
+
+@pytest.mark.parametrize("ends_by", ["answer", "abort"])
+def test_the_room_is_said_when_it_changes_and_when_the_engine_is_idle_again(
+    ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage()
+    said: list[bool] = []
+    stats = stage.scheduler.connector.get_kv_connector_stats
+
+    def listen() -> Any:
+        answer = stats()
+        if answer is not None and answer.data["has_room"] is not None:
+            said.append(answer.data["has_room"])
+        return answer
+
+    monkeypatch.setattr(stage.scheduler.connector, "get_kv_connector_stats", listen)
+    request_id = stage.ask("A", num_answers=20)
+    stage.step()
+    stage.step()
+    assert said == [False]
+    if ends_by == "abort":
+        stage.abort(request_id)
+        assert stage.scheduler.has_requests(), "vLLM makes one more step, in which it is said"
+        stage.step()
+    stage.finish_all()
+    assert said == [False, True]
