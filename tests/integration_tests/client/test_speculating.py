@@ -32,7 +32,7 @@ def documents(mark: str, num_sentences: int = 30) -> list[Document]:
     ]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
     """Return whether ``condition`` came true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
