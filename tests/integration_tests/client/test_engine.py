@@ -31,7 +31,7 @@ def documents(mark: str) -> list[Document]:
     ]
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> bool:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> bool:
     """Return whether ``condition`` came true in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -102,7 +102,7 @@ class Scene:
         self.tier.submit_load(TransferJob(self.num_jobs, keys, rows, True, self.context))
         return self.num_jobs
 
-    def result(self, job_id: int, timeout_s: float = 10.0) -> JobResult:
+    def result(self, job_id: int, timeout_s: float = 30.0) -> JobResult:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for result in self.tier.get_finished_jobs():
@@ -148,7 +148,7 @@ class Scene:
 Opening = Callable[..., Scene]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)

@@ -126,7 +126,7 @@ def empty_the_gpu(engine: Engine) -> None:
     assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
