@@ -44,7 +44,7 @@ def documents(count: int = 3) -> tuple[Document, ...]:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline_s = monotonic() + 20.0
+    deadline_s = monotonic() + 60.0
     while not condition() and monotonic() < deadline_s:
         sleep(0.02)
     return condition()
