@@ -120,7 +120,7 @@ def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(e
     stream = engine.stream(prompt, **LONG)
     next(stream)
     stream.close()
-    assert left.is_done
+    assert until(lambda: left.is_done)  # at once, unless a starved server told of no token before the last
     assert until(lambda: is_idle(engine))
     load = engine.pending_prefills()
     assert load is not None
