@@ -65,11 +65,13 @@ def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> St
 
 
 def _check_yields(search: Callable[..., object]) -> None:
-    name = getattr(search, "__qualname__", repr(search))
     if inspect.iscoroutinefunction(search):
-        raise ConfigError(f"{name} is an async def without yield: yield each stage as a RetrievalUpdate, return none")
-    if inspect.isgeneratorfunction(search):
-        raise ConfigError(f"{name} is a plain generator, which blocks the event loop: make it an async def")
+        why = "is an async def without yield: yield each stage as a RetrievalUpdate, return none"
+    elif inspect.isgeneratorfunction(search):
+        why = "is a plain generator, which blocks the event loop: make it an async def"
+    else:
+        return
+    raise ConfigError(f"{getattr(search, '__qualname__', None) or repr(search)} {why}")
 
 
 async def one_stage(find: Callable[[], Awaitable[Sequence[Document]]]) -> AsyncGenerator[RetrievalUpdate, None]:
