@@ -20,6 +20,7 @@ WORDS = ["_version", "types", "errors", "config", "stats", "wire", "prompt"]
 FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [f"ragcache_core.{name}" for name in ("policy", "tree", "queueing", "ordering", "speculation")],
+    "simulation": ["ragcache_core.sim"],
     "matter": ["ragcache_core.chunkstore", "ragcache_core.ingest", "ragcache_core.retrieval"],
     "client": ["ragcache_core.client"],
     "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
@@ -30,6 +31,7 @@ FLOORS: dict[str, list[str]] = {
 FOREIGN: dict[str, list[str]] = {
     "words": ["numpy", "faiss", "httpx", "openai", "transformers"],
     "algorithms": ["numpy", "faiss", "httpx", "openai", "transformers"],
+    "simulation": ["faiss", "httpx", "openai", "transformers"],
     "matter": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
     "client": ["faiss", "sklearn", "langchain_core", "llama_index"],
     "integrations": [],
