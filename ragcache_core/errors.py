@@ -32,6 +32,7 @@
     ├── SearchError (ValueError)             a query that cannot be answered
     │   ├── TooFewDocumentsError             k is larger than the store
     │   └── SearchTimeoutError (TimeoutError)  the documents were not final in time
+    ├── TraceError (ValueError)              a trace of requests that cannot be read, or a log that holds none
     └── CacheTierError                       the cache of KV chunks on disk
         ├── CacheDirectoryError              missing and not to be made, unwritable, not a directory
         ├── CacheLockedError                 another engine keeps its cache there
@@ -45,6 +46,8 @@ entry is never an error: it is a miss.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class RAGCacheError(Exception):
@@ -168,6 +171,16 @@ class TooFewDocumentsError(SearchError):
 
 class SearchTimeoutError(SearchError, TimeoutError):
     """A search did not end in the time given."""
+
+
+class TraceError(RAGCacheError, ValueError):
+    """A trace, or a log that is to become one, cannot be read; ``path`` and ``line`` say where."""
+
+    def __init__(self, message: str, path: Path | None = None, line: int | None = None) -> None:
+        place = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
+        super().__init__(place + message)
+        self.path = path
+        self.line = line
 
 
 class CacheTierError(RAGCacheError):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 from statistics import fmean, stdev
 
 from ragcache_core.bench.report import Figure, Part, Plan
-from ragcache_core.bench.trace import RetrievalTrace, TraceOptions
 from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
+from ragcache_core.sim.workload import WORKLOADS, Workload, make_trace
 from ragcache_core.tree import KnowledgeTree, PathSegment
 from ragcache_core.types import Tier
 
@@ -18,8 +17,8 @@ CACHE_TOKENS = (65_536, 262_144)
 _NUM_REQUESTS = 15_000
 _NUM_WARM_UP = 3_000
 _KINDS = {
-    "stationary": TraceOptions(num_documents=30_000, skew=1.3, shift=2.0),
-    "drifting": TraceOptions(num_documents=30_000, skew=1.3, shift=2.0, drifts=True),
+    "stationary": WORKLOADS["mmlu"],
+    "drifting": WORKLOADS["drift"],
 }
 
 
@@ -32,19 +31,18 @@ class RunLength:
     num_warm_up: int
 
 
-def token_hit_rate(policy: str, options: TraceOptions, seed: int, length: RunLength) -> float:
+def token_hit_rate(policy: str, workload: Workload, seed: int, length: RunLength) -> float:
     """Return the share of document tokens that the cache served after the warm-up.
 
     A document is one unit of the tree; all requests are answered one after another.
     """
-    trace = RetrievalTrace(options, seed)
     cost = PrefillCostModel.default()
     tree = KnowledgeTree(make_policy(policy, cost), shadow_tokens=length.cache_tokens)
     used = num_asked = num_cached = 0
-    for number, documents in enumerate(islice(trace.requests(), length.num_requests)):
+    for number, request in enumerate(make_trace(workload, length.num_requests, seed)):
         segments = [
-            PathSegment([documents[: i + 1]], trace.num_tokens[document], str(document))
-            for i, document in enumerate(documents)
+            PathSegment([request.doc_ids[: i + 1]], num_tokens, doc_id)
+            for i, (doc_id, num_tokens) in enumerate(zip(request.doc_ids, request.doc_tokens, strict=True))
         ]
         num_tokens = sum(segment.num_tokens for segment in segments)
         match = tree.match_prefix(segments)
@@ -98,7 +96,7 @@ def measure_policies(plan: Plan) -> Part:
     num_requests, num_warm_up = plan.sized(_NUM_REQUESTS, 600), plan.sized(_NUM_WARM_UP, 100)
     seeds = range(plan.seed, plan.seed + plan.sized(5, 1))
     rates: dict[str, dict[str, list[float]]] = {}
-    for kind, options in _KINDS.items():
+    for kind, workload in _KINDS.items():
         for cache_tokens in CACHE_TOKENS:
             setting = f"{kind}, {cache_tokens // 1024} Ki tokens"
             rates[setting] = {}
@@ -107,7 +105,7 @@ def measure_policies(plan: Plan) -> Part:
                 rates[setting][policy] = []
                 for seed in seeds:
                     plan.report(f"policies: {setting}, {policy}, seed {seed}")
-                    rates[setting][policy].append(token_hit_rate(policy, options, seed, length))
+                    rates[setting][policy].append(token_hit_rate(policy, workload, seed, length))
     best = recommended(rates)
     ratios = {
         setting: {policy: _ratio(of[policy], of[BASELINE]) for policy in of} for setting, of in rates.items()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -23,24 +22,24 @@ from ragcache_core.bench.engines import (
     launch,
 )
 from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.trace import RetrievalTrace, TraceOptions
 from ragcache_core.config import CacheConfig
 from ragcache_core.policy import POLICIES
+from ragcache_core.sim.workload import Workload, document_tokens, draw_retrievals
 
 IN_FLIGHT = 60
-WORKLOAD = TraceOptions(
+WORKLOAD = Workload(
     num_documents=400, skew=1.3, shift=2.0, mean_tokens=160.0, sigma=0.7, least_tokens=32, most_tokens=700
 )
 _MAX_SEQS = 8
 _MAX_MODEL_LEN = 1536
 
 
-def document_requests(texts: TokenTexts, options: TraceOptions, seed: int, count: int) -> list[TokenRequest]:
+def document_requests(texts: TokenTexts, workload: Workload, seed: int, count: int) -> list[TokenRequest]:
     """Return requests about two documents each, every one with a question of its own."""
-    trace = RetrievalTrace(options, seed)
+    num_tokens = document_tokens(workload, seed).tolist()
     return [
-        texts.request([(d, trace.num_tokens[d]) for d in documents], f"Number {seed}-{i}: who founded it?")
-        for i, documents in enumerate(islice(trace.requests(), count))
+        texts.request([(d, num_tokens[d]) for d in documents], f"Number {seed}-{i}: who founded it?")
+        for i, documents in enumerate(draw_retrievals(workload, count, seed).docs.tolist())
     ]
 
 
@@ -147,7 +146,7 @@ def _launch(plan: Plan, cache: CacheConfig | None, **vllm_args: object) -> Any:
 
 def _gpu_blocks(seed: int) -> int:
     """Return a fifth of the blocks that all documents take."""
-    return sum(RetrievalTrace(WORKLOAD, seed).num_tokens) // BLOCK_SIZE // 5
+    return int(document_tokens(WORKLOAD, seed).sum()) // BLOCK_SIZE // 5
 
 
 def _count(plan: Plan) -> int:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
-from ragcache_core.bench.trace import RetrievalTrace, TraceOptions
 from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.sim.workload import Workload, draw_retrievals
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
 from ragcache_core.types import Tier
 
@@ -46,8 +46,7 @@ class DecisionLoad:
         self._cost = PrefillCostModel.default()
         shadow_tokens = self._capacity_blocks * _BLOCK_TOKENS
         self.tree = KnowledgeTree(make_policy(policy, self._cost), shadow_tokens=shadow_tokens)
-        options = TraceOptions(num_documents=4 * num_nodes, skew=0.6, shift=5.0)
-        self._trace = RetrievalTrace(options, seed).requests()
+        self._retrievals = _retrievals(Workload(num_documents=4 * num_nodes, skew=0.6, shift=5.0), seed)
         self._number = 0
 
     def fill(self) -> None:
@@ -74,7 +73,7 @@ class DecisionLoad:
 
     def _next_request(self) -> list[PathSegment]:
         self._number += 1
-        first, second = next(self._trace)
+        first, second = next(self._retrievals)
         return [
             self._segment(f"{first}", first),
             self._segment(f"{first}/{second}", second),
@@ -111,6 +110,14 @@ class DecisionLoad:
             tree.let_go(node, unit, Tier.GPU)
         tree.release(last)
         return match.num_units
+
+
+def _retrievals(workload: Workload, seed: int) -> Iterator[list[int]]:
+    """Yield what one request after another retrieves, without end."""
+    num_yielded, num_drawn = 0, 1 << 15
+    while True:  # a longer draw begins with the shorter
+        yield from draw_retrievals(workload, num_drawn, seed).docs[num_yielded:].tolist()
+        num_yielded, num_drawn = num_drawn, 2 * num_drawn
 
 
 def bytes_per_node(num_nodes: int, *, blocks_per_node: int, tiers: Sequence[Tier], policy: str) -> float:

@@ -1,0 +1,221 @@
+"""What a line of somebody's log says of a retrieval: of a vLLM server's requests, of LangChain's runs, or plainly.
+
+A line that is about something else yields nothing; one that is about a retrieval and broken is a ValueError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from ragcache_core.types import SegmentKind
+from ragcache_core.wire import KEY, decode_kv_transfer_params
+
+LogFormat = Literal["vllm", "langchain", "plain"]
+Row = Mapping[str, Any]
+
+_TIMES = ("t", "timestamp", "@timestamp", "start_time", "arrival_time", "time", "ts", "created_at", "created")
+_DOCS = ("docs", "doc_ids", "document_ids", "documents", "retrieved_ids", "ids")
+_LENGTHS = ("doc_tokens", "document_tokens", "lengths")
+_DOC_TOKENS = ("num_tokens", "token_count", "tokens")
+_QUESTION_TOKENS = ("question_tokens", "query_tokens")
+_OUTPUT_TOKENS = ("output_tokens", "completion_tokens", "num_output_tokens")
+_IDS = ("id", "doc_id", "document_id", "chunk_id", "_id")
+_PLACES = ("chunk", "chunk_index", "seq_num", "start_index", "page")
+_MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval:
+    """What a log says of one request; what it does not say is None. ``time_s`` counts from wherever the log counts."""
+
+    time_s: float
+    doc_ids: tuple[str, ...]
+    doc_tokens: tuple[int | None, ...]
+    question_tokens: int | None = None
+    output_tokens: int | None = None
+    is_speculative: bool = False
+
+
+def format_of(row: Row) -> LogFormat | None:
+    """Return whose log a line is from, or None if it does not tell."""
+    if _kv_transfer_params(row) is not None:
+        return "vllm"
+    if "run_type" in row or "child_runs" in row:
+        return "langchain"
+    return "plain" if _first(row, _DOCS) is not None else None
+
+
+def vllm_retrievals(row: Row) -> Iterator[Retrieval]:
+    """Yield the request of a line, wherever in it ``kv_transfer_params`` with documents are, or the body that has them.
+
+    Lengths are those of the documents' spans; the question is what follows the last, where the prompt's length is
+    known from its token ids or the usage.
+    """
+    params = _kv_transfer_params(row)
+    if params is None or params.get(KEY) is None:
+        return
+    usage = _search(row, "usage")
+    usage = usage if isinstance(usage, Mapping) else {}
+    prompt = params.get("prompt_token_ids") or _search(row, "prompt_token_ids") or _search(row, "prompt")
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        num_prompt_tokens: int | None = len(prompt)
+    else:
+        num_prompt_tokens = _count(usage, ("prompt_tokens",))
+    metadata = decode_kv_transfer_params(params, num_prompt_tokens or _last_end(params[KEY]))
+    documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
+    if documents:
+        yield Retrieval(
+            _time_s(row),
+            tuple(str(segment.doc_id) for segment in documents),
+            tuple(segment.end - segment.start for segment in documents),
+            None if num_prompt_tokens is None else num_prompt_tokens - documents[-1].end,
+            _count(usage, _OUTPUT_TOKENS),
+            metadata.speculation is not None,
+        )
+
+
+def langchain_retrievals(row: Row) -> Iterator[Retrieval]:
+    """Yield every retriever's run of a line: a run, or a tree of them, as tracers and LangSmith's exports have it.
+
+    A document is known by its id, else by its metadata (an id, or its source and the place in it), else by its text.
+    """
+    yield from _runs(row, _count(row, _OUTPUT_TOKENS), 0)
+
+
+def plain_retrievals(row: Row) -> Iterator[Retrieval]:
+    """Yield the request of a line with a time and a list of documents: ids, or objects that have one."""
+    documents = _first(row, _DOCS)
+    if documents is None:
+        return
+    if not isinstance(documents, list):
+        raise ValueError(f"the documents are {documents!r:.60}: they must be a list of ids")  # noqa: TRY004
+    tokens = _first(row, _LENGTHS)
+    if tokens is None:
+        tokens = [_count(d, _DOC_TOKENS) if isinstance(d, Mapping) else None for d in documents]
+    if not isinstance(tokens, list) or len(tokens) != len(documents):
+        raise ValueError(f"the lengths are {tokens!r:.60}: they must be a list with one for each document")
+    yield Retrieval(
+        _time_s(row),
+        tuple(_id_of(_first(d, _IDS) if isinstance(d, Mapping) else d) for d in documents),
+        tuple(tokens),
+        _count(row, _QUESTION_TOKENS),
+        _count(row, _OUTPUT_TOKENS),
+    )
+
+
+READERS: Mapping[LogFormat, Callable[[Row], Iterator[Retrieval]]] = {
+    "vllm": vllm_retrievals,
+    "langchain": langchain_retrievals,
+    "plain": plain_retrievals,
+}
+
+
+def _runs(run: Row, output_tokens: int | None, depth: int) -> Iterator[Retrieval]:
+    if run.get("run_type") == "retriever":
+        outputs = run.get("outputs")
+        if isinstance(outputs, Mapping):  # one that failed has none
+            documents = outputs.get("documents", outputs.get("output"))
+            if not isinstance(documents, list):
+                raise ValueError(f"a retriever's outputs are {dict(outputs)!r:.40}: 'documents' must be a list")  # noqa: TRY004
+            parts = [_langchain_document(document) for document in documents]
+            own = _count(run, _OUTPUT_TOKENS)
+            yield Retrieval(
+                _time_s(run),
+                tuple(doc_id for doc_id, _ in parts),
+                tuple(tokens for _, tokens in parts),
+                None,
+                output_tokens if own is None else own,
+            )
+    children = run.get("child_runs")
+    if isinstance(children, list) and depth < _MAX_DEPTH:
+        for child in children:
+            if isinstance(child, Mapping):
+                yield from _runs(child, output_tokens, depth + 1)
+
+
+def _langchain_document(document: object) -> tuple[str, int | None]:
+    if isinstance(document, Mapping) and "kwargs" in document:  # as langchain_core.load.dumpd writes it
+        document = document["kwargs"]
+    if not isinstance(document, Mapping):
+        raise ValueError(f"a document of a retriever is {document!r:.60}: it must be an object")  # noqa: TRY004
+    metadata = document.get("metadata")
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    tokens = _count(metadata, _DOC_TOKENS)
+    known = _first(document, ("id",)) or _first(metadata, _IDS)
+    if known is not None:
+        return _id_of(known), tokens
+    if (source := metadata.get("source")) is not None:
+        place = _first(metadata, _PLACES)
+        return (_id_of(source) if place is None else f"{source}#{place}"), tokens
+    text = document.get("page_content")
+    if not isinstance(text, str):
+        raise ValueError(f"a document of a retriever has neither an id nor text: {dict(document)!r:.60}")  # noqa: TRY004
+    return f"text-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}", tokens
+
+
+def _kv_transfer_params(row: Row) -> Row | None:
+    params = _search(row, "kv_transfer_params")
+    return params if isinstance(params, Mapping) else None
+
+
+def _search(value: object, key: str, depth: int = 0) -> object:
+    """Return what stands under ``key`` somewhere in a line; a body that a proxy logged as text is looked into."""
+    if isinstance(value, str) and depth and value.startswith("{") and f'"{key}"' in value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(value, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if value.get(key) is not None:
+        return value[key]
+    found = (_search(inner, key, depth + 1) for inner in value.values() if isinstance(inner, Mapping | str))
+    return next((inner for inner in found if inner is not None), None)
+
+
+def _last_end(raw: object) -> int:
+    documents = raw.get("documents") if isinstance(raw, Mapping) else None
+    ends = [d.get("end") for d in documents if isinstance(d, Mapping)] if isinstance(documents, list) else []
+    return max((end for end in ends if isinstance(end, int)), default=0)
+
+
+def _first(row: Row, names: tuple[str, ...]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _count(row: Row, names: tuple[str, ...]) -> int | None:
+    value = _first(row, names)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _id_of(value: object) -> str:
+    if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+        return str(value)
+    raise ValueError(f"the id of a document is {value!r:.60}: it must be text, not empty, or a whole number")
+
+
+def _time_s(row: Row) -> float:
+    value = _first(row, _TIMES)
+    if value is None:
+        raise ValueError(f"no time: a line must say when, under one of {', '.join(_TIMES)}")
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            try:
+                moment = datetime.fromisoformat(value)
+            except ValueError:
+                raise ValueError(f"the time is {value!r:.60}: it must be seconds, or as 2026-01-31T12:00:00Z") from None
+            value = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"the time is {value!r:.60}: it must be seconds, or as 2026-01-31T12:00:00Z")
+    for unit in (1e17, 1e14, 1e11):  # nanoseconds, microseconds, milliseconds since 1970: seconds are far fewer
+        if abs(value) >= unit:
+            return value / (unit / 1e8)
+    return float(value)
