@@ -24,22 +24,25 @@ _DEBUG = "ragcache.debug"
 class Command(click.Command):
     """A command with ``--json`` and ``--debug``, whose help ends with ``examples`` and whose errors are one line.
 
-    Its function takes ``as_json``.
+    Its function takes ``as_json``, unless it has a ``--json`` of its own.
     """
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
-        self.params += [
-            click.Option(["--json", "as_json"], is_flag=True, help="Print JSON on standard output, errors as well."),
+        if not any("--json" in param.opts for param in self.params):  # of some it names a file
+            self.params.append(
+                click.Option(["--json", "as_json"], is_flag=True, help="Print JSON on standard output, errors as well.")
+            )
+        self.params.append(
             click.Option(
                 ["--debug"],
                 is_flag=True,
                 expose_value=False,
                 callback=_keep_debug,
                 help="Show an error's traceback.",
-            ),
-        ]
+            )
+        )
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error becomes a line on standard error and an exit status."""
@@ -65,6 +68,15 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for example in self.examples:
                     formatter.write(f"{'':>{formatter.current_indent}}{example}\n")
+
+
+class CommandGroup(Command, click.Group):
+    """A command that does something by itself and has others below it; its function looks whether one was named."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, invoke_without_command=True, **kwargs)
 
 
 class Group(click.Group):

@@ -9,10 +9,10 @@ from ragcache_core.policy.hybrid import HybridPolicy
 from ragcache_core.policy.lfu import LFUPolicy
 from ragcache_core.policy.lru import LRUPolicy
 from ragcache_core.policy.pgdsf import PGDSFPolicy
-from ragcache_core.policy.prefill_cost import PrefillCostModel
+from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
 from ragcache_core.policy.tournament import DecayedFrequencyPolicy, TournamentPolicy
 
-POLICIES: dict[str, Callable[[PrefillCostModel], ReplacementPolicy]] = {
+POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "pgdsf": lambda _: PGDSFPolicy(),
     "gdsf": GDSFPolicy,
     "lru": lambda _: LRUPolicy(),
@@ -23,7 +23,7 @@ POLICIES: dict[str, Callable[[PrefillCostModel], ReplacementPolicy]] = {
 """Every policy by the name that configurations use."""
 
 
-def make_policy(name: str, prefill_cost: PrefillCostModel | None = None) -> ReplacementPolicy:
+def make_policy(name: str, prefill_cost: PrefillCost | None = None) -> ReplacementPolicy:
     """Return a new policy of that name.
 
     Raises:
@@ -43,6 +43,7 @@ __all__ = [
     "LRUPolicy",
     "NodeStats",
     "PGDSFPolicy",
+    "PrefillCost",
     "PrefillCostModel",
     "ReplacementPolicy",
     "TournamentPolicy",

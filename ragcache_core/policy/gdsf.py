@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
-from ragcache_core.policy.prefill_cost import PrefillCostModel
+from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
 
 
 class GDSFPolicy(ReplacementPolicy):
@@ -16,7 +16,7 @@ class GDSFPolicy(ReplacementPolicy):
     name = "gdsf"
     uses_clock = True
 
-    def __init__(self, prefill_cost: PrefillCostModel | None = None) -> None:
+    def __init__(self, prefill_cost: PrefillCost | None = None) -> None:
         self._prefill_cost = prefill_cost or PrefillCostModel.default()
 
     def rank(self, stats: NodeStats, clock: float) -> float:

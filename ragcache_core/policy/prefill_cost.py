@@ -8,12 +8,20 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Self
+from typing import Protocol, Self
 
 from ragcache_core.errors import ConfigError
 
 FORMAT = 1
 _LONGEST_DEFAULT = 131_072
+
+
+class PrefillCost(Protocol):
+    """Whatever knows T(alpha, beta), as a profile or as a formula."""
+
+    def estimate_s(self, num_cached_tokens: int, num_new_tokens: int, /) -> float:
+        """Return the seconds that a prefill of ``num_new_tokens`` behind ``num_cached_tokens`` takes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

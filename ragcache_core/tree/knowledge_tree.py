@@ -33,6 +33,7 @@ class KnowledgeTree(TieredTree):
         keeps_frequency: whether a document's numbers survive its eviction ("ghost" counts). Without, they start anew
             when it has left the last tier (RAGCache's text leaves it open).
         shadow_tokens: tokens that each shadow of a :class:`TournamentPolicy` holds; 0 runs none.
+        moves_down: whether what leaves a tier is put into the next one by whoever evicts it.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class KnowledgeTree(TieredTree):
         ghost_size: int = 100_000,
         keeps_frequency: bool = True,
         shadow_tokens: int = 0,
+        moves_down: bool = False,
     ) -> None:
         self._tournament: ShadowTournament | None = None
         if isinstance(policy, TournamentPolicy) and shadow_tokens > 0:
@@ -51,7 +53,7 @@ class KnowledgeTree(TieredTree):
         self._keeps_frequency = keeps_frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._retained: dict[Hashable, int] = {}
-        super().__init__(policy, num_root_tokens)
+        super().__init__(policy, num_root_tokens, moves_down=moves_down)
 
     # Asking: changes nothing
 
@@ -79,14 +81,19 @@ class KnowledgeTree(TieredTree):
 
     def num_leading_tokens(self, node: TreeNode) -> int:
         """Return the tokens of the longest prefix of the path to ``node`` that lies in any tiers; O(height)."""
-        gpu, host, disk = self.tiers
         num_tokens = 0
         for step in node.path():
-            leading = _num_leading(gpu.resident[step.id] | host.resident[step.id] | disk.resident[step.id])
-            if leading < len(step.keys):
-                return num_tokens + round(leading * step.num_tokens / len(step.keys))
-            num_tokens += step.num_tokens
+            num_own_tokens = self.num_own_leading_tokens(step)
+            num_tokens += num_own_tokens
+            if num_own_tokens < step.num_tokens:
+                break
         return num_tokens
+
+    def num_own_leading_tokens(self, node: TreeNode) -> int:
+        """Return the tokens of the longest beginning of ``node`` that lies in any tiers, whatever stands before it."""
+        gpu, host, disk = self.tiers
+        leading = _num_leading(gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id])
+        return round(leading * node.num_tokens / len(node.keys))
 
     # Growing
 

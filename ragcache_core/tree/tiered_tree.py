@@ -18,6 +18,9 @@ class TieredTree(PrefixTree):
 
     What ranks mean, and what becomes of a node that is nowhere, belongs to the subclass.
 
+    A node stays in a tier while slower ones have units that stand on its copy there; with ``moves_down`` it may leave,
+    because whoever evicts it puts it into the next tier (:meth:`victim`, :meth:`give_up`).
+
     Attributes:
         tiers: by :class:`~ragcache_core.types.Tier`.
         num_requests: that were counted since the start.
@@ -26,15 +29,15 @@ class TieredTree(PrefixTree):
         changes: is told of every node that changes, if somebody wants to know.
     """
 
-    def __init__(self, policy: ReplacementPolicy, num_root_tokens: int) -> None:
+    def __init__(self, policy: ReplacementPolicy, num_root_tokens: int, *, moves_down: bool = False) -> None:
         self.policy = policy
         self.num_requests = 0
         self.changes: NodeChanges | None = None
         self.protected_keys: dict[Hashable, int] = {}
         self.protected: dict[int, int] = {}
         disk = TierState(policy, (), self.protected)
-        host = TierState(policy, (disk,), self.protected)
-        self.tiers = (TierState(policy, (host, disk), self.protected), host, disk)
+        host = TierState(policy, () if moves_down else (disk,), self.protected)
+        self.tiers = (TierState(policy, () if moves_down else (host, disk), self.protected), host, disk)
         self._states = [*self.tiers, *self._shadow_states()]
         super().__init__(num_root_tokens)
 
@@ -156,6 +159,15 @@ class TieredTree(PrefixTree):
         self.remove(node, 1 << unit, tier)
         state.num_evicted_units += 1
         return EvictedUnit(node, unit, node.keys[unit])
+
+    def victim(self, tier: Tier) -> TreeNode | None:
+        """Return the node that ``tier`` gives up next, or None; it may be put elsewhere before :meth:`give_up`."""
+        return self.tiers[tier].candidate(self._nodes, self.num_requests)
+
+    def give_up(self, node: TreeNode, tier: Tier) -> None:
+        """Evict the :meth:`victim` of ``tier`` as a whole."""
+        self._evict_tail(node, len(node.keys), self.tiers[tier])
+        self._forget_uses((node,))
 
     def evict_node(self, state: TierState, protected: AbstractSet[TreeNode]) -> TreeNode | None:
         """Take the lowest-ranked leaf out of a shadow as a whole; None if it is a protected one."""
@@ -306,7 +318,7 @@ class TieredTree(PrefixTree):
     def _at_or_above(self, state: TierState) -> Sequence[TierState]:
         """Return the tiers in which a change in ``state`` may make a node evictable: itself and those that feed it."""
         for i, tier in enumerate(self.tiers):
-            if tier is state:
+            if tier is state and i and self.tiers[i - 1].slower:
                 return self.tiers[: i + 1]
         return (state,)
 

@@ -355,3 +355,29 @@ def test_the_units_below_the_tail_are_looked_at_one_by_one() -> None:
     (node,) = cache(tree, prompt("A", blocks=5))
     tree.add(node, 1 << 3, Tier.HOST)  # stands on what only the GPU has
     assert [unit.unit for unit in tree.evict_up_to(Tier.GPU, 5)] == [4, 3]
+
+
+@pytest.mark.parametrize("moves_down", [False, True])
+def test_a_node_that_others_stand_on_leaves_where_its_evictor_moves_it_down(moves_down: bool) -> None:
+    tree = new_tree(moves_down=moves_down)
+    first, second = cache(tree, prompt("A", "B"))
+    tree.add(second, second.full_mask, Tier.HOST)
+    tree.remove(second, second.full_mask, Tier.GPU)
+    assert tree.victim(Tier.GPU) is (first if moves_down else None)
+
+
+def test_the_victim_keeps_its_numbers_if_it_is_put_elsewhere_before_it_is_given_up() -> None:
+    tree = new_tree(moves_down=True, keeps_frequency=False)
+    (moved,) = cache(tree, prompt("A"))
+    (dropped,) = cache(tree, prompt("B"))
+    assert tree.victim(Tier.GPU) is moved
+    tree.add(moved, moved.full_mask, Tier.HOST)
+    tree.give_up(moved, Tier.GPU)
+    assert tree.victim(Tier.GPU) is dropped
+    tree.give_up(dropped, Tier.GPU)
+    assert (moved.frequency, dropped.frequency) == (1, 0)
+    assert tree.resident_mask(moved, Tier.GPU) == tree.resident_mask(dropped, Tier.GPU) == 0
+    assert tree.resident_mask(moved, Tier.HOST) == moved.full_mask
+    assert tree.tiers[Tier.GPU].num_evicted_units == 4
+    assert tree.victim(Tier.GPU) is None
+    check_invariants(tree)

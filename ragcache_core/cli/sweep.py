@@ -1,0 +1,340 @@
+"""``ragcache simulate sweep``: many policies, orders and capacities on the same traces, several at a time."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core._version import __version__
+from ragcache_core.cli.command import Command
+from ragcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache_core.bench.plots import Plot
+    from ragcache_core.sim.sweep import FinishedRun, Journal, Run
+
+_POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament", "belady", "infinite")
+_ORDERS = ("retrieval", "canonical", "cache_aware")
+_PLOT_KINDS = (".png", ".svg", ".html")
+_CAPACITIES = ("host_tokens", "gpu_tokens", "disk_tokens")
+_VARIED = ("policy", "order", *_CAPACITIES)
+_COLUMNS = (
+    ("hit rate", "token_hit_rate", "{:.3f}"),
+    ("documents", "document_hit_rate", "{:.3f}"),
+    ("mean TTFT", "mean_ttft_s", "{:.3f} s"),
+    ("p50", "p50_ttft_s", "{:.3f} s"),
+    ("p99", "p99_ttft_s", "{:.3f} s"),
+    ("requests/s", "throughput_rps", "{:.3f}"),
+)
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]
+    """Several values with commas between them: names of ``choices``, or whole numbers where there are none."""
+
+    name = "list"
+
+    def __init__(self, choices: Sequence[str] = ()) -> None:
+        self._choices = tuple(choices)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """Return the values, each once."""
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip().replace("_", "") if not self._choices else word.strip() for word in value.split(",")]
+        for word in words:
+            if self._choices and word not in self._choices:
+                self.fail(f"{word!r} is not one of {', '.join(self._choices)}.", param, ctx)
+            if not self._choices and not word.isdecimal():
+                self.fail(f"{word!r} is no whole number of tokens: give some as 65536,262144.", param, ctx)
+        return tuple(dict.fromkeys(words if self._choices else map(int, words)))
+
+
+@click.command(
+    cls=Command,
+    short_help="Simulate many policies, orders and capacities.",
+    examples=[
+        "ragcache simulate sweep mmlu.jsonl --policies pgdsf,tournament,belady --json sweep.json --plot sweep.png",
+        "ragcache simulate sweep a.jsonl b.jsonl --host-tokens 65536,262144,1048576 --jobs 4 --json sweep.json",
+        "ragcache simulate sweep mmlu.jsonl --orders retrieval,cache_aware --plot sweep.html",
+    ],
+)
+@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE...")
+@click.option(
+    "--policies",
+    type=Listed(_POLICIES),
+    default="pgdsf,lru,tournament",
+    show_default=True,
+    metavar="P,P,...",
+    help=f"What a full tier gives up: {', '.join(_POLICIES)}.",
+)
+@click.option(
+    "--orders",
+    type=Listed(_ORDERS),
+    default="retrieval",
+    show_default=True,
+    metavar="O,O,...",
+    help=f"In which order a prompt shows its documents: {', '.join(_ORDERS)}.",
+)
+@click.option(
+    "--gpu-tokens", type=Listed(), default="40960", show_default=True, metavar="N,N,...", help="KV on the GPU."
+)
+@click.option(
+    "--host-tokens",
+    type=Listed(),
+    default="65536,262144,1048576",
+    show_default=True,
+    metavar="N,N,...",
+    help="KV in host memory.",
+)
+@click.option("--disk-tokens", type=Listed(), default="0", show_default=True, metavar="N,N,...", help="KV on disk.")
+@click.option("--system-tokens", type=int, metavar="N", help="Of the prompt that all requests share.")
+@click.option("--cost-model", metavar="NAME|FILE", help="What a prefill costs. [default: a10g-mistral-7b]")
+@click.option(
+    "--beyond", type=click.Choice(["extrapolate", "refuse"]), help="Where a profile ends. [default: extrapolate]"
+)
+@click.option("--queue", type=click.Choice(["fifo", "cache-aware"]), help="Who is next. [default: fifo]")
+@click.option("--window", type=int, metavar="N", help="How often a request may be overtaken. [default: 32]")
+@click.option(
+    "--granularity", type=click.Choice(["document", "block"]), help="What is kept as one. [default: document]"
+)
+@click.option("--block-size", type=int, metavar="N", help="Tokens in a block. [default: 16]")
+@click.option("--retrieval-s", type=float, metavar="S", help="How long a search takes. [default: 0.08]")
+@click.option("--max-batch", type=int, metavar="N", help="Requests that run at a time. [default: 1]")
+@click.option("--no-overlap-transfers", is_flag=True, help="Load KV before a prefill begins, not layer by layer.")
+@click.option(
+    "--frequency",
+    type=click.Choice(["cached", "ghost"]),
+    help="Whether uses count beyond eviction. [default: cached for pgdsf, ghost for others]",
+)
+@click.option("--warm-up", type=int, metavar="N", help="Requests at the beginning that do not count. [default: 0]")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
+@click.option(
+    "--json",
+    "output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OUT",
+    help="Where options and summary of every run go; finished runs are kept beside it until all are.",
+)
+@click.option(
+    "--plot",
+    "plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OUT.png|.svg|.html",
+    help="TTFT and hit rate against the capacity that varies.",
+)
+@click.option("--resume", is_flag=True, help="Leave out what an earlier sweep into OUT finished.")
+def sweep(
+    traces: tuple[Path, ...],
+    policies: tuple[str, ...],
+    orders: tuple[str, ...],
+    gpu_tokens: tuple[int, ...],
+    host_tokens: tuple[int, ...],
+    disk_tokens: tuple[int, ...],
+    jobs: int | None,
+    output: Path | None,
+    plot: Path | None,
+    resume: bool,
+    no_overlap_transfers: bool,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Simulate every combination of policies, orders and capacities on each TRACE, several at a time.
+
+    A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --json keeps what is finished, and
+    goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
+    """
+    from ragcache_core.sim.options import SimulationOptions
+    from ragcache_core.sim.sweep import Journal, plan
+    from ragcache_core.sim.testbeds import load_testbed
+    from ragcache_core.sim.trace import read_trace
+
+    if resume and output is None:
+        raise click.UsageError("--resume goes on with what is kept beside OUT: give --json OUT as well.")
+    if plot is not None:
+        check_plot(plot)
+    journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
+    finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
+    given = {name: value for name, value in settings.items() if value is not None}
+    base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
+    load_testbed(base.cost_model)
+    num_requests = {trace: len(read_trace(trace)) for trace in traces}
+    axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
+    runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
+    done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
+    if output is not None and journal is not None:
+        write_report(done, output)
+        journal.remove()
+    click.echo(table(done))
+    if plot is not None:
+        save_plots(plots(done), plot)
+    for path in (output, plot):
+        if path is not None:
+            click.echo(f"ragcache: written to {path}", err=True)
+
+
+def _run(
+    runs: Sequence[Run],
+    finished: Mapping[str, FinishedRun],
+    journal: Journal | None,
+    num_requests: Mapping[Path, int],
+    jobs: int,
+) -> list[FinishedRun]:
+    from ragcache_core.sim.sweep import run_all
+
+    kept = dict(finished)
+
+    def keep(run: FinishedRun) -> None:
+        kept[run.key] = run
+        if journal is not None:
+            journal.append(run)
+
+    to_do = [run for run in runs if run.key not in finished]
+    if len(to_do) < len(runs):
+        click.echo(f"ragcache: {len(runs) - len(to_do)} of {len(runs)} runs are finished already", err=True)
+    try:
+        with _progress(sum(num_requests[run.trace] for run in to_do)) as report:
+            return run_all(runs, jobs=jobs, finished=finished, keep=keep, report=report)
+    except (KeyboardInterrupt, SystemExit):
+        num_done = sum(run.key in kept for run in runs)
+        cure = "add --resume to go on" if journal is not None else "with --json OUT they would have been kept"
+        click.echo(f"ragcache: {num_done} of {len(runs)} runs are finished: {cure}", err=True)
+        raise
+
+
+def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[str, FinishedRun]:
+    """Return the runs that need not be done again, of an interrupted sweep and of the last whole one.
+
+    Raises:
+        ConfigError: runs of an interrupted sweep would be lost.
+    """
+    from ragcache_core.sim.sweep import FinishedRun
+
+    interrupted = journal.read()
+    if not is_resumed:
+        if interrupted:
+            raise ConfigError(
+                f"{journal.path} holds {len(interrupted)} finished runs of an interrupted sweep: "
+                "add --resume to go on, or delete that file to begin anew"
+            )
+        return {}
+    try:
+        whole = [FinishedRun.from_dict(run) for run in json.loads(output.read_bytes())["runs"]]
+    except (OSError, ValueError, LookupError, TypeError):
+        whole = []
+    return {run.key: run for run in whole} | interrupted
+
+
+def write_report(runs: Sequence[FinishedRun], output: Path) -> None:
+    """Write all runs into one JSON file; what was there before stays until the new one is whole."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.new")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        report = {"version": __version__, "runs": [run.to_dict() for run in runs]}
+        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def table(runs: Sequence[FinishedRun]) -> str:
+    """Return a table with a row for each run; only what differs between the runs is named."""
+    varied = _varied(runs)
+    heads = [*(name.removesuffix("_tokens") for name in varied), *(head for head, _, _ in _COLUMNS)]
+    rows = [
+        [*(_shown(run, name) for name in varied), *(form.format(run.summary[key]) for _, key, form in _COLUMNS)]
+        for run in runs
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    names = len(varied)
+
+    def line(cells: Sequence[str]) -> str:
+        aligned = [c.ljust(w) if i < names else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join(map(line, [heads, *rows]))
+
+
+def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
+    """Return mean TTFT and hit rate against the capacity that varies; bars, where none does."""
+    from ragcache_core.bench.plots import bars, lines
+
+    varied = _varied(runs)
+    axis = next((name for name in _CAPACITIES if name in varied), None)
+    shown = []
+    for title, y_label, key in (
+        ("Mean time to first token", "s", "mean_ttft_s"),
+        ("Hit rate", "share of document tokens", "token_hit_rate"),
+    ):
+        if axis is None:
+            groups: dict[str, dict[str, float]] = {}
+            for run in runs:
+                group = ", ".join(_shown(run, name) for name in varied if name != "policy")
+                groups.setdefault(group, {})[run.options["policy"]] = run.summary[key]
+            shown.append(bars(title, y_label, groups))
+            continue
+        series: dict[str, list[tuple[float, float]]] = {}
+        for run in sorted(runs, key=lambda run: run.options[axis]):
+            name = ", ".join(_shown(run, name) for name in varied if name != axis) or run.options["policy"]
+            series.setdefault(name, []).append((run.options[axis], run.summary[key]))
+        is_log = min(run.options[axis] for run in runs) > 0
+        shown.append(lines(title, f"{axis.removesuffix('_tokens')} tokens", y_label, series, log_x=is_log))
+    return shown
+
+
+def save_plots(shown: Sequence[Plot], path: Path, title: str = "ragcache simulate sweep") -> None:
+    """Write plots side by side as an image, or one below the other as a page that needs nothing else."""
+    from ragcache_core.bench.plots import beside
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match path.suffix:
+        case ".png":
+            beside("sweep", shown).save_png(path)
+        case ".svg":
+            path.write_text(beside("sweep", shown).svg(), encoding="utf-8")
+        case _:
+            figures = "\n".join(plot.svg()[plot.svg().index("<svg") :] for plot in shown)
+            head = html.escape(f"{title}, {__version__}")
+            page = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{head}</title>\n{figures}\n</html>\n'
+            path.write_text(page, encoding="utf-8")
+
+
+def check_plot(path: Path) -> None:
+    """Refuse a plot that could not be drawn at the end of a long sweep.
+
+    Raises:
+        click.UsageError: of an unknown kind. ConfigError: matplotlib is not installed.
+    """
+    from ragcache_core.bench.plots import lines
+
+    if path.suffix not in _PLOT_KINDS:
+        raise click.UsageError(f"--plot {path}: the name must end in {', '.join(_PLOT_KINDS)}.")
+    lines("", "", "", {}).svg()
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[int], object]]:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=num_requests, desc="simulating", unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
+    ) as bar:
+        yield bar.update
+
+
+def _varied(runs: Sequence[FinishedRun]) -> list[str]:
+    names = ["trace"] if len({run.trace for run in runs}) > 1 else []
+    return names + [n for n in _VARIED if n == "policy" or len({run.options[n] for run in runs}) > 1]
+
+
+def _shown(run: FinishedRun, name: str) -> str:
+    if name == "trace":
+        return Path(run.trace).name
+    value = run.options[name]
+    return f"{value:,}" if isinstance(value, int) else str(value)

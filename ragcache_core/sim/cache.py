@@ -1,0 +1,67 @@
+"""What one engine's cache does in virtual time: the door behind which documents or blocks are kept."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a request found, and what was moved for it.
+
+    Attributes:
+        tiers: where each document of the prompt lay, in the order in which it shows them; None for a miss.
+        num_cached_tokens_by_tier: of the prompt, indexed by :class:`~ragcache_core.types.Tier`; those that always lie
+            on the GPU (a system prompt that is not counted against its capacity) included.
+        num_new_tokens: of the prompt, to be computed.
+        num_loaded_tokens: copied to the GPU, and so waited for.
+        num_swapped_out_tokens: copied from the GPU to the host.
+    """
+
+    tiers: tuple[Tier | None, ...]
+    num_cached_tokens_by_tier: tuple[int, int, int]
+    num_new_tokens: int
+    num_loaded_tokens: int
+    num_swapped_out_tokens: int
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that need not be computed."""
+        return sum(self.num_cached_tokens_by_tier)
+
+
+class SimulatedCache(ABC):
+    """Tiers of KV, and what becomes of them request by request.
+
+    A request comes with its number in the trace, which is what tells two questions of the same words apart. Its
+    documents stand in the order in which the prompt shows them: whoever wants another order than the trace's asks
+    :meth:`best_order` first and passes a request that is arranged so.
+    """
+
+    @abstractmethod
+    def num_cached_tokens(self, request: TracedRequest) -> int:
+        """Return how many tokens of the prompt are cached now, in whatever tier; changes nothing."""
+
+    @abstractmethod
+    def best_order(self, request: TracedRequest) -> tuple[int, ...]:
+        """Return the permutation of the documents with the longest cached prefix; changes nothing.
+
+        Where nothing is gained, the order as it is: the answer of :func:`ragcache_core.ordering.arrange` for
+        ``cache_aware``, given all that is cached.
+        """
+
+    @abstractmethod
+    def serve(self, request: TracedRequest, number: int) -> Served:
+        """Return what a request finds, and count it, give up what has to go, and place what it leaves."""
+
+    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
+        """Return the orders of documents after which more or less is cached than at the last call.
+
+        A waiting request whose documents begin with one of them may have another number of cached tokens now. None:
+        it is not known, and any request's may have changed.
+        """
+        return None

@@ -1,0 +1,215 @@
+"""A cache of whole documents over tiers: the knowledge tree as the paper's Algorithm 1 runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragcache_core.ordering import CachedPaths, PathChange, arrange
+from ragcache_core.policy import PrefillCost, ReplacementPolicy, make_policy
+from ragcache_core.sim.bound import BeladyPolicy
+from ragcache_core.sim.cache import Served, SimulatedCache
+from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
+from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
+from ragcache_core.types import Tier
+
+_NO_STATIC_PREFIX = b""
+_UNBOUNDED = 1 << 62
+
+
+class DocumentCache(SimulatedCache):
+    """Keeps and gives up whole documents (RAGCache §5.1, Algorithm 1, with a disk below the host).
+
+    For a request, in this order:
+
+    1. its path is walked; a hit ends at the first node that lies in no tier. alpha = system + hit tokens, beta =
+       missed tokens + question;
+    2. every node of the path is pinned and counted: a node that lay nowhere starts anew, unless uses are counted
+       beyond eviction; its rank is computed for each tier;
+    3. from the root down, each node that is not on the GPU is placed there. While it does not fit, the lowest-ranked
+       unpinned leaf of the GPU goes (of equal ones the least recently updated), and is put on the host if it is not
+       there, where room is made likewise, down to the disk. Nothing further is placed once nothing can go;
+    4. the path is unpinned.
+
+    What is on the host stays there when it is loaded, so it is swapped out once. What finds no room below is gone, and
+    what stands on it in slower tiers is out of reach until it is computed again. A document that is larger than a tier
+    empties it, to the letter, and is not kept there.
+
+    The system prompt is the root: it always lies on the GPU, and takes nothing of its capacity.
+    """
+
+    def __init__(self, options: SimulationOptions, cost: PrefillCost, belady: BeladyPolicy | None = None) -> None:
+        """Begin empty; ``belady`` knows the future, where the options ask for that bound."""
+        is_infinite = options.policy == INFINITE
+        gpu_tokens = _UNBOUNDED if is_infinite else options.gpu_tokens
+        self._capacities = (gpu_tokens, options.host_tokens, options.disk_tokens)
+        self._num_tokens = [0, 0, 0]
+        self._cost = cost
+        self._system_tokens = options.system_tokens
+        self._belady = belady if options.policy == BELADY else None
+        self._tree = KnowledgeTree(
+            _make_policy(options.policy, cost, self._belady),
+            num_root_tokens=options.system_tokens,
+            ghost_size=options.ghost_size,
+            keeps_frequency=options.keeps_frequency,
+            shadow_tokens=options.host_tokens or options.gpu_tokens,  # as the engine has it
+            moves_down=True,
+        )
+        self._changed: set[tuple[str, ...]] = set()
+        self._paths = CachedPaths(_UNBOUNDED) if options.order == "cache_aware" else None
+        self._swapped_out_tokens = 0
+
+    @property
+    def tree(self) -> KnowledgeTree:
+        """The tree, to look at."""
+        return self._tree
+
+    def num_tokens(self, tier: Tier) -> int:
+        """Return how many tokens lie in ``tier``."""
+        return self._num_tokens[tier]
+
+    # The door
+
+    def num_cached_tokens(self, request: TracedRequest) -> int:
+        node, num_tokens = self._tree.root, self._system_tokens
+        for key in _keys(request):
+            child = node.children.get(key) if node.children else None
+            if child is None or self._tier_of(child) is None:
+                break
+            node = child
+            num_tokens += node.num_tokens
+        return num_tokens
+
+    def best_order(self, request: TracedRequest) -> tuple[int, ...]:
+        return arrange(request.doc_ids, "cache_aware", self._paths, prefix=_NO_STATIC_PREFIX)
+
+    def serve(self, request: TracedRequest, number: int) -> Served:
+        tree = self._tree
+        segments = [
+            PathSegment((key,), num_tokens, doc_id)
+            for key, num_tokens, doc_id in zip(_keys(request), request.doc_tokens, request.doc_ids, strict=True)
+        ]
+        path = tree.insert(segments)
+        tiers = self._leading_tiers(path)
+        by_tier = [self._system_tokens, 0, 0]
+        num_hits = 0
+        for node, tier in zip(path, tiers, strict=True):
+            if tier is None:
+                break
+            by_tier[tier] += node.num_tokens
+            num_hits += 1
+        num_new_tokens = sum(request.doc_tokens[num_hits:]) + request.question_tokens
+        cost_s = self._cost.estimate_s(sum(by_tier), num_new_tokens)
+        if self._belady is not None:
+            self._belady.begin(number)
+        tree.pin(path)
+        tree.record_access(path, num_hit_units=num_hits, num_missed_tokens=num_new_tokens, cost_s=cost_s)
+        self._swapped_out_tokens = 0
+        self._place(path)
+        tree.unpin(path)
+        return Served(
+            tiers=tiers,
+            num_cached_tokens_by_tier=(by_tier[0], by_tier[1], by_tier[2]),
+            num_new_tokens=num_new_tokens,
+            num_loaded_tokens=by_tier[Tier.HOST] + by_tier[Tier.DISK],
+            num_swapped_out_tokens=self._swapped_out_tokens,
+        )
+
+    def changed_prefixes(self) -> set[tuple[str, ...]] | None:
+        changed, self._changed = self._changed, set()
+        return changed
+
+    # Algorithm 1
+
+    def _leading_tiers(self, path: Sequence[TreeNode]) -> tuple[Tier | None, ...]:
+        tiers: list[Tier | None] = []
+        for node in path:
+            tier = self._tier_of(node)
+            if tier is None:
+                break
+            tiers.append(tier)
+        return (*tiers, *[None] * (len(path) - len(tiers)))
+
+    def _place(self, path: Sequence[TreeNode]) -> None:
+        """Put what is not on the GPU there, from the root down, as far as room can be made."""
+        gpu = self._tree.tiers[Tier.GPU]
+        for node in path:
+            if gpu.resident[node.id]:
+                continue
+            if not self._make_room(Tier.GPU, node.num_tokens):
+                return
+            self._add(node, Tier.GPU)
+
+    def _make_room(self, tier: Tier, num_tokens: int) -> bool:
+        """Evict while ``num_tokens`` do not fit into ``tier``, and return whether they do now."""
+        while self._num_tokens[tier] + num_tokens > self._capacities[tier]:
+            node = self._tree.victim(tier)
+            if node is None:
+                return False
+            if tier is not Tier.DISK:
+                self._move_down(node, Tier(tier + 1))
+            self._tree.give_up(node, tier)
+            self._num_tokens[tier] -= node.num_tokens
+            if self._tier_of(node) is None:
+                self._note(node, is_cached=False)
+        return True
+
+    def _move_down(self, node: TreeNode, tier: Tier) -> None:
+        """Put a node into ``tier``, the one below where it is evicted, if it is not there already."""
+        if self._tree.tiers[tier].resident[node.id] or not self._make_room(tier, node.num_tokens):
+            return
+        self._add(node, tier)
+        if tier is Tier.HOST:
+            self._swapped_out_tokens += node.num_tokens
+
+    def _add(self, node: TreeNode, tier: Tier) -> None:
+        is_new = self._tier_of(node) is None
+        self._tree.add(node, 1, tier)
+        self._num_tokens[tier] += node.num_tokens
+        if is_new:
+            self._note(node, is_cached=True)
+
+    # Inside
+
+    def _tier_of(self, node: TreeNode) -> Tier | None:
+        """Return the fastest tier that holds a node."""
+        gpu, host, disk = self._tree.tiers
+        if gpu.resident[node.id]:
+            return Tier.GPU
+        if host.resident[node.id]:
+            return Tier.HOST
+        return Tier.DISK if disk.resident[node.id] else None
+
+    def _note(self, node: TreeNode, *, is_cached: bool) -> None:
+        """Take note that a node is cached, or is no longer."""
+        documents = _documents(node)
+        self._changed.add(documents)
+        if self._paths is None:
+            return
+        num_tokens = self._system_tokens + sum(step.num_tokens for step in node.path()) if is_cached else 0
+        self._paths.set(PathChange(_NO_STATIC_PREFIX, documents, num_tokens))
+
+
+_Key = tuple[str | int, ...]
+
+
+def _keys(request: TracedRequest) -> list[_Key]:
+    """Return a key for each document that covers all before it: their ids, and their lengths, since texts may change.
+
+    A document that was split anew has another length, and is another node.
+    """
+    ids, lengths = request.doc_ids, request.doc_tokens
+    return [ids[:end] + lengths[:end] for end in range(1, len(ids) + 1)]
+
+
+def _documents(node: TreeNode) -> tuple[str, ...]:
+    key = node.keys[0]
+    assert isinstance(key, tuple)
+    return key[: len(key) // 2]
+
+
+def _make_policy(name: str, cost: PrefillCost, belady: BeladyPolicy | None) -> ReplacementPolicy:
+    if name == BELADY:
+        assert belady is not None, "the bound needs to know the future"
+        return belady
+    return make_policy("lru" if name == INFINITE else name, cost)

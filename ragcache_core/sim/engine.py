@@ -1,0 +1,106 @@
+"""One engine in virtual time: what runs in it, and how long an iteration takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ragcache_core.sim.cache import Served
+from ragcache_core.sim.testbeds import Testbed
+from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.types import Tier
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Job:
+    """A request on its way through the engine.
+
+    Attributes:
+        number: of the request in the trace.
+        request: with its documents in the order in which the prompt shows them, as ``order`` has them of the trace's.
+        is_wrong: it is a speculation from documents that are not the final ones: computed, and never cached.
+        ready_s: when its documents were known; None while that is not so.
+        served: what it found, once it was admitted.
+        first_token_s, done_s: None until then.
+        decision_ns: real time that was spent on its decisions.
+    """
+
+    number: int
+    request: TracedRequest
+    order: tuple[int, ...]
+    is_wrong: bool = False
+    ready_s: float | None = None
+    served: Served | None = None
+    first_token_s: float | None = None
+    done_s: float | None = None
+    decision_ns: int = 0
+    num_output_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, without those that all requests share."""
+        return sum(self.request.doc_tokens) + self.request.question_tokens
+
+
+@dataclass(slots=True)
+class EngineModel:
+    """Iterations over at most ``max_batch`` requests.
+
+    Requests are admitted when an iteration begins. In its first one a request is prefilled as a whole, and has its
+    first token when that ends; in each later one it gets one token more. An iteration of requests i takes::
+
+        compute  = sum of time(i) - (n - 1) base        time(i) = T(alpha, beta) in the first, decode(context) later
+        transfer = host tokens / host link + disk tokens / disk link, of those that are admitted
+        iteration = max(compute, transfer) if transfers are overlapped, else compute + transfer
+
+    The base, reading the weights, is shared by all. A single request thus has its first token T(alpha, beta) after it
+    was admitted, or later by its transfers. Overlapping is ideal: layers are loaded while those before are computed,
+    and the first layer's wait is not counted. Copies to the host take no time, since the link has two directions, and
+    the KV of what runs is not counted against the cache.
+    """
+
+    testbed: Testbed
+    max_batch: int
+    overlaps_transfers: bool
+    running: list[Job] = field(default_factory=list)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a further request may be admitted to the next iteration."""
+        return len(self.running) < self.max_batch
+
+    def iteration_s(self, admitted: Sequence[Job]) -> float:
+        """Return the seconds of the next iteration; ``admitted`` are those of the running ones that are prefilled."""
+        testbed = self.testbed
+        compute_s = (1 - len(self.running)) * testbed.base_s
+        num_host_tokens = num_disk_tokens = 0
+        for job in self.running:
+            if (served := job.served) is None or job.num_output_tokens:
+                continue
+            compute_s += testbed.cost.estimate_s(served.num_cached_tokens, max(served.num_new_tokens, 1))
+            num_host_tokens += served.num_cached_tokens_by_tier[Tier.HOST]
+            num_disk_tokens += served.num_cached_tokens_by_tier[Tier.DISK]
+        if len(admitted) < len(self.running):
+            for job in self.running:
+                if job.num_output_tokens and job.served is not None:
+                    served = job.served
+                    context = served.num_cached_tokens + served.num_new_tokens + job.num_output_tokens
+                    compute_s += testbed.decode_s(context)
+        if not num_host_tokens and not num_disk_tokens:
+            return compute_s
+        transfer_s = testbed.transfer_s(num_host_tokens, num_disk_tokens)
+        return max(compute_s, transfer_s) if self.overlaps_transfers else compute_s + transfer_s
+
+    def end_iteration(self, now_s: float) -> list[Job]:
+        """Give every running request a token, and return those that are done; they run no longer."""
+        done = []
+        for job in self.running:
+            job.num_output_tokens += 1
+            if job.first_token_s is None:
+                job.first_token_s = now_s
+            if job.num_output_tokens >= job.request.output_tokens:
+                job.done_s = now_s
+                done.append(job)
+        if done:
+            self.running = [job for job in self.running if job.done_s is None]
+        return done

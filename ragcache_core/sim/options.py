@@ -1,0 +1,157 @@
+"""What is simulated: every setting of a run, validated when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, Self, get_args
+
+from ragcache_core.config import FrequencyScope
+from ragcache_core.errors import ConfigError
+from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
+from ragcache_core.policy import POLICIES
+
+Granularity = Literal["document", "block"]
+"""What is kept and given up as one: a whole document, as the paper's Algorithm 1 does, or a block, as vLLM does."""
+Queue = Literal["fifo", "cache-aware"]
+Beyond = Literal["extrapolate", "refuse"]
+Speculation = Literal["none", "dynamic"]
+
+BELADY, INFINITE = "belady", "infinite"
+SIMULATED_POLICIES = (*POLICIES, BELADY, INFINITE)
+"""The policies that an engine has, and two bounds: one that knows the future, and a cache that holds everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """Everything that decides a run besides its trace.
+
+    Attributes:
+        policy: one of :data:`SIMULATED_POLICIES`.
+        order: in which order a prompt shows its documents.
+        gpu_tokens, host_tokens, disk_tokens: how many tokens of KV each tier holds; 0 of host or disk: no such tier.
+        system_tokens: of the prompt that all requests share, before the documents.
+        cost_model: a name of :data:`~ragcache_core.sim.testbeds.TESTBEDS`, or a JSON file.
+        beyond: what to do where the trace has longer prompts than a measured profile.
+        queue: which of those that wait is next; ``window`` bounds how often one is overtaken.
+        granularity: documents, or blocks of ``block_size`` tokens.
+        retrieval_s: from a request's arrival until its documents are known.
+        max_batch: requests that the engine runs at a time.
+        frequency: whether uses are counted beyond eviction; None: as the paper has it for ``pgdsf`` (not), and as the
+            engine has it for all others.
+        ghost_size: evicted documents whose uses are remembered.
+        overlaps_transfers: whether KV is loaded layer by layer while the layers before are computed.
+        speculation: whether candidates of a search that goes on are prefilled in idle time.
+        settle_shares: for each stage of a search, the share of searches whose candidates are the final ones from then
+            on; what is missing to 1 settles with the last stage.
+        max_prefill_bs: requests in the engine that leave no room for a speculative one.
+        warm_up: requests at the beginning that are served and not counted.
+        seed: of what is drawn besides the trace: when candidates settle.
+
+    Raises:
+        ConfigError: a value that cannot work, or two that contradict each other.
+    """
+
+    policy: str = "tournament"
+    order: DocumentOrder = "retrieval"
+    gpu_tokens: int = 40_960
+    host_tokens: int = 65_536
+    disk_tokens: int = 0
+    system_tokens: int = 0
+    cost_model: str = "a10g-mistral-7b"
+    beyond: Beyond = "extrapolate"
+    queue: Queue = "fifo"
+    window: int = 32
+    granularity: Granularity = "document"
+    block_size: int = 16
+    retrieval_s: float = 0.08
+    max_batch: int = 1
+    frequency: FrequencyScope | None = None
+    ghost_size: int = 100_000
+    overlaps_transfers: bool = True
+    speculation: Speculation = "none"
+    settle_shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
+    max_prefill_bs: int = 4
+    warm_up: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_choice("policy", self.policy, SIMULATED_POLICIES)
+        _check_choice("order", self.order, DOCUMENT_ORDERS)
+        _check_choice("beyond", self.beyond, get_args(Beyond))
+        _check_choice("queue", self.queue, get_args(Queue))
+        _check_choice("granularity", self.granularity, get_args(Granularity))
+        _check_choice("speculation", self.speculation, get_args(Speculation))
+        if self.frequency is not None:
+            _check_choice("frequency", self.frequency, get_args(FrequencyScope))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, {least} or more")
+        if not _is_number(self.retrieval_s):
+            raise ConfigError(f"retrieval_s is {self.retrieval_s!r}; it must be 0 or more seconds")
+        if self.disk_tokens and not self.host_tokens:
+            raise ConfigError(
+                f"disk_tokens is {self.disk_tokens:,} but host_tokens is 0: documents reach the disk through host "
+                "memory, so set host_tokens or leave disk_tokens out"
+            )
+        shares = self.settle_shares
+        if not shares or not all(map(_is_number, shares)) or sum(shares) > 1.0 + 1e-9:
+            raise ConfigError(
+                f"settle_shares are {shares!r}; give a share of 0 or more for each stage, together at most 1"
+            )
+        if self.policy == BELADY and self.order == "cache_aware":
+            raise ConfigError(
+                "belady knows when an order of documents comes again, and cache_aware orders are not known ahead: "
+                "choose order retrieval or canonical, or another policy"
+            )
+
+    @property
+    def keeps_frequency(self) -> bool:
+        """Whether a document's uses are counted beyond its eviction."""
+        return (self.frequency or ("cached" if self.policy == "pgdsf" else "ghost")) == "ghost"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {**asdict(self), "settle_shares": list(self.settle_shares)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> Self:
+        """Return the options that :meth:`to_dict` wrote.
+
+        Raises:
+            ConfigError: there is no such option, or its value cannot work.
+        """
+        names = [field.name for field in fields(cls)]
+        for name in data:
+            if name not in names:
+                raise ConfigError(f"there is no option {name!r}; use some of {', '.join(names)}")
+        settings = dict(data)
+        if isinstance(shares := settings.get("settle_shares"), list):
+            settings["settle_shares"] = tuple(shares)
+        return cls(**settings)  # type: ignore[arg-type]
+
+
+_LEAST = {
+    "gpu_tokens": 1,
+    "host_tokens": 0,
+    "disk_tokens": 0,
+    "system_tokens": 0,
+    "window": 0,
+    "block_size": 1,
+    "max_batch": 1,
+    "ghost_size": 0,
+    "max_prefill_bs": 0,
+    "warm_up": 0,
+    "seed": 0,
+}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < math.inf
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")

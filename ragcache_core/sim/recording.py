@@ -1,0 +1,94 @@
+"""What a run counts while it goes on."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import numpy as np
+
+from ragcache_core.sim.engine import Job
+from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.result import RequestRecord, SimulationResult, Summary
+from ragcache_core.sim.trace import Trace
+from ragcache_core.types import Tier
+
+_MISS = "miss"
+_LABELS: dict[Tier | None, str] = {None: _MISS, **{tier: tier.label for tier in Tier}}
+
+
+class Recorder:
+    """Takes in requests as they are done; those of the warm-up have a record and are not counted.
+
+    Attributes:
+        max_overtaken: of the queue, once the run is over.
+    """
+
+    def __init__(self, trace: Trace, options: SimulationOptions, *, keeps_requests: bool) -> None:
+        self.max_overtaken = 0
+        self._options = options
+        self._arrival_s = trace.arrival_s.tolist()
+        self._ttft_s, self._decision_ns = array("d"), array("q")
+        self._num_documents = self._num_document_tokens = 0
+        self._hits = [0] * len(Tier)
+        self._hit_tokens = [0] * len(Tier)
+        self._num_reordered = self._swapped_out_tokens = self._loaded_tokens = 0
+        self._last_s = -math.inf
+        self._records: list[RequestRecord | None] | None = [None] * len(trace) if keeps_requests else None
+
+    def add(self, job: Job) -> None:
+        """Take in a request that is done."""
+        served = job.served
+        assert served is not None
+        assert job.first_token_s is not None
+        assert job.ready_s is not None
+        assert job.done_s is not None
+        ttft_s = max(job.first_token_s, job.ready_s) - self._arrival_s[job.number]
+        if self._records is not None:
+            documents = [_MISS] * len(job.order)
+            for index, tier in zip(job.order, served.tiers, strict=True):
+                documents[index] = _LABELS[tier]
+            self._records[job.number] = RequestRecord(ttft_s, tuple(documents), served.num_cached_tokens)
+        if job.number < self._options.warm_up:
+            return
+        self._ttft_s.append(ttft_s)
+        self._decision_ns.append(job.decision_ns)
+        self._num_documents += len(served.tiers)
+        self._num_document_tokens += sum(job.request.doc_tokens)
+        for tier in served.tiers:
+            if tier is not None:
+                self._hits[tier] += 1
+        num_system_tokens = self._options.system_tokens
+        for i, num_tokens in enumerate(served.num_cached_tokens_by_tier):
+            self._hit_tokens[i] += max(num_tokens - num_system_tokens, 0)
+            num_system_tokens = max(num_system_tokens - num_tokens, 0)
+        self._num_reordered += any(i != index for i, index in enumerate(job.order))
+        self._swapped_out_tokens += served.num_swapped_out_tokens
+        self._loaded_tokens += served.num_loaded_tokens
+        self._last_s = max(self._last_s, job.done_s)
+
+    def result(self, notes: tuple[str, ...]) -> SimulationResult:
+        """Return everything, once all requests are done."""
+        num_requests = len(self._ttft_s)
+        ttft_s = np.frombuffer(self._ttft_s)
+        decision_s = np.frombuffer(self._decision_ns, np.int64) / 1e9
+        seconds = self._last_s - self._arrival_s[self._options.warm_up]
+        summary = Summary(
+            num_requests=num_requests,
+            document_hit_rate=sum(self._hits) / max(self._num_documents, 1),
+            token_hit_rate=sum(self._hit_tokens) / max(self._num_document_tokens, 1),
+            hits_by_tier={tier.label: self._hits[tier] for tier in Tier},
+            hit_tokens_by_tier={tier.label: self._hit_tokens[tier] for tier in Tier},
+            mean_ttft_s=float(ttft_s.mean()),
+            p50_ttft_s=float(np.percentile(ttft_s, 50)),
+            p99_ttft_s=float(np.percentile(ttft_s, 99)),
+            throughput_rps=num_requests / seconds if seconds > 0.0 else 0.0,
+            reordered_share=self._num_reordered / num_requests,
+            max_overtaken=self.max_overtaken,
+            swapped_out_tokens=self._swapped_out_tokens,
+            loaded_tokens=self._loaded_tokens,
+            p50_decision_s=float(np.percentile(decision_s, 50)),
+            p99_decision_s=float(np.percentile(decision_s, 99)),
+        )
+        records = None if self._records is None else tuple(r for r in self._records if r is not None)
+        return SimulationResult(self._options, summary, notes, records)

@@ -1,0 +1,83 @@
+"""What a run says: its options, a summary, and a record for each request if that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ragcache_core.sim.options import SimulationOptions
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request: its time to first token, and ``gpu``, ``host``, ``disk`` or ``miss`` for each of its documents.
+
+    Documents stand as in the trace, whatever order the prompt showed.
+    """
+
+    ttft_s: float
+    documents: tuple[str, ...]
+    cached_tokens: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {"ttft_s": self.ttft_s, "documents": list(self.documents), "cached_tokens": self.cached_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of all requests that were counted.
+
+    Attributes:
+        document_hit_rate: share of the retrieved documents that lay in some tier, behind documents that did.
+        token_hit_rate: the same, of their tokens.
+        hits_by_tier, hit_tokens_by_tier: documents, and their tokens, by where they lay.
+        throughput_rps: requests by the time from the first arrival to the last completion.
+        reordered_share: of requests that showed their documents in another order than they were retrieved.
+        max_overtaken: how often the request was overtaken that was overtaken most, of all requests.
+        swapped_out_tokens: copied from GPU to host.
+        loaded_tokens: copied from host or disk to the GPU.
+        p50_decision_s, p99_decision_s: real time to look up, count, order, evict and place, for a request.
+    """
+
+    num_requests: int
+    document_hit_rate: float
+    token_hit_rate: float
+    hits_by_tier: Mapping[str, int]
+    hit_tokens_by_tier: Mapping[str, int]
+    mean_ttft_s: float
+    p50_ttft_s: float
+    p99_ttft_s: float
+    throughput_rps: float
+    reordered_share: float
+    max_overtaken: int
+    swapped_out_tokens: int
+    loaded_tokens: int
+    p50_decision_s: float
+    p99_decision_s: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        data: dict[str, object] = {name: getattr(self, name) for name in Summary.__slots__}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """A run. ``notes`` say what its reader should know, a sentence each."""
+
+    options: SimulationOptions
+    summary: Summary
+    notes: tuple[str, ...] = ()
+    requests: tuple[RequestRecord, ...] | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data; ``requests`` only where they were kept."""
+        data: dict[str, object] = {
+            "options": self.options.to_dict(),
+            "summary": self.summary.to_dict(),
+            "notes": list(self.notes),
+        }
+        if self.requests is not None:
+            data["requests"] = [record.to_dict() for record in self.requests]
+        return data

@@ -1,0 +1,327 @@
+"""Run a trace through one engine in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from time import perf_counter_ns
+
+import numpy as np
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.ordering import arrange
+from ragcache_core.queueing import CacheAwareQueue, order_priority
+from ragcache_core.sim.bound import BeladyPolicy, in_canonical_order
+from ragcache_core.sim.cache import Served, SimulatedCache
+from ragcache_core.sim.documents import DocumentCache
+from ragcache_core.sim.engine import EngineModel, Job
+from ragcache_core.sim.options import BELADY, SimulationOptions
+from ragcache_core.sim.recording import Recorder
+from ragcache_core.sim.result import SimulationResult
+from ragcache_core.sim.testbeds import Testbed, load_testbed
+from ragcache_core.sim.trace import Trace, TracedRequest
+from ragcache_core.speculation import Action, Cancel, Confirm, SpeculativePipeline, Start
+
+_PROGRESS_EVERY = 512
+
+
+def simulate(
+    trace: Trace,
+    options: SimulationOptions,
+    *,
+    progress: Callable[[int], object] | None = None,
+    keeps_requests: bool = False,
+) -> SimulationResult:
+    """Return what one engine would have done with ``trace``.
+
+    A request arrives, its documents are known ``retrieval_s`` later, and their order is chosen then, as a client does;
+    it waits in the project's own queue until the engine admits it (:class:`~ragcache_core.sim.engine.EngineModel`),
+    and the cache is asked and changed at that moment. Its TTFT counts from its arrival.
+
+    With ``speculation`` its search has as many stages as there are ``settle_shares``, of equal length. The project's
+    own :class:`~ragcache_core.speculation.SpeculativePipeline` is told of each. Candidates that are not final yet
+    differ from stage to stage and are nobody else's documents: they are computed as a whole, and not cached. A
+    speculation is admitted while no real request waits; a wrong one ends when that is known, at once where one request
+    runs at a time, and with the iteration where there are more.
+
+    Args:
+        progress: told how many more requests are done.
+        keeps_requests: whether the result holds a record for each request.
+
+    Raises:
+        ConfigError: the testbed is unknown or does not cover the trace, or nothing is left after the warm-up.
+    """
+    if options.warm_up >= len(trace):
+        raise ConfigError(f"warm_up is {options.warm_up:,}, the trace has {len(trace):,} requests: lower warm_up")
+    testbed = load_testbed(options.cost_model)
+    notes = _check_lengths(trace, testbed, options)
+    recorder = Recorder(trace, options, keeps_requests=keeps_requests)
+    _Simulation(trace, options, testbed, recorder, progress).run()
+    return recorder.result(notes)
+
+
+def make_cache(trace: Trace, options: SimulationOptions, testbed: Testbed) -> SimulatedCache:
+    """Return the cache that the options ask for, which has seen nothing of the trace but, for the bound, its future."""
+    belady = None
+    if options.policy == BELADY:
+        belady = BeladyPolicy(in_canonical_order(trace) if options.order == "canonical" else trace)
+    if options.granularity == "block":
+        from ragcache_core.sim.blocks import BlockCache
+
+        return BlockCache(options, testbed.cost, belady)
+    return DocumentCache(options, testbed.cost, belady)
+
+
+def _check_lengths(trace: Trace, testbed: Testbed, options: SimulationOptions) -> tuple[str, ...]:
+    ends = np.concatenate([[0], np.cumsum(trace.doc_tokens, dtype=np.int64)])[trace.first]
+    documents = np.diff(ends)
+    num_cached_tokens = options.system_tokens + int(documents.max())
+    missing = testbed.lengths_beyond(num_cached_tokens, int((documents + trace.question_tokens).max()))
+    if missing is None:
+        return ()
+    if options.beyond == "refuse":
+        raise ConfigError(f"{missing}: measure longer prompts (ragcache profile --max-tokens), or extrapolate")
+    return (f"{missing}: times are continued in straight lines",)
+
+
+@dataclass(slots=True)
+class _Search:
+    """A request whose documents are not all known yet; ``settled`` is the stage from which on they are the final."""
+
+    number: int
+    request: TracedRequest
+    settled: int
+    pipeline: SpeculativePipeline[int]
+    job: Job | None = None
+
+
+class _Simulation:
+    """The loop over iterations of the engine, and what arrives between them."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        options: SimulationOptions,
+        testbed: Testbed,
+        recorder: Recorder,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        self._options = options
+        self._recorder = recorder
+        self._progress = progress
+        self._num_unreported = 0
+        self._cache = make_cache(trace, options, testbed)
+        self._engine = EngineModel(testbed, options.max_batch, options.overlaps_transfers)
+        self._is_cache_aware = options.queue == "cache-aware"
+        self._queue: CacheAwareQueue[Job] = CacheAwareQueue(
+            self._priority, window=options.window if self._is_cache_aware else 0
+        )
+        self._waiting_for: dict[tuple[str, ...], set[Job]] = {}
+        self._speculative: dict[int, Job] = {}
+        self._searches: dict[int, _Search] = {}
+        self._deferred: dict[int, _Search] = {}
+        self._cancelled: set[Job] = set()
+        self._now_s = 0.0
+        self._requests = iter(trace)
+        self._num_stages = len(options.settle_shares) if options.speculation == "dynamic" else 1
+        self._events = _stages(trace, options.retrieval_s, self._num_stages)
+        self._settled = _settling(len(trace), options) if self._num_stages > 1 else repeat(0)
+
+    def run(self) -> None:
+        engine = self._engine
+        event = next(self._events, None)
+        while True:
+            while event is not None and event[0] <= self._now_s:
+                self._on_stage(*event)
+                event = next(self._events, None)
+            admitted = self._admit()
+            if not engine.running:
+                if event is None:
+                    break
+                self._now_s = event[0]
+                continue
+            end_s = self._now_s + engine.iteration_s(admitted)
+            while event is not None and event[0] < end_s:
+                self._on_stage(*event)
+                if not engine.running:  # it was a speculation, and wrong
+                    end_s = event[0]
+                event = next(self._events, None)
+            self._now_s = end_s
+            self._end_iteration()
+        if self._progress is not None:
+            self._progress(self._num_unreported)
+        self._recorder.max_overtaken = self._queue.max_overtaken
+
+    # Searches
+
+    def _on_stage(self, now_s: float, number: int, stage: int) -> None:
+        """Take note that a stage of a request's search ended."""
+        is_final = stage == self._num_stages - 1
+        if self._num_stages == 1:
+            self._generate(number, next(self._requests), now_s)
+            return
+        if stage == 0:
+            pipeline: SpeculativePipeline[int] = SpeculativePipeline(max_prefill_bs=self._options.max_prefill_bs)
+            self._searches[number] = _Search(number, next(self._requests), next(self._settled), pipeline)
+        search = self._searches[number]
+        candidates = min(stage, search.settled)
+        num_pending = self._num_pending() - (search.job is not None and search.job.done_s is None)
+        actions = search.pipeline.on_stage(candidates, is_final=is_final, num_pending=num_pending)
+        self._act(search, actions, now_s)
+        if is_final:
+            del self._searches[number]
+            self._deferred.pop(number, None)
+        elif search.pipeline.is_deferred:
+            self._deferred[number] = search
+
+    def _act(self, search: _Search, actions: Sequence[Action[int]], now_s: float) -> None:
+        for action in actions:
+            match action:
+                case Start(candidates=stage):
+                    self._deferred.pop(search.number, None)
+                    search.job = self._job(search.number, search.request, is_wrong=stage != search.settled)
+                    self._speculative[search.number] = search.job
+                case Cancel():
+                    assert search.job is not None
+                    self._cancel(search.job)
+                    search.job = None
+                case Confirm():
+                    assert search.job is not None
+                    self._confirm(search.job, now_s)
+                case _:
+                    self._generate(search.number, search.request, now_s)
+
+    def _cancel(self, job: Job) -> None:
+        if self._speculative.pop(job.number, None) is not None or job.done_s is not None:
+            return
+        if self._options.max_batch == 1:
+            self._engine.running.remove(job)
+        else:
+            self._cancelled.add(job)
+
+    def _confirm(self, job: Job, now_s: float) -> None:
+        job.ready_s = now_s
+        if self._speculative.pop(job.number, None) is not None:
+            self._enqueue(job)
+        elif job.done_s is not None:
+            job.done_s = now_s
+            self._finish(job)
+
+    def _generate(self, number: int, request: TracedRequest, now_s: float) -> None:
+        job = self._job(number, request)
+        job.ready_s = now_s
+        self._enqueue(job)
+
+    def _num_pending(self) -> int:
+        return len(self._queue) + len(self._speculative) + len(self._engine.running)
+
+    def _start_deferred(self) -> None:
+        """Start what there was no room for, if there is now."""
+        for search in list(self._deferred.values()):
+            num_pending = self._num_pending()
+            if num_pending >= self._options.max_prefill_bs:
+                return
+            self._act(search, search.pipeline.on_load(num_pending), self._now_s)
+
+    # Waiting and running
+
+    def _job(self, number: int, request: TracedRequest, *, is_wrong: bool = False) -> Job:
+        """Return a request with its documents in the order in which its prompt shows them."""
+        started_ns = perf_counter_ns()
+        order_name = self._options.order
+        if is_wrong or order_name == "retrieval":
+            order = tuple(range(len(request.doc_ids)))
+        elif order_name == "canonical":
+            order = arrange(request.doc_ids, "canonical", None)
+        else:
+            order = self._cache.best_order(request)
+        if any(i != index for i, index in enumerate(order)):
+            request = replace(
+                request,
+                doc_ids=tuple(request.doc_ids[index] for index in order),
+                doc_tokens=tuple(request.doc_tokens[index] for index in order),
+            )
+        return Job(number, request, order, is_wrong, decision_ns=perf_counter_ns() - started_ns)
+
+    def _enqueue(self, job: Job) -> None:
+        self._queue.add(job)
+        if self._is_cache_aware:
+            for end in range(1, len(job.request.doc_ids) + 1):
+                self._waiting_for.setdefault(job.request.doc_ids[:end], set()).add(job)
+
+    def _priority(self, job: Job) -> float:
+        num_cached_tokens = self._cache.num_cached_tokens(job.request)
+        return order_priority(
+            num_cached_tokens, job.num_prompt_tokens + self._options.system_tokens - num_cached_tokens
+        )
+
+    def _admit(self) -> list[Job]:
+        """Admit what waits while there is room: real requests before speculative ones."""
+        admitted: list[Job] = []
+        if self._deferred:
+            self._start_deferred()
+        while self._engine.has_room and (self._queue or self._speculative):
+            started_ns = perf_counter_ns()
+            job = self._next() if self._queue else self._speculative.pop(next(iter(self._speculative)))
+            job.served = self._serve(job)
+            job.decision_ns += perf_counter_ns() - started_ns
+            self._engine.running.append(job)
+            admitted.append(job)
+        return admitted
+
+    def _serve(self, job: Job) -> Served:
+        if not job.is_wrong:
+            return self._cache.serve(job.request, job.number)
+        return Served((), (self._options.system_tokens, 0, 0), job.num_prompt_tokens, 0, 0)
+
+    def _next(self) -> Job:
+        if not self._is_cache_aware:
+            return self._queue.pop()
+        changed = self._cache.changed_prefixes()
+        for waiting in [self._queue] if changed is None else map(self._waiting_for.get, changed):
+            for job in waiting or ():
+                self._queue.touch(job)
+        self._queue.reconsider()
+        job = self._queue.pop()
+        for end in range(1, len(job.request.doc_ids) + 1):
+            prefix = job.request.doc_ids[:end]
+            waiting_for = self._waiting_for[prefix]
+            waiting_for.discard(job)
+            if not waiting_for:
+                del self._waiting_for[prefix]
+        return job
+
+    def _end_iteration(self) -> None:
+        for job in self._engine.end_iteration(self._now_s):
+            if job.ready_s is not None:
+                self._finish(job)
+        if self._cancelled:
+            self._engine.running = [job for job in self._engine.running if job not in self._cancelled]
+            self._cancelled.clear()
+
+    def _finish(self, job: Job) -> None:
+        self._recorder.add(job)
+        self._num_unreported += 1
+        if self._progress is not None and self._num_unreported >= _PROGRESS_EVERY:
+            self._progress(self._num_unreported)
+            self._num_unreported = 0
+
+
+def _stages(trace: Trace, retrieval_s: float, num_stages: int) -> Iterator[tuple[float, int, int]]:
+    """Yield (time, number of the request, stage) for each end of a stage of a search, in the order of time."""
+    offsets = [retrieval_s * (stage + 1) / num_stages for stage in range(num_stages)]
+    arrivals = trace.arrival_s
+    if num_stages == 1:
+        return zip((arrivals + offsets[0]).tolist(), range(len(trace)), repeat(0))
+    return heapq.merge(
+        *(zip((arrivals + offset).tolist(), range(len(trace)), repeat(stage)) for stage, offset in enumerate(offsets))
+    )
+
+
+def _settling(num_requests: int, options: SimulationOptions) -> Iterator[int]:
+    """Return the stage of each search from which on its candidates are the final ones."""
+    ends = np.cumsum(options.settle_shares[:-1])
+    drawn = np.random.default_rng(options.seed).random(num_requests)
+    return iter(np.searchsorted(ends, drawn, side="right").tolist())
