@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline clean
+.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline bench-compare bench-simulation clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,7 +15,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 setup: $(READY) ## make the virtual environment with vLLM for the CPU
 
@@ -32,7 +32,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick bench bench-tiers bench-pipeline: export HF_HUB_OFFLINE = 1
+test test-quick bench bench-tiers bench-pipeline bench-compare: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -60,6 +60,12 @@ bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/ben
 
 bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
 	$(VENV)/bin/python -m ragcache_core.bench.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+
+bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (half an hour)
+	$(VENV)/bin/python -m ragcache_core.bench.simulation $(foreach part,$(ONLY),--only $(part))
+
+bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
+	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

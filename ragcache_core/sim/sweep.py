@@ -1,0 +1,255 @@
+"""Many runs of the simulator, several at a time; what is finished is kept, and need not be run again.
+
+A run is a trace and its options. Its key is a digest of both and of the version, so that a journal says of any run
+whether it is finished: runs of other traces, of other options and of other versions are other runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import product
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragcache_core._version import __version__
+from ragcache_core.errors import ConfigError
+from ragcache_core.sim.options import BELADY, SimulationOptions
+from ragcache_core.sim.trace import Trace, read_trace
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation that is to be done: a trace's file, the digest of what is in it, and the options."""
+
+    trace: Path
+    trace_sha256: str
+    options: SimulationOptions
+    cost_sha256: str = ""
+
+    @property
+    def key(self) -> str:
+        """The same for the same requests, options, cost model and version."""
+        facts = [__version__, self.trace_sha256, self.cost_sha256, self.options.to_dict()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What became of a run, as plain JSON data: ``options`` and ``summary`` as a result's ``to_dict`` has them."""
+
+    key: str
+    trace: str
+    options: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    notes: Sequence[str]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> FinishedRun:
+        """Return the run that :meth:`to_dict` wrote.
+
+        Raises:
+            KeyError: something is missing.
+        """
+        return cls(**{name: data[name] for name in cls.__slots__})
+
+
+class Journal:
+    """A file of finished runs, one line of JSON each. A line that was cut off is a run that did not finish."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, FinishedRun]:
+        """Return the finished runs by their keys; none where there is no file."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return {}
+        runs = (_parsed(line) for line in lines)
+        return {run.key: run for run in runs if run is not None}
+
+    def append(self, run: FinishedRun) -> None:
+        """Add a run; it is on disk when this returns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            line = json.dumps(run.to_dict()).encode() + b"\n"
+            file.write(line if self._ends_with_a_line() else b"\n" + line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def remove(self) -> None:
+        """Remove the file: its runs are kept elsewhere."""
+        self.path.unlink(missing_ok=True)
+
+    def _ends_with_a_line(self) -> bool:
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            return file.read() in (b"", b"\n")
+
+
+def plan(
+    traces: Iterable[Path],
+    base: SimulationOptions,
+    *,
+    policies: Sequence[str] = (),
+    orders: Sequence[str] = (),
+    gpu_tokens: Sequence[int] = (),
+    host_tokens: Sequence[int] = (),
+    disk_tokens: Sequence[int] = (),
+) -> list[Run]:
+    """Return a run for each trace with each combination of values; what is not given is as in ``base``.
+
+    ``belady`` with the order ``cache_aware`` is left out of a plan that holds more: there is no such bound.
+
+    Raises:
+        ConfigError: a combination that cannot work. OSError: a trace, or the cost model's file, cannot be read.
+    """
+    grid = {
+        "policy": policies or (base.policy,),
+        "order": orders or (base.order,),
+        "gpu_tokens": gpu_tokens or (base.gpu_tokens,),
+        "host_tokens": host_tokens or (base.host_tokens,),
+        "disk_tokens": disk_tokens or (base.disk_tokens,),
+    }
+    cost_file = Path(base.cost_model)
+    cost_sha256 = _digest(cost_file) if cost_file.is_file() else ""
+    settings = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    possible = [of for of in settings if (of["policy"], of["order"]) != (BELADY, "cache_aware")]
+    options = [replace(base, **of) for of in possible or settings]  # type: ignore[arg-type]
+    digests = {trace: _digest(trace) for trace in traces}
+    runs = (Run(trace, digest, of, cost_sha256) for trace, digest in digests.items() for of in options)
+    return list({(run.trace, run.key): run for run in runs}.values())
+
+
+def run_all(
+    runs: Sequence[Run],
+    *,
+    jobs: int,
+    finished: Mapping[str, FinishedRun] | None = None,
+    keep: Callable[[FinishedRun], None] = lambda _: None,
+    report: Callable[[int], object] = lambda _: None,
+) -> list[FinishedRun]:
+    """Simulate what is not among ``finished`` in ``jobs`` processes, and return all runs in the order they came in.
+
+    Args:
+        jobs: processes at a time.
+        finished: runs by their keys that need not be done again.
+        keep: called with each run as soon as it is finished.
+        report: called now and then with the number of requests simulated since the last call.
+
+    Whatever ends it early, an error in a run or an interrupt, ends the processes as well.
+
+    Raises:
+        ConfigError, TraceError: of the first run that failed. BrokenProcessPool: a process was killed.
+    """
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}; it must be 1 process or more")
+    by_key = dict(finished or {})
+    to_do = {run.key: run for run in runs if run.key not in by_key}
+    if to_do:
+        context = get_context("spawn")
+        counter: Synchronized[int] = context.Value("q", 0)
+        num_reported = 0
+        with _workers(min(jobs, len(to_do)), counter) as executor:
+            pending: set[Future[FinishedRun]] = {executor.submit(_simulate, run) for run in to_do.values()}
+            while pending:
+                done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+                for future in done:
+                    by_key[future.result().key] = future.result()
+                    keep(future.result())
+                report(counter.value - num_reported)
+                num_reported = counter.value
+    return [replace(by_key[run.key], trace=str(run.trace)) for run in runs]
+
+
+@contextmanager
+def _workers(jobs: int, counter: Synchronized[int]) -> Iterator[ProcessPoolExecutor]:
+    """Yield processes that are ended with the block, at once where it fails."""
+    others = set(active_children())
+    executor = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_start_worker, initargs=(counter,))
+    try:
+        yield executor
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for worker in set(active_children()) - others:
+            worker.terminate()
+        raise
+    finally:
+        executor.shutdown()
+
+
+# In a worker
+
+_counter: Synchronized[int] | None = None
+
+
+def _start_worker(counter: Synchronized[int]) -> None:
+    global _counter  # a task cannot be given it: it is inherited
+    _counter = counter
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait_for_any([parent.sentinel])
+    os._exit(1)
+
+
+def _simulate(run: Run) -> FinishedRun:
+    from ragcache_core.sim.simulator import simulate
+
+    started_s = time.perf_counter()
+    result = simulate(_load(run.trace, run.trace_sha256), run.options, progress=_count)
+    seconds = round(time.perf_counter() - started_s, 3)
+    options, summary = result.options.to_dict(), result.summary.to_dict()
+    return FinishedRun(run.key, str(run.trace), options, summary, result.notes, seconds)
+
+
+def _count(num_requests: int) -> None:
+    if _counter is not None:
+        with _counter.get_lock():
+            _counter.value += num_requests
+
+
+@lru_cache(maxsize=2)
+def _load(path: Path, sha256: str) -> Trace:
+    if _digest(path) != sha256:
+        raise ConfigError(f"{path} has changed since the sweep began: run it again")
+    return read_trace(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parsed(line: bytes) -> FinishedRun | None:
+    try:
+        return FinishedRun.from_dict(json.loads(line))
+    except (ValueError, KeyError, TypeError):
+        return None
