@@ -11,6 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
+from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineStartError
 
@@ -54,7 +55,9 @@ def check_model(model: str) -> None:
         )
 
 
-def cache_arguments(cache: CacheConfig | None, *, engine_id: str, profile: Path | None = None) -> list[str]:
+def cache_arguments(
+    cache: CacheConfig | VLLMOffload | None, *, engine_id: str, profile: Path | None = None
+) -> list[str]:
     """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
 
     Args:
@@ -64,6 +67,8 @@ def cache_arguments(cache: CacheConfig | None, *, engine_id: str, profile: Path 
     """
     if cache is None:
         return []
+    if isinstance(cache, VLLMOffload):
+        return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
     arguments = [
         *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
@@ -159,10 +164,10 @@ def check_extra_args(extra_args: Sequence[str]) -> None:
 
 
 def server_environment(
-    api_key: str, cache: CacheConfig | None, extra: Mapping[str, str] | None, *, engine_id: str
+    api_key: str, cache: CacheConfig | VLLMOffload | None, extra: Mapping[str, str] | None, *, engine_id: str
 ) -> dict[str, str]:
     """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
-    is_said = cache is not None and cache.kv_cache_bytes is not None
+    is_said = isinstance(cache, CacheConfig) and cache.kv_cache_bytes is not None
     default = {} if is_said else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
     return {
         **({} if cache is None else {_RESERVED_CORES_ENV: "1"}),

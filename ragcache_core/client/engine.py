@@ -15,6 +15,7 @@ import httpx
 
 from ragcache_core.client.asking import ServerDoor
 from ragcache_core.client.launch import launch_server
+from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.client.process import GRACE_S
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer
@@ -71,7 +72,7 @@ class Engine(ServerDoor):
         cls,
         model: str,
         *,
-        cache: CacheConfig | None = CacheConfig(),  # noqa: B008 (frozen)
+        cache: CacheConfig | VLLMOffload | None = CacheConfig(),  # noqa: B008 (frozen)
         host: str = "127.0.0.1",
         port: int | None = None,
         api_key: str | None = None,
@@ -89,7 +90,7 @@ class Engine(ServerDoor):
 
         Args:
             model: a folder in Hugging Face format, or a name of the hub.
-            cache: what to keep; ``None`` runs plain vLLM.
+            cache: what to keep; ``None`` runs plain vLLM, a :class:`VLLMOffload` vLLM with its own offloading.
             host, port: where to listen; by default loopback and a free port.
             api_key: the key to ask for; by default a random one.
             tokenizer: folder or name of the tokenizer, if it is not the model's.

@@ -17,6 +17,7 @@ from ragcache_core.client.arguments import (
     server_environment,
     vllm_arguments,
 )
+from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.profiles import find_profile
 from ragcache_core.client.progress import LoadProgress
@@ -42,7 +43,7 @@ class LaunchedServer:
 def launch_server(
     model: str,
     *,
-    cache: CacheConfig | None,
+    cache: CacheConfig | VLLMOffload | None,
     host: str,
     port: int | None,
     api_key: str | None,
@@ -76,7 +77,7 @@ def launch_server(
     if "served_model_name" not in vllm_args:
         settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
     engine_id = new_engine_id(os.getpid())
-    cache = None if cache is None else cache.resolved()
+    cache = cache.resolved() if isinstance(cache, CacheConfig) else cache
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
         "--disable-uvicorn-access-log",

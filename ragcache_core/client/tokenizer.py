@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from ragcache_core.client.importing import import_requests
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, TokenizedText
 
@@ -143,7 +144,10 @@ def checked_tokenizer(
 
 
 def preload(load: Callable[[], PromptTokenizer]) -> Callable[[], PromptTokenizer]:
-    """Start ``load`` in a thread, while the server loads; return what waits for its result."""
+    """Start ``load`` in a thread, while the server loads; return what waits for its result.
+
+    The thread then imports what the first request needs, too.
+    """
     future: Future[PromptTokenizer] = Future()
 
     def run() -> None:
@@ -151,6 +155,7 @@ def preload(load: Callable[[], PromptTokenizer]) -> Callable[[], PromptTokenizer
             future.set_result(load())
         except BaseException as error:
             future.set_exception(error)
+        import_requests()
 
     threading.Thread(target=run, name="ragcache-tokenizer", daemon=True).start()
     return future.result

@@ -7,7 +7,7 @@ GPU; on CUDA vLLM's is used. A copy is done when ``submit_*`` returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from ragcache_core.vllm_plugin.compat import (
     LoadStoreSpec,
     OffloadingWorker,
     SharedOffloadRegion,
+    TieringOffloadingSpec,
     TransferResult,
 )
 
@@ -28,6 +29,28 @@ class _Transfer:
 
     group: int
     places: list[tuple[int, int, int]]
+
+
+def copying_worker(
+    spec: TieringOffloadingSpec,
+    kv_caches: CanonicalKVCaches,
+    keep: Callable[[SharedOffloadRegion], object] | None = None,
+) -> CopyingWorker:
+    """Return the worker of a spec's host tier; ``keep`` is told the region of shared memory before it is used."""
+    region = SharedOffloadRegion(
+        engine_id=spec._engine_id,
+        num_chunks=spec.num_chunks,
+        rank=spec.config.parallel.rank,
+        kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
+        cpu_page_size=spec.cpu_page_size_per_worker,
+    )
+    try:
+        if keep is not None:
+            keep(region)
+        return CopyingWorker(kv_caches, spec.blocks_per_chunk, region)
+    except BaseException:
+        region.cleanup()
+        raise
 
 
 class CopyingWorker(OffloadingWorker):

@@ -23,7 +23,7 @@ from ragcache_core.vllm_plugin.compat import (
     host_policy_of,
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.cpu_worker import CopyingWorker
+from ragcache_core.vllm_plugin.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.host_journal import HostJournal
 from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, TreeCachePolicy
 from ragcache_core.vllm_plugin.identity import kv_identity
@@ -111,18 +111,9 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 keep_region(self._engine_id, None)
             return worker
         if self._worker is None:
-            region = SharedOffloadRegion(
-                engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
-            try:
-                if is_lasting(self._engine_id):
-                    keep_region(self._engine_id, region.fd)
-                self._worker = CopyingWorker(kv_caches, self.blocks_per_chunk, region)
-            except BaseException:
-                region.cleanup()
-                raise
+            self._worker = copying_worker(self, kv_caches, self._keep)
         return self._worker
+
+    def _keep(self, region: SharedOffloadRegion) -> None:
+        if is_lasting(self._engine_id):
+            keep_region(self._engine_id, region.fd)

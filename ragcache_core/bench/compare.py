@@ -1,0 +1,143 @@
+"""Engines side by side: the same requests at the same moments, one engine after the other, over rates and seeds."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ragcache_core.bench.load import Load
+from ragcache_core.bench.peers import Peer
+from ragcache_core.bench.prompts import TracedPrompts
+from ragcache_core.bench.results import Results
+from ragcache_core.bench.sessions import Amounts, Session, capacity_rps, measure, plan
+from ragcache_core.bench.summary import Summary
+from ragcache_core.client import Engine
+from ragcache_core.errors import ConfigError
+
+_IN_FLIGHT = 8
+
+OpenEngine = Callable[[Peer, int, Path], Engine]
+"""Returns an engine of that kind with so many bytes of host memory, and a folder that is its own."""
+
+
+class Progress(Protocol):
+    """Who is told how far a comparison is."""
+
+    def plan(self, num_requests: int) -> None:
+        """Take note of how many requests there will be."""
+
+    def say(self, what: str) -> None:
+        """Take note of what is going on."""
+
+    def advance(self) -> None:
+        """Take note of one more answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What to compare: engines, sizes of host memory, rates in requests a second or as shares of a capacity."""
+
+    peers: tuple[Peer, ...]
+    host_bytes: tuple[int, ...]
+    rates: tuple[float, ...]
+    are_shares: bool
+    seeds: tuple[int, ...]
+    amounts: Amounts
+
+    def __post_init__(self) -> None:
+        for name, values in (("host memory", self.host_bytes), ("rates", self.rates)):
+            if not values or list(values) != sorted(set(values)) or values[0] <= 0:
+                shown = ", ".join(f"{value:g}" for value in values)
+                raise ConfigError(f"{name} {shown or '(none)'}: give sizes above 0 in ascending order, each once")
+        if not self.seeds:
+            raise ConfigError("no seeds: measure one at least")
+        if len({peer.name for peer in self.peers}) != len(self.peers) or not self.peers:
+            raise ConfigError("name every engine to compare once")
+
+    @property
+    def num_trace_requests(self) -> int:
+        """How many requests a seed's trace must have."""
+        return self.amounts.num_warm_up + len(self.rates) * self.amounts.num_requests
+
+    def summary(self, results: Results) -> Summary:
+        """Return what the runs so far add up to."""
+        return Summary(results.runs, [peer.name for peer in self.peers], self.host_bytes, len(self.rates))
+
+
+def run_comparison(
+    comparison: Comparison,
+    results: Results,
+    prompts: Callable[[int], TracedPrompts],
+    open_engine: OpenEngine,
+    progress: Progress,
+) -> None:
+    """Measure what ``results`` lack. Every engine is closed when its session ends, however it ends.
+
+    ``prompts`` returns the requests of a seed.
+
+    Raises:
+        EngineStartError, EngineDiedError, ...: an engine failed; what was finished before is in ``results``.
+    """
+    names: Mapping[str, Peer] = {peer.name: peer for peer in comparison.peers}
+    sessions = _sessions(comparison, results)
+    amounts = comparison.amounts
+    num_requests = sum(amounts.count(session, names[session.peer].keeps_anything) for session in sessions)
+    progress.plan(num_requests)
+    if not results.rates_rps:
+        results.set_rates(*_rates(comparison, prompts(comparison.seeds[0]), open_engine, progress))
+    by_seed: dict[int, TracedPrompts] = {}
+    for number, session in enumerate(sessions, 1):
+        peer = names[session.peer]
+        if session.seed not in by_seed:
+            by_seed = {session.seed: prompts(session.seed)}
+        where = f"{_shown(session)}, {number} of {len(sessions)}"
+        progress.say(f"{where}: starting")
+        with (
+            tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder,
+            open_engine(peer, session.host_bytes, Path(folder)) as engine,
+        ):
+            measure(
+                engine,
+                peer,
+                session,
+                by_seed[session.seed],
+                results.rates_rps,
+                amounts,
+                on_answer=progress.advance,
+                on_rate=_telling(progress, where),
+                keep=results.add,
+            )
+
+
+def _sessions(comparison: Comparison, results: Results) -> list[Session]:
+    return plan(comparison.peers, comparison.host_bytes, len(comparison.rates), comparison.seeds, results.runs)
+
+
+def _rates(
+    comparison: Comparison, prompts: TracedPrompts, open_engine: OpenEngine, progress: Progress
+) -> tuple[tuple[float, ...], float | None]:
+    """Return the rates in requests a second, and the capacity that shares are of: the first engine's."""
+    if not comparison.are_shares:
+        return comparison.rates, None
+    first, host_bytes = comparison.peers[0], comparison.host_bytes[0]
+    progress.say(f"{first.name}: what it can serve")
+    with (
+        tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder,
+        open_engine(first, host_bytes, Path(folder)) as engine,
+    ):
+        load = Load(engine, prompts, order=first.order, sends_documents=first.sends_documents)
+        num_requests = min(comparison.amounts.num_requests, len(prompts) - _IN_FLIGHT)
+        capacity = capacity_rps(load, num_requests, in_flight=_IN_FLIGHT)
+    return tuple(round(share * capacity, 4) for share in comparison.rates), round(capacity, 4)
+
+
+def _telling(progress: Progress, where: str) -> Callable[[str], None]:
+    return lambda what: progress.say(f"{where}: {what}")
+
+
+def _shown(session: Session) -> str:
+    host = f", host {session.host_bytes / 2**20:,.0f} MiB" if session.host_bytes else ""
+    return f"{session.peer}{host}, seed {session.seed}"

@@ -1,0 +1,203 @@
+"""What a comparison was asked to do, and all that is decided from it before the first engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ragcache_core.bench.compare import Comparison, OpenEngine
+from ragcache_core.bench.peers import PEERS, Peer, Setup
+from ragcache_core.bench.prompts import TracedPrompts, scaled
+from ragcache_core.bench.random_model import random_model
+from ragcache_core.bench.sessions import Amounts
+from ragcache_core.bench.sizing import HOST_TOKENS, KV_TOKENS, ModelFacts, check_host, window
+from ragcache_core.client import Engine
+from ragcache_core.config import BytesOrNone
+from ragcache_core.errors import ConfigError
+from ragcache_core.sim.trace import Trace, read_trace
+from ragcache_core.sim.workload import WORKLOADS, make_trace
+
+RANDOM, LAUNCH = "random", "launch"
+AUTO_SHARES = (0.25, 0.5, 0.8, 1.2, 1.8, 2.6)
+_RANDOM_MODELS_SCALE = 0.125
+_ASSUMED_VOCABULARY = 1_024
+"""Tokens that every model has, for a server whose model is not said."""
+_SIZE = TypeAdapter(BytesOrNone)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """The options of ``ragcache bench``; sizes as they are typed, ``None`` where it decides."""
+
+    engine: str = LAUNCH
+    api_key: str | None = None
+    workload: str = "mmlu"
+    trace: Path | None = None
+    compare: tuple[str, ...] = tuple(PEERS)
+    rates: tuple[float, ...] = AUTO_SHARES
+    are_shares: bool = True
+    seeds: int = 3
+    first_seed: int = 0
+    requests: int = 200
+    warm_up: int = 200
+    model: str = RANDOM
+    dtype: str = "float32"
+    scale: float | None = None
+    output_tokens: int | None = None
+    kv_memory: str | None = None
+    host_memory: tuple[str, ...] = ()
+    disk_memory: str = "0"
+    block_size: int = 32
+    max_num_seqs: int = 8
+    vllm_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A comparison that can begin. Results must agree in ``facts`` with it; ``notes`` are what a reader must know."""
+
+    comparison: Comparison
+    prompts: Mapping[int, TracedPrompts]
+    open_engine: OpenEngine
+    facts: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def prepare(options: BenchOptions) -> Prepared:
+    """Return what ``options`` ask for, checked: traces are made, and so is the random model.
+
+    Raises:
+        ConfigError: options that cannot work, or contradict each other.
+        TraceError: the trace's file is broken; the message says where.
+    """
+    if options.engine != LAUNCH:
+        return _on_a_server(options)
+    peers = _peers(options.compare)
+    model = str(random_model()) if options.model == RANDOM else options.model
+    facts = ModelFacts.read(model, options.dtype)
+    scale = options.scale or (_RANDOM_MODELS_SCALE if options.model == RANDOM else 1.0)
+    kv_bytes = _bytes("--kv-memory", options.kv_memory) or facts.memory_bytes(KV_TOKENS, scale, options.block_size)
+    host_bytes = tuple(_bytes("--host-memory", size) for size in options.host_memory)
+    host_bytes = host_bytes or tuple(facts.memory_bytes(tokens, scale, options.block_size) for tokens in HOST_TOKENS)
+    check_host(host_bytes, facts, options.block_size)
+    comparison = _comparison(options, peers, host_bytes)
+    prompts = _prompts(options, comparison, scale, facts.vocab_size)
+    needed = window(
+        prompts,
+        facts,
+        num_requests=comparison.num_trace_requests,
+        kv_bytes=kv_bytes,
+        block_size=options.block_size,
+    )
+    setup = Setup(
+        model,
+        options.dtype,
+        kv_bytes,
+        options.block_size,
+        needed,
+        options.max_num_seqs,
+        disk_bytes=_bytes("--disk-memory", options.disk_memory),
+        vllm_args=options.vllm_args,
+    )
+
+    def open_engine(peer: Peer, host_bytes: int, folder: Path) -> Engine:
+        return peer.launch(setup, host_bytes, folder)
+
+    sizes = {
+        "kv_memory_bytes": kv_bytes,
+        "kv_bytes_per_token": facts.kv_bytes_per_token,
+        "host_memory_bytes": list(host_bytes),
+        "disk_memory_bytes": setup.disk_bytes,
+        "max_model_len": needed,
+    }
+    return Prepared(
+        comparison, prompts, open_engine, {**_facts(options, scale), **sizes}, _notes(options, scale, comparison)
+    )
+
+
+def _on_a_server(options: BenchOptions) -> Prepared:
+    """Return the load on one server that runs already, as it is."""
+    with Engine.connect(options.engine, api_key=options.api_key) as engine:
+        is_ragcache = engine.stats().policy is not None
+        num_tokens = engine.max_model_len
+    peer = Peer("server", f"the server at {options.engine}", is_ragcache=is_ragcache)
+    comparison = _comparison(options, (peer,), (1,))
+    prompts = _prompts(options, comparison, options.scale or 1.0, _ASSUMED_VOCABULARY)
+    facts = ModelFacts(_ASSUMED_VOCABULARY, 1, num_tokens)
+    window(prompts, facts, num_requests=comparison.num_trace_requests, kv_bytes=num_tokens, block_size=1)
+
+    def open_engine(peer: Peer, host_bytes: int, folder: Path) -> Engine:  # noqa: ARG001 (it has its own)
+        return Engine.connect(options.engine, api_key=options.api_key)
+
+    scale = options.scale or 1.0
+    return Prepared(comparison, prompts, open_engine, _facts(options, scale), _notes(options, scale, comparison))
+
+
+def _peers(names: tuple[str, ...]) -> tuple[Peer, ...]:
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"there is no engine {name!r:.80} to compare: choose from {', '.join(PEERS)}")
+    return tuple(PEERS[name] for name in names)
+
+
+def _comparison(options: BenchOptions, peers: tuple[Peer, ...], host_bytes: tuple[int, ...]) -> Comparison:
+    seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
+    amounts = Amounts(options.warm_up, options.requests)
+    return Comparison(peers, host_bytes, options.rates, options.are_shares, seeds, amounts)
+
+
+def _prompts(options: BenchOptions, comparison: Comparison, scale: float, vocab_size: int) -> dict[int, TracedPrompts]:
+    count = comparison.num_trace_requests
+    read = None if options.trace is None else scaled(read_trace(options.trace).head(count), scale)
+
+    def trace(seed: int) -> Trace:
+        return read if read is not None else scaled(make_trace(WORKLOADS[options.workload], count, seed), scale)
+
+    return {
+        seed: TracedPrompts(trace(seed), vocab_size, seed=seed, num_output_tokens=options.output_tokens)
+        for seed in comparison.seeds
+    }
+
+
+def _bytes(name: str, size: str | None) -> int:
+    if size is None:
+        return 0
+    try:
+        return int(_SIZE.validate_python(size))
+    except ValidationError as error:
+        raise ConfigError(f"{name} is {size!r:.80}: write a size as 64MiB or 1GiB") from error
+
+
+def _facts(options: BenchOptions, scale: float) -> dict[str, Any]:
+    asked = asdict(replace(options, api_key=None, scale=scale))
+    for decided in ("api_key", "kv_memory", "host_memory", "disk_memory"):
+        del asked[decided]
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
+
+
+def _notes(options: BenchOptions, scale: float, comparison: Comparison) -> tuple[str, ...]:
+    what = "the trace" if options.trace is not None else f"the workload {options.workload}"
+    notes = [
+        f"Requests are those of {what}; lengths of documents and questions are times {scale:g}, how many documents "
+        "there are and how often each is asked for is not: with memory scaled alike, a tier holds as many documents.",
+        "Arrivals are Poisson, at the same moments for every engine. Requests go out when they are due, whatever "
+        "became of those before; TTFT counts from when one was due to the first chunk of its stream.",
+        f"{comparison.amounts.num_warm_up} requests warm an engine up; each rate has {comparison.amounts.num_requests} "
+        "of its own, the same for every engine. Engines run one at a time, another one first for each seed.",
+        f"The SLO is a mean TTFT of at most five times that of {comparison.peers[0].name} at the lowest rate, the same "
+        "for every engine; throughput is where the line through the measured rates leaves it.",
+        "CPU time and memory (proportional set size) are those of the engine's processes; the client is not in them.",
+        "Search time hidden: none, for a trace has no search.",
+    ]
+    if options.disk_memory != "0":
+        notes.append("vLLM's own file tier has no limit; RAGCache's has the one given.")
+    if options.engine == LAUNCH:
+        notes.append(
+            "vllm-host-* are vLLM's own scheduler, offloading and policies; on a machine without a GPU, for which vLLM "
+            "has no worker that copies blocks, they use RAGCache's."
+        )
+    return tuple(notes)

@@ -1,0 +1,107 @@
+"""A trace's requests as prompts for an engine: exactly as many tokens as the trace says, the same for the same ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragcache_core.bench.engines import TokenRequest
+from ragcache_core.errors import ConfigError
+from ragcache_core.sim.trace import Trace, TracedRequest
+from ragcache_core.types import Document, PromptSegment, SegmentKind
+from ragcache_core.wire import encode_kv_transfer_params, tile
+
+_FIRST_TOKEN = 256
+"""Tokenizers have their special tokens below, or at the very end."""
+_SPARED_AT_THE_END = 1_024
+
+
+def scaled(trace: Trace, factor: float) -> Trace:
+    """Return the trace with every prompt's lengths times ``factor``: documents and questions, each a token at least.
+
+    Raises:
+        ConfigError: the factor is not positive.
+    """
+    if not factor > 0:
+        raise ConfigError(f"lengths times {factor:g}: the scale must be above 0")
+    if factor == 1:
+        return trace
+    return Trace.from_requests(
+        TracedRequest(
+            request.arrival_s,
+            request.doc_ids,
+            tuple(max(1, round(tokens * factor)) for tokens in request.doc_tokens),
+            max(1, round(request.question_tokens * factor)),
+            request.output_tokens,
+        )
+        for request in trace
+    )
+
+
+class TracedPrompts:
+    """The requests of one trace, ready to be asked.
+
+    A document's tokens are a function of its id: a shorter version is the beginning of a longer one. Every request's
+    question is its own. Tokens are drawn at random: an engine that has to read them does not care what they say.
+    """
+
+    def __init__(self, trace: Trace, vocab_size: int, *, seed: int, num_output_tokens: int | None = None) -> None:
+        """``num_output_tokens`` replaces the answers' lengths of the trace."""
+        spared = min(_SPARED_AT_THE_END, vocab_size // 8)
+        self._tokens = range(min(_FIRST_TOKEN, vocab_size // 8), vocab_size - spared)
+        self._trace = trace
+        self._seed = seed
+        self._num_output_tokens = num_output_tokens
+        self._documents: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._trace)
+
+    def documents(self, number: int) -> list[Document]:
+        """Return what request ``number`` retrieved, the best first; without their texts."""
+        return [Document(doc_id, "") for doc_id in self._trace[number].doc_ids]
+
+    def num_tokens(self, number: int) -> int:
+        """Return the tokens of request ``number``, prompt and answer."""
+        request = self._trace[number]
+        return sum(request.doc_tokens) + max(request.question_tokens, 1) + self._num_outputs(request)
+
+    def request(self, number: int, *, order: Sequence[str] | None = None, sends_documents: bool = True) -> TokenRequest:
+        """Return request ``number``, its documents in ``order`` (ids; by default as retrieved).
+
+        ``sends_documents``: with the metadata that the integrations of the frameworks send.
+        """
+        traced = self._trace[number]
+        shown = traced.doc_ids if order is None else tuple(order)
+        sizes = dict(zip(traced.doc_ids, traced.doc_tokens, strict=True))
+        token_ids: list[int] = []
+        spans = []
+        for doc_id in shown:
+            start = len(token_ids)
+            token_ids += self._document(doc_id, sizes[doc_id])
+            spans.append(PromptSegment(SegmentKind.DOCUMENT, start, len(token_ids), doc_id))
+        token_ids += self._drawn(f"question {self._seed} {number}", max(traced.question_tokens, 1))
+        params = None
+        if sends_documents:
+            is_reordered = shown != traced.doc_ids
+            params = encode_kv_transfer_params(tile(spans, len(token_ids)), is_reordered=is_reordered)
+        return TokenRequest(tuple(token_ids), params, self._num_outputs(traced))
+
+    def _num_outputs(self, traced: TracedRequest) -> int:
+        return traced.output_tokens if self._num_output_tokens is None else self._num_output_tokens
+
+    def _document(self, doc_id: str, num_tokens: int) -> list[int]:
+        known = self._documents.get(doc_id, [])
+        if len(known) < num_tokens:
+            known = self._documents[doc_id] = self._drawn(f"document {doc_id}", num_tokens)
+        return known[:num_tokens]
+
+    def _drawn(self, name: str, num_tokens: int) -> list[int]:
+        """Return tokens that ``name`` decides; more of them begin with the same ones."""
+        digest = hashlib.blake2b(name.encode("utf-8", "backslashreplace"), digest_size=8).digest()
+        rng = np.random.default_rng(int.from_bytes(digest, "little"))
+        drawn = (rng.random(num_tokens) * len(self._tokens)).astype(int)
+        token_ids: list[int] = (self._tokens.start + drawn).tolist()
+        return token_ids

@@ -1,0 +1,121 @@
+"""The file of a comparison: what was asked for, on what machine, and every run that is finished."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ragcache_core.bench.sessions import Run
+from ragcache_core.errors import ConfigError
+
+VERSION = 1
+
+
+class Results:
+    """Runs, written to their file whole each time that one is added: an interruption loses none of them."""
+
+    def __init__(self, path: Path, options: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
+        self.path = path
+        self.options = dict(options)
+        self.machine = dict(machine)
+        self.rates_rps: tuple[float, ...] = ()
+        self.capacity_rps: float | None = None
+        self.runs: list[Run] = []
+        self.summary: Mapping[str, Any] = {}
+
+    @classmethod
+    def open(
+        cls, path: Path, options: Mapping[str, Any], machine: Mapping[str, Any], *, resume: bool = False
+    ) -> Results:
+        """Return the results in the file, to go on with, or empty ones where there is no file.
+
+        Raises:
+            ConfigError: a file is there and ``resume`` was not asked for, it was made with other options, or it is not
+                such a file.
+        """
+        fresh = cls(path, options, machine)
+        if not path.exists():
+            return fresh
+        if not resume:
+            raise ConfigError(f"{path} is there already: --resume goes on with it, another --json starts anew")
+        kept = cls.read(path)
+        asked = json.loads(json.dumps(fresh.options))
+        for name in (*asked, *kept.options):
+            if asked.get(name) != kept.options.get(name):
+                raise ConfigError(
+                    f"{path} was measured with {name} = {kept.options.get(name)!r:.120}, not {asked.get(name)!r:.120}: "
+                    "resume with the same options, or choose another --json"
+                )
+        return kept
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Return the results in a file.
+
+        Raises:
+            ConfigError: it cannot be read, or is not the file of a comparison.
+        """
+        try:
+            data = json.loads(path.read_bytes())
+            if data["version"] != VERSION:
+                raise ConfigError(f"{path} has version {data['version']!r:.20}, this reads {VERSION}: measure anew")
+            results = cls(path, data["options"], data["machine"])
+            results.rates_rps = tuple(data["rates_rps"])
+            results.capacity_rps = data["capacity_rps"]
+            results.runs = [Run.from_dict(run) for run in data["runs"]]
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): name the file of a comparison") from error
+        except ConfigError:
+            raise
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is not the file of a comparison ({error!r:.120}): choose another --json"
+            ) from error
+        return results
+
+    def set_rates(self, rates_rps: tuple[float, ...], capacity_rps: float | None) -> None:
+        """Keep the rates that were decided, and by what capacity of an engine without a cache."""
+        self.rates_rps, self.capacity_rps = rates_rps, capacity_rps
+        self.write()
+
+    def add(self, run: Run) -> None:
+        """Add a run that is finished."""
+        self.runs.append(run)
+        self.write()
+
+    def summarise(self, summary: Mapping[str, Any]) -> None:
+        """Keep what the runs add up to beside them."""
+        self.summary = summary
+        self.write()
+
+    def write(self) -> None:
+        """Write the file. Atomic: when this raises, what was there before still is.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written to.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
+        try:
+            temporary.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
+            temporary.replace(self.path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON data."""
+        return {
+            "version": VERSION,
+            "options": self.options,
+            "machine": self.machine,
+            "capacity_rps": self.capacity_rps,
+            "rates_rps": list(self.rates_rps),
+            "summary": self.summary,
+            "runs": [run.to_dict() for run in self.runs],
+        }

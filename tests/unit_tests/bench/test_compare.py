@@ -1,0 +1,155 @@
+"""The plan of a comparison, its results file, and what its runs add up to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.bench.compare import Comparison
+from ragcache_core.bench.peers import PEERS
+from ragcache_core.bench.results import Results
+from ragcache_core.bench.sessions import Amounts, Run, Session, plan
+from ragcache_core.bench.summary import Estimate, Summary
+from ragcache_core.errors import ConfigError
+
+PLAIN, HOST, OURS = PEERS["no-cache"], PEERS["vllm-host-lru"], PEERS["ragcache"]
+SIZES = (64, 256, 1024)
+MACHINE = {"processor": "a test"}
+
+
+def a_run(peer: str, host: int = 0, seed: int = 0, rate: int = 0, ttft_s: float = 1.0) -> Run:
+    return Run(
+        peer, host, seed, rate, float(2**rate), 10.0, (ttft_s / 2, ttft_s, ttft_s * 1.5), (), 300, 150, 3, 1,
+        {"gpu": 100, "host": 50}, 1.5, 1 << 20,
+    )  # fmt: skip
+
+
+def test_all_rates_are_measured_with_the_middle_size_and_all_sizes_with_the_middle_rate() -> None:
+    sessions = plan((PLAIN, OURS), SIZES, 4, (0,))
+    assert sessions == [
+        Session("no-cache", 0, 0, (0, 1, 2, 3)),
+        Session("ragcache", 64, 0, (1,)),
+        Session("ragcache", 256, 0, (0, 1, 2, 3)),
+        Session("ragcache", 1024, 0, (1,)),
+    ]
+
+
+def test_another_engine_is_first_for_each_seed() -> None:
+    sessions = plan((PLAIN, HOST, OURS), (64,), 1, (5, 6, 7, 8))
+    first = {session.seed: session.peer for session in reversed(sessions)}
+    assert first == {5: "no-cache", 6: "vllm-host-lru", 7: "ragcache", 8: "no-cache"}
+    assert len(sessions) == 12
+
+
+def test_what_is_done_is_not_planned_again() -> None:
+    done = [a_run("no-cache", rate=0), a_run("ragcache", 64)]
+    assert plan((PLAIN, OURS), (64,), 2, (0,), done) == [
+        Session("no-cache", 0, 0, (1,)),
+        Session("ragcache", 64, 0, (1,)),
+    ]
+
+
+def test_what_comes_before_a_rate_is_run_through_whatever_was_measured_of_it() -> None:
+    amounts = Amounts(num_warm_up=20, num_requests=5)
+    assert amounts.timed(2) == range(30, 35)
+    assert amounts.before(2, keeps_anything=True) == range(30)
+    assert amounts.before(2, keeps_anything=False) == range(8)
+    assert amounts.count(Session("ragcache", 64, 0, (0, 1, 2)), True) == 35
+    assert amounts.count(Session("ragcache", 64, 0, (0, 2)), True) == 35
+    assert amounts.count(Session("no-cache", 0, 0, (0, 2)), False) == 18
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "rates", "seeds", "message"),
+    [
+        ((64, 32), (1.0,), (0,), "ascending"),
+        ((64,), (), (0,), "rates"),
+        ((64,), (1.0, 1.0), (0,), "each once"),
+        ((0,), (1.0,), (0,), "above 0"),
+        ((64,), (1.0,), (), "no seeds"),
+    ],
+)
+def test_a_comparison_of_nothing_is_refused(
+    host_bytes: tuple[int, ...], rates: tuple[float, ...], seeds: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Comparison((OURS,), host_bytes, rates, False, seeds, Amounts(1, 1))
+    with pytest.raises(ConfigError, match="once"):
+        Comparison((OURS, OURS), (64,), (1.0,), False, (0,), Amounts(1, 1))
+
+
+def test_finished_runs_are_in_the_file_and_are_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.json"
+    results = Results.open(path, {"seeds": 2, "rates": (1.0, 2.0)}, MACHINE)
+    results.set_rates((1.0, 2.0), 4.0)
+    results.add(a_run("ragcache", 64))
+    again = Results.open(path, {"seeds": 2, "rates": (1.0, 2.0)}, MACHINE, resume=True)
+    assert again.runs == [a_run("ragcache", 64)]
+    assert (again.rates_rps, again.capacity_rps, again.machine) == ((1.0, 2.0), 4.0, MACHINE)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_runs_are_neither_overwritten_nor_mixed_with_others(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    Results.open(path, {"seeds": 2}, MACHINE).add(a_run("ragcache", 64))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="--resume goes on with it"):
+        Results.open(path, {"seeds": 2}, MACHINE)
+    with pytest.raises(ConfigError, match="seeds = 2, not 3"):
+        Results.open(path, {"seeds": 3}, MACHINE, resume=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"version": 99}', '{"version": 1, "options": {}}'])
+def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"out\.json"):
+        Results.open(path, {}, MACHINE, resume=True)
+    assert path.read_text(encoding="utf-8") == content
+
+
+def test_an_estimate_of_several_seeds_has_students_interval() -> None:
+    estimate = Estimate.of([1.0, 2.0, 3.0])
+    assert estimate.mean == 2.0
+    assert estimate.low == pytest.approx(2 - 4.3027 / 3**0.5, abs=1e-4)
+    assert estimate.high == pytest.approx(2 + 4.3027 / 3**0.5, abs=1e-4)
+    assert Estimate.of([0.5, 2.0], is_ratio=True).mean == pytest.approx(1.0)
+    assert Estimate.of([7.0]) == Estimate(7.0)
+
+
+def test_ratios_are_seed_by_seed_and_an_engine_without_host_memory_stands_beside_every_size() -> None:
+    runs = [a_run("no-cache", seed=s, ttft_s=t) for s, t in ((0, 4.0), (1, 16.0))]
+    runs += [a_run("ragcache", size, seed=s, ttft_s=t) for size in (64, 256) for s, t in ((0, 1.0), (1, 2.0))]
+    summary = Summary(runs, ["no-cache", "ragcache"], (64, 256), 1)
+    for size in (64, 256):
+        (ratio,) = [r for r in summary.ratios("no-cache", size) if r.peer == "ragcache"]
+        assert ratio.ttft.mean == pytest.approx((4 * 8) ** 0.5)
+        assert ratio.host_bytes == size
+    point = summary.point("ragcache", 64, 0)
+    assert point is not None
+    assert point.tier_shares == {"gpu": pytest.approx(1 / 3), "host": pytest.approx(1 / 6)}
+    assert point.cached_share.mean == 0.5
+    assert point.completed_rps.mean == pytest.approx(0.3)
+    assert point.tpot_s is None
+
+
+def test_throughput_is_where_ttft_leaves_five_times_the_first_engines_lowest() -> None:
+    runs = [a_run("no-cache", rate=r, ttft_s=t) for r, t in enumerate((1.0, 3.0, 11.0))]
+    runs += [a_run("ragcache", 64, rate=r, ttft_s=t) for r, t in enumerate((0.2, 0.3, 4.0))]
+    summary = Summary(runs, ["no-cache", "ragcache"], (64,), 3)
+    base, ours = summary.throughputs()
+    assert base.slo_s == ours.slo_s == 5.0
+    assert base.requests_per_s.mean == pytest.approx(2 + 2 * (5 - 3) / (11 - 3))
+    assert not base.is_bound
+    assert ours.requests_per_s.mean == 4.0
+    assert ours.is_bound
+    assert ours.ratio is not None
+    assert ours.ratio.mean == pytest.approx(4 / 2.5)
+
+
+def test_a_summary_is_plain_json() -> None:
+    summary = Summary([a_run("no-cache"), a_run("ragcache", 64)], ["no-cache", "ragcache"], (64,), 1)
+    assert json.loads(json.dumps(summary.to_dict()))["points"][0]["peer"] == "no-cache"
