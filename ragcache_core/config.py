@@ -100,8 +100,8 @@ class CacheConfig(BaseModel):
     """No waiting request is overtaken by more later ones than this; 0 lets none overtake."""
 
     max_prefill_bs: Annotated[int, Field(ge=0, strict=True)] = 4
-    """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3); also
-    the pending prefills above which a client starts none. 0 switches speculation off."""
+    """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3). 0
+    switches speculation off."""
 
     def __init__(self, **data: object) -> None:
         try:

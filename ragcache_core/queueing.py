@@ -21,7 +21,7 @@ def order_priority(num_cached_tokens: int, num_computed_tokens: int) -> float:
 
     A request whose prompt is cached as a whole still computes one token: less than 1 counts as 1.
     """
-    return num_cached_tokens / max(num_computed_tokens, 1)
+    return num_cached_tokens / (num_computed_tokens if num_computed_tokens > 1 else 1)
 
 
 class _Place(Generic[T]):
@@ -41,6 +41,11 @@ class _Place(Generic[T]):
         self.overtaken: list[_Place[T]] = []
         self.priority: float | None = None
         self.version = 0
+
+    def entry(self) -> tuple[float, int, int, _Place[T]]:
+        """Return its valid entry in the heap."""
+        assert self.priority is not None
+        return -self.priority, self.number, self.version, self
 
 
 class CacheAwareQueue(Generic[T]):
@@ -167,10 +172,11 @@ class CacheAwareQueue(Generic[T]):
         self._leave(place)
         return True
 
-    def touch(self, item: T) -> None:
-        """Take note that the priority of an item may have changed; does nothing where that does not wait."""
-        if (place := self._places.get(item)) is not None:
-            self._changed.add(place)
+    def touch(self, *items: T) -> None:
+        """Take note that the priority of items may have changed; does nothing for those that do not wait."""
+        for item in items:
+            if (place := self._places.get(item)) is not None:
+                self._changed.add(place)
 
     def reconsider(self) -> None:
         """Let the next :meth:`peek` choose anew, even if the item of the last one still waits: another step begins."""
@@ -230,17 +236,20 @@ class CacheAwareQueue(Generic[T]):
         return self._heap[0][3]
 
     def _rescore(self) -> None:
+        moved = []
         for place in self._changed:
             priority = self._priority(place.item)
-            if priority == place.priority:
-                continue
-            place.priority = priority
-            place.version += 1
-            heappush(self._heap, (-priority, place.number, place.version, place))
+            if priority != place.priority:
+                place.priority = priority
+                place.version += 1
+                moved.append(place)
         self._changed.clear()
-        if len(self._heap) > _MIN_ENTRIES + 2 * len(self._waiting):
-            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
+        if len(self._heap) + len(moved) > _MIN_ENTRIES + 2 * len(self._waiting) or 4 * len(moved) > len(self._waiting):
+            self._heap = [place.entry() for place in self._waiting]
             heapify(self._heap)
+        else:
+            for place in moved:
+                heappush(self._heap, place.entry())
 
     def _is_valid(self, entry: tuple[float, int, int, _Place[T]]) -> bool:
         _, _, version, place = entry

@@ -73,7 +73,8 @@ class PipelineReport:
     ``search_s`` is from the start of the search to its final documents, in ``num_stages`` stages. ``num_started``
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
     one was right. ``unhidden_search_s`` is the part of the search before the engine began the confirmed speculation,
-    and all of it without one. ``skipped_because`` says why nothing was sent; ``None`` where something was.
+    and all of it without one, or until the engine has told when it began. ``skipped_because`` says why nothing was
+    sent; ``None`` where something was.
     """
 
     search_s: float

@@ -60,10 +60,6 @@ class BufferedResponse:
     def has_bytes(self) -> bool:
         return bool(self._parts)
 
-    def first_bytes(self) -> bytes:
-        """Return the beginning of the body as far as it arrived in one piece; nothing if nothing arrived."""
-        return self._parts[0] if self._parts else b""
-
     def last_bytes(self) -> bytes:
         """Return what arrived last in one piece; nothing if nothing arrived."""
         return self._parts[-1] if self._parts else b""

@@ -30,14 +30,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many prefills wait or run in the engine, and how many leave no room for a speculative one.
+    """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
 
-    ``has_room``: whether the scheduler would admit a speculative one now.
+    ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides.
     """
 
     num_pending_prefills: int
     max_prefill_bs: int
-    has_room: bool = True
+    has_room: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,12 @@ class _Answer:
     num_pending_prefills: Annotated[int, Field(ge=0)]
     max_prefill_bs: Annotated[int, Field(ge=0)]
     is_speculative: bool = True
-    has_room: bool = True
+    has_room: bool | None = None
+
+    def load(self) -> Load:
+        """Return it as a load. An older engine does not say whether there is room: its count decides."""
+        has_room = self.num_pending_prefills < self.max_prefill_bs if self.has_room is None else self.has_room
+        return Load(self.num_pending_prefills, self.max_prefill_bs, has_room)
 
 
 _ANSWER = TypeAdapter(_Answer)
@@ -118,7 +123,7 @@ class LoadRoute:
                     "serve`, of this version, to hide the search.",
                     self._url.removesuffix("/v1/ragcache/load"),
                 )
-        load = None if answer is None else Load(answer.num_pending_prefills, answer.max_prefill_bs, answer.has_room)
+        load = None if answer is None else answer.load()
         self._latest = (time.monotonic(), load)
         return load
 

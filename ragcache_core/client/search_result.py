@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ragcache_core.client.speculating import Speculation
@@ -17,7 +17,8 @@ class PipelineEvent:
     ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``. ``start``, ``cancel``, ``confirm``: a
     speculation from ``doc_ids``, in the order of the prompt, was sent, given up, or right. ``miss``: the final
     documents were not those of the speculation that was sent. ``search_s`` is the time since the search began,
-    ``hidden_search_s`` how much of it the engine worked on the answer already; known once the documents are final.
+    ``hidden_search_s`` how much of it the engine worked on the answer already. It is known with the final documents if
+    the engine has told by then when it began, and otherwise later: :meth:`PipelineResult.settled_report`.
     """
 
     kind: Literal["stage", "start", "cancel", "confirm", "miss"]
@@ -34,10 +35,35 @@ class PipelineResult:
     """The final documents of a search, and the speculation that may be answering from them already.
 
     ``update`` holds the documents best first, ``documents`` in the order of the prompt. Who gets the result owns the
-    ``speculation``: the real request joins it, or its ``cancel()`` ends it.
+    ``speculation``: the real request joins it, or its ``cancel()`` ends it. ``report`` is what was known when the
+    search ended, at ``began_s + report.search_s`` by ``time.perf_counter()``.
     """
 
     update: RetrievalUpdate
     documents: tuple[Document, ...]
     report: PipelineReport
     speculation: Speculation | None
+    began_s: float
+
+    def settled_report(self) -> PipelineReport:
+        """Return the report as of now; ask at the answer's end.
+
+        By then the engine has told when it began: until that is known nothing counts as hidden. And a request has
+        joined the speculation, or has not because it asked something else: then nothing was hidden.
+        """
+        if self.speculation is None:
+            return self.report
+        is_right = self.speculation.is_claimed or not self.speculation.is_claimable
+        unhidden_s = unhidden_search_s(self.speculation, self.began_s, self.report.search_s)
+        return replace(
+            self.report,
+            is_confirmed=is_right,
+            unhidden_search_s=unhidden_s if is_right else self.report.search_s,
+        )
+
+
+def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
+    """Return how long a search from ``began_s`` on had gone on when the engine began; all of it until that is known."""
+    if speculation.started_s is None:
+        return search_s
+    return min(max(speculation.started_s - began_s, 0.0), search_s)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ragcache_core.client.load import Load
-from ragcache_core.client.search_result import PipelineEvent, PipelineResult
+from ragcache_core.client.search_result import PipelineEvent, PipelineResult, unhidden_search_s
 from ragcache_core.client.speculating_door import SpeculatingDoor
 from ragcache_core.client.stages import close_stages, read_stages
 from ragcache_core.client.starting import Speculator, StartedSpeculation
@@ -54,6 +54,7 @@ class SearchRun:
         on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None,
         arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
         history: SettlingHistory,
+        k: int | None,
     ) -> None:
         self._began_s = time.perf_counter()
         self._loop = asyncio.get_running_loop()
@@ -65,6 +66,7 @@ class SearchRun:
         self._door, self._speculator, self._on_event, self._arrange = door, speculator, on_event, arrange
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history = history
+        self._k = k
         self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
         self._load: Load | None = None
         self._load_told_s = 0.0
@@ -135,7 +137,7 @@ class SearchRun:
             self._inbox.put_nowait(partial(self._on_stage, update, self._now_s()))
 
         try:
-            await read_stages(updates, on_stage)
+            await read_stages(updates, on_stage, k=self._k)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # of whatever kind: the caller waits for it
@@ -188,26 +190,30 @@ class SearchRun:
 
     async def _finish(self, update: RetrievalUpdate, documents: _Documents, search_s: float) -> PipelineResult:
         for stage, candidates in self._candidates:
-            self._history.record(stage, candidates, documents)
-        if self._live is not None and self._live.documents == documents:
+            self._history.record(stage, _texts(candidates), _texts(documents))
+        if self._live is not None and _texts(self._live.documents) == _texts(documents):
             await self._settle(self._live)
-        actions = self._pipeline.on_stage(documents, is_final=True, num_pending=0)
+        expected = documents
+        if (live := self._live) is not None and _may_be_joined(live, documents):
+            expected = live.documents
+        actions = self._pipeline.on_stage(expected, is_final=True, num_pending=0)
         self._perform(actions)
-        speculation = self._live.speculation if self._live is not None and isinstance(actions[-1], Confirm) else None
-        unhidden_s = search_s
-        if speculation is not None:
+        speculation = live.speculation if live is not None and isinstance(actions[-1], Confirm) else None
+        unhidden_s, hidden_s = search_s, None
+        if speculation is not None and expected == documents:
             speculation.confirm()
-            begun_s = speculation.sent_s if speculation.started_s is None else speculation.started_s
-            unhidden_s = min(max(begun_s - self._began_s, 0.0), search_s)
+            if speculation.started_s is not None:
+                unhidden_s = unhidden_search_s(speculation, self._began_s, search_s)
+                hidden_s = search_s - unhidden_s
         if self._num_started:
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
-            hidden_s = search_s - unhidden_s
-            self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, hidden_s, search_s))
+            told_s = 0.0 if speculation is None else hidden_s
+            self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
         report = PipelineReport(
             search_s, unhidden_s, self._num_stages, self._num_started, self._num_cancelled,
             is_confirmed=speculation is not None, skipped_because=self._why_nothing_started(),
         )  # fmt: skip
-        return PipelineResult(update, documents, report, speculation)
+        return PipelineResult(update, documents, report, speculation, self._began_s)
 
     # The engine's load
 
@@ -338,8 +344,14 @@ class SearchRun:
             return _SELDOM_RIGHT
         if self._load is None:
             return "the documents were final before the engine had told its load"
-        pending, limit = self._load.num_pending_prefills, self._load.max_prefill_bs
-        return f"the engine had no room: {pending} prefills pending, max_prefill_bs is {limit}"
+        if self._load.has_room:
+            return "the documents were final before the engine had told its load again"
+        if pending := self._load.num_pending_prefills:
+            return f"the engine had no room: real requests that wait for their first token: {pending}"
+        return (
+            "the engine had no room: it answers real requests, which on a CPU leave none, or it has as many "
+            f"speculative ones as max_prefill_bs allows, {self._load.max_prefill_bs}"
+        )
 
     # Tasks and threads
 
@@ -359,3 +371,17 @@ class SearchRun:
 
 def _ids(documents: _Documents) -> tuple[DocId, ...]:
     return tuple(document.doc_id for document in documents)
+
+
+def _texts(documents: _Documents) -> tuple[tuple[DocId, str], ...]:
+    return tuple((document.doc_id, document.text) for document in documents)
+
+
+def _may_be_joined(live: StartedSpeculation, documents: _Documents) -> bool:
+    """Return whether a request about ``documents`` may turn out to be the one that was sent ahead, byte for byte.
+
+    Their metadata may differ: nobody but the request knows whether the prompt shows it. So the speculation is left
+    there to be joined, and not confirmed before it is.
+    """
+    speculation = live.speculation
+    return speculation is not None and speculation.is_claimable and _texts(live.documents) == _texts(documents)

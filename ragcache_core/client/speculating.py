@@ -44,13 +44,15 @@ class Speculation:
         id: its name in the engine.
         key: that of the real requests that may join it.
         sent_s: when it was sent, by ``time.perf_counter()``.
-        started_s: when the engine admitted it, once that is known; told after the answer's end.
+        started_s: when the engine began with it, once it has told: rather a little late than early.
+        is_claimable: whether a real request may join it.
         error: why it failed.
     """
 
-    def __init__(self, owner: Speculations, key: bytes) -> None:
+    def __init__(self, owner: Speculations, key: bytes, *, is_claimable: bool) -> None:
         self.id = uuid.uuid4().hex
         self.key = key
+        self.is_claimable = is_claimable
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None
         self.error: Exception | None = None
@@ -75,6 +77,11 @@ class Speculation:
     def is_cancelled(self) -> bool:
         """Whether it was ended before its answer was whole."""
         return self._is_cancelled
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a real request joined it."""
+        return self._is_claimed
 
     def cancel(self) -> None:
         """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
@@ -165,7 +172,7 @@ class Speculations:
             ConfigError: its body is no JSON object.
             EngineClosedError: the engine's handle was closed.
         """
-        speculation = Speculation(self, captured.key)
+        speculation = Speculation(self, captured.key, is_claimable=is_claimable)
         request = marked_request(captured, speculation.id)
         with self._lock:
             self._live[speculation] = None
@@ -284,21 +291,27 @@ class Speculations:
     # In the background
 
     async def _send(self, speculation: Speculation, request: httpx.Request) -> None:
-        transport, response = self._transport(), speculation.response
+        noting = asyncio.create_task(self._note_start(speculation))
         try:
-            await receive(transport, request, response, is_promised=lambda: speculation._is_claimed)
+            await receive(self._transport(), request, speculation.response, is_promised=lambda: speculation._is_claimed)
         except asyncio.CancelledError:
+            noting.cancel()
             speculation.abort()
             raise
         except Exception as error:
+            noting.cancel()
             _logger.debug("speculation %s failed: %s: %s", speculation.id, type(error).__name__, error)
             self._forget(speculation)
             speculation._end(error)
             return
         self._keep(speculation)
         speculation._end(None)
-        if (queue_s := await self._routes.queue_s(transport, response)) is not None:
-            speculation.started_s = speculation.sent_s + queue_s
+        await noting
+
+    async def _note_start(self, speculation: Speculation) -> None:
+        speculation.started_s = await self._routes.started_s(
+            self._transport(), speculation.id, is_over=lambda: speculation.is_done
+        )
 
     async def _send_confirmation(self, speculation: Speculation) -> None:
         await self._routes.confirm(self._transport(), speculation.id, is_over=lambda: speculation.is_done)

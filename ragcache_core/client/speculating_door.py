@@ -37,7 +37,7 @@ class SpeculatingDoor:
         return await self._load.amay_speculate()
 
     def pending_prefills(self) -> Load | None:
-        """Return how many prefills wait or run in the engine; ``None`` if it does not say. Never fails."""
+        """Return what the engine says of its prefills and its room; ``None`` if it does not say. Never fails."""
         return self._load.pending()
 
     async def apending_prefills(self) -> Load | None:

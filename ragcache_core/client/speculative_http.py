@@ -1,4 +1,4 @@
-"""What a speculation says to the server: its marked request, its confirmation, and a question afterwards.
+"""What a speculation says to the server: its marked request, its confirmation, and a question when it began.
 
 All of it is sent by the event loop that its ``transport`` belongs to, and only the confirmation more than once.
 """
@@ -6,10 +6,10 @@ All of it is sent by the event loop that its ``transport`` belongs to, and only 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
+import time
 from collections.abc import Callable
 from itertools import chain, repeat
 
@@ -25,7 +25,8 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _SHORT_TIMEOUT = httpx.Timeout(5.0)
 _CONFIRM_PAUSES_S = (0.05, 0.2, 1.0, 2.0, 5.0)
 """Before a confirmation that did not arrive is repeated; the last one from then on."""
-_RESPONSE_ID = re.compile(rb'"id":\s*"([^"]+)"')
+_ASK_AGAIN_S = 0.05
+"""Before the server is asked again when a speculation began; it waits for that itself."""
 _ERROR_EVENT = re.compile(rb'data:\s*\{\s*"error"\s*:')
 _LONGEST_CUT = 32
 """The beginning of an event may arrive apart from its rest; so much of it is looked at again."""
@@ -119,16 +120,28 @@ class SpeculationRoutes:
             if is_over():
                 return
 
-    async def queue_s(self, transport: httpx.AsyncBaseTransport, response: BufferedResponse) -> float | None:
-        """Return how long the request of a whole answer had waited for its admission; ``None`` if that is unknown."""
-        if (found := _RESPONSE_ID.search(response.first_bytes())) is not None:
-            answer = await self._ask(transport, "GET", f"requests/{found[1].decode()}")
-            if answer is not None and answer.status_code == 200:
-                with contextlib.suppress(ValueError):
-                    match answer.json():
-                        case {"queue_s": float() | int() as queue_s}:
-                            return queue_s
-        return None
+    async def started_s(
+        self, transport: httpx.AsyncBaseTransport, speculation_id: str, *, is_over: Callable[[], bool]
+    ) -> float | None:
+        """Wait until the engine tells when it began with a speculation, and return that by ``time.perf_counter()``.
+
+        It tells how long ago, so it is rather a little late than early: the way of the answer is not counted. ``None``
+        for a server that does not tell, and if it has not done so once the speculation ``is_over``.
+        """
+        while True:
+            was_over = is_over()
+            answer = await self._ask(transport, "GET", f"speculations/{speculation_id}")
+            if answer is not None and answer.status_code < 500:
+                match _json(answer):
+                    case {"admitted_ago_s": float() | int() as ago_s}:
+                        return time.perf_counter() - ago_s
+                    case {"admitted_ago_s": None}:
+                        pass  # it waited for the engine, in vain
+                    case _:
+                        return None
+            if was_over:
+                return None
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _ask(self, transport: httpx.AsyncBaseTransport, method: str, route: str) -> httpx.Response | None:
         """Return the server's answer, read to its end; ``None`` if there was none."""
@@ -144,3 +157,11 @@ class SpeculationRoutes:
         except httpx.HTTPError as error:
             _logger.debug("%s %s: %s: %s", method, route, type(error).__name__, error)
             return None
+
+
+def _json(answer: httpx.Response) -> object:
+    """Return what a route answers; ``None`` if it refuses, or answers something else."""
+    try:
+        return answer.json() if answer.status_code == 200 else None
+    except ValueError:
+        return None

@@ -7,6 +7,7 @@ name is for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +116,9 @@ __all__ = [
     "get_offload_block_hash",
     "hash_seed",
     "host_policy_of",
-    "is_stored_whole",
     "kv_bytes_per_block",
     "resolve_kv_cache_block_sizes",
+    "stores_from",
 ]
 
 
@@ -158,18 +159,17 @@ def adopt_chunks(manager: TieringOffloadingManager, chunks: Mapping[OffloadKey, 
         tier._num_evictable_cache_chunks = len(used)
 
 
-def is_stored_whole(connector: OffloadingConnector, request_id: str) -> bool:
-    """Return whether the offloading has taken in all of a running request that it will ever store."""
+def stores_from(connector: OffloadingConnector, request_id: str) -> float:
+    """Return at how many tokens of a running request the offloading has the next chunk to store: never is infinity."""
     offloading = connector.scheduler
     if (state := offloading._req_status.get(request_id)) is None:
-        return False
-    limits = [state.req.num_prompt_tokens] if offloading.config.offload_prompt_only else []
-    if state.max_offload_tokens is not None:
-        limits.append(state.max_offload_tokens)
+        return 0.0
+    limit = math.inf if state.max_offload_tokens is None else state.max_offload_tokens
+    if offloading.config.offload_prompt_only:
+        limit = min(limit, state.req.num_prompt_tokens)
     groups = zip(offloading.config.kv_group_configs, state.group_states, strict=True)
-    return bool(limits) and all(
-        min(limits) // config.tokens_per_chunk <= group.next_stored_chunk_idx for config, group in groups
-    )
+    ends = [(group.next_stored_chunk_idx + 1) * config.tokens_per_chunk for config, group in groups]
+    return min((end for end in ends if end <= limit), default=math.inf)
 
 
 def attach_confirm() -> None:

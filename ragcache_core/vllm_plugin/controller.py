@@ -69,6 +69,8 @@ class CacheController:
         self.has_room: Callable[[], bool] = lambda: False  # for a speculation now, as our scheduler says
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestRecord] = {}
+        self.without_token: set[str] = set()
+        """The requests in the engine that have had no token yet, asked for or not."""
         self._pending_prefills: set[str] = set()
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
@@ -83,6 +85,7 @@ class CacheController:
         """Put a request's path into the tree, and keep it there until :meth:`on_finished`."""
         record = RequestRecord(num_prompt_tokens, now_s, metadata, keys)
         self._requests[request_id] = record
+        self.without_token.add(request_id)
         path = self.tree.insert(self._path_segments(record, keys))
         if path:
             record.retained = cast("Key", path[-1].keys[-1])
@@ -101,6 +104,7 @@ class CacheController:
         if record is None or record.admitted_s is not None:
             return
         record.admitted_s = now_s
+        self.speculations.on_admitted(record, now_s)
         self.note_change()
         for tier, num_tokens in num_tokens_by_tier.items():
             record.num_tokens_by_tier[tier] = num_tokens
@@ -113,6 +117,7 @@ class CacheController:
         record = self._requests.get(request_id)
         if record is not None and record.first_token_s is None:
             record.first_token_s = now_s
+            self.without_token.discard(request_id)
             self._pending_prefills.discard(request_id)
 
     def confirm(self, speculation: str) -> list[str]:
@@ -179,6 +184,7 @@ class CacheController:
             return None
         self.note_change()
         self.waiting.remove(request_id)
+        self.without_token.discard(request_id)
         self._pending_prefills.discard(request_id)
         self.speculations.on_finished(request_id, record)
         if record.retained is not None:

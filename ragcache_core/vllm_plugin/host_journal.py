@@ -6,15 +6,16 @@ knowledge of what lies where. The journal is an index beside the region, and the
     /dev/shm/vllm_offload_<engine id>.mmap           the chunks
     /dev/shm/vllm_offload_<engine id>.index.sqlite   chunk -> key, checksum over both, place in the tree
 
-Nothing on the scheduler's thread waits for it. A chunk is entered some time after it was stored, and taken out some
-time after it was given up: what is found later with other bytes does not match its checksum, and is not taken up.
+Nothing on the scheduler's thread waits for it, nor wakes its thread: to hand the interpreter over for each chunk would
+stop the scheduler for 1 to 2 ms. A chunk is entered some time after it was stored, and taken out some time after it
+was given up: what is found later with other bytes does not match its checksum, and is not taken up.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+_WRITE_EVERY_S = 0.1
+
 _Sealing = tuple[int, int, "Key", ChunkNote]
 """Chunk, its generation, its key, its place."""
 
@@ -48,7 +51,8 @@ class HostJournal:
         self._path = path
         self._generation = np.zeros(len(rows), dtype=np.int64)
         self._sealed: set[int] = set()
-        self._work: queue.SimpleQueue[_Sealing | int | None] = queue.SimpleQueue()
+        self._work: deque[_Sealing | int] = deque()
+        self._is_closing = threading.Event()
         self._is_broken = False
         self._index = ChunkIndex(path)
         self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
@@ -106,7 +110,7 @@ class HostJournal:
         """Enter a chunk that is complete, unless it is entered already."""
         if chunk not in self._sealed and not self._is_broken:
             self._sealed.add(chunk)
-            self._work.put((chunk, int(self._generation[chunk]), key, note))
+            self._work.append((chunk, int(self._generation[chunk]), key, note))
 
     def unseal(self, chunk: int) -> None:
         """Take a chunk out: it is about to be written anew."""
@@ -114,22 +118,25 @@ class HostJournal:
         if chunk in self._sealed:
             self._sealed.discard(chunk)
             if not self._is_broken:
-                self._work.put(chunk)
+                self._work.append(chunk)
 
     def close(self) -> None:
         """End the thread, close the index, and let go of host memory. Idempotent."""
-        self._work.put(None)
+        self._is_closing.set()
         self._thread.join()
         self._index.close()
         self._rows = None
 
     def _write(self) -> None:
-        while (work := self._work.get()) is not None:
+        is_closing = False
+        while not is_closing:
+            is_closing = self._is_closing.wait(_WRITE_EVERY_S)
+            work = [self._work.popleft() for _ in range(len(self._work))]
             try:
-                if isinstance(work, int):
-                    self._index.delete([work])
-                else:
-                    self._seal(*work)
+                # A chunk's valid sealing is its last word: what was taken out before it may go first.
+                if given_up := [chunk for chunk in work if isinstance(chunk, int)]:
+                    self._index.delete(given_up)
+                self._seal(sealing for sealing in work if not isinstance(sealing, int))
             except CacheTierError as error:
                 self._is_broken = True
                 logger.warning("Host memory will not survive the engine's death: %s", error)
@@ -137,9 +144,14 @@ class HostJournal:
                     remove_index(self._path)
                 return
 
-    def _seal(self, chunk: int, generation: int, key: Key, note: ChunkNote) -> None:
+    def _seal(self, sealings: Iterable[_Sealing]) -> None:
         assert self._rows is not None
-        digest = checksum(key, self._rows[chunk].data)
+        digests = [(sealing, checksum(sealing[2], self._rows[sealing[0]].data)) for sealing in sealings]
         # Only now: a chunk that was given up while its bytes were read may have held another's.
-        if self._generation[chunk] == generation:
-            self._index.insert([(chunk, key, digest, note)])
+        rows = [
+            (chunk, key, digest, note)
+            for (chunk, generation, key, note), digest in digests
+            if self._generation[chunk] == generation
+        ]
+        if rows:
+            self._index.insert(rows)

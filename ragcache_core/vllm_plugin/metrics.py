@@ -7,8 +7,9 @@ figures of requests that ended, a report of the tiers, and what has changed of t
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import (
@@ -21,6 +22,7 @@ from ragcache_core.vllm_plugin.mirroring import PathFeed
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
+_MAX_ADMITTED = 1024
 _COUNTERS = {
     "num_requests": ("ragcache_requests", "Requests that were asked for and admitted."),
     "num_prompt_tokens": ("ragcache_prompt_tokens", "Prompt tokens of these requests."),
@@ -50,13 +52,15 @@ _TIER_GAUGES = {
     "is_enabled": ("ragcache_tier_enabled", "Whether a tier works: 1 or 0."),
 }
 _LOAD = ("num_pending_prefills", "has_room")
+_PARTS = ("requests", "engine", "paths", "offload", "admitted")
 
 
 class RAGCacheStats(KVConnectorStats):
     """What a step has to say.
 
     ``data`` holds ``requests`` by id, the latest ``engine`` report or None, deltas of the cached ``paths`` in order,
-    the data of vLLM's offloading, and ``num_pending_prefills`` and ``has_room`` where they have changed.
+    the data of vLLM's offloading, the speculations that were ``admitted`` and how many seconds ago, and
+    ``num_pending_prefills`` and ``has_room`` where they have changed.
     """
 
     @classmethod
@@ -67,6 +71,7 @@ class RAGCacheStats(KVConnectorStats):
         engine: dict[str, Any] | None,
         offload: KVConnectorStats | None,
         paths: Sequence[dict[str, object]] = (),
+        admitted: Mapping[str, float] | None = None,
         num_pending_prefills: int | None = None,
         has_room: bool | None = None,
     ) -> RAGCacheStats:
@@ -78,6 +83,7 @@ class RAGCacheStats(KVConnectorStats):
                 "engine": engine,
                 "paths": list(paths),
                 "offload": below,
+                "admitted": dict(admitted or {}),
                 "num_pending_prefills": num_pending_prefills,
                 "has_room": has_room,
             }
@@ -85,7 +91,7 @@ class RAGCacheStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         is_said = any(self.data.get(part) is not None for part in _LOAD)
-        return not (is_said or any(self.data.get(part) for part in ("requests", "engine", "paths", "offload")))
+        return not (is_said or any(self.data.get(part) for part in _PARTS))
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -97,8 +103,9 @@ class RAGCacheStats(KVConnectorStats):
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
         engine = other.data.get("engine") or self.data.get("engine")
         paths = [*(self.data.get("paths") or ()), *(other.data.get("paths") or ())]
+        admitted = {**(other.data.get("admitted") or {}), **(self.data.get("admitted") or {})}
         load = {part: self.data.get(part) if (said := other.data.get(part)) is None else said for part in _LOAD}
-        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, **load)
+        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, admitted=admitted, **load)
 
     def reduce(self) -> dict[str, int | float]:
         """Return a line for vLLM's log."""
@@ -119,6 +126,7 @@ class Received:
         self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._engines: dict[int, dict[str, Any]] = {}
         self._before_the_first: dict[str, Any] | None = None
+        self._admitted_s: OrderedDict[str, float] = OrderedDict()
         self._num_pending: dict[int, int] = {}
         self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
@@ -151,6 +159,10 @@ class Received:
                 self._requests[_response_id(request_id)] = figures
             while len(self._requests) > self._max_requests:
                 self._requests.popitem(last=False)
+            for speculation, ago_s in (data.get("admitted") or {}).items():
+                self._admitted_s.setdefault(speculation, time.monotonic() - ago_s)
+            while len(self._admitted_s) > _MAX_ADMITTED:
+                self._admitted_s.popitem(last=False)
 
     def request(self, response_id: str) -> dict[str, Any] | None:
         """Return the figures of an answered request by the ``id`` of its response.
@@ -162,6 +174,12 @@ class Received:
                 if (figures := self._requests.get(candidate)) is not None:
                     return figures
         return None
+
+    def admitted_ago_s(self, speculation: str) -> float | None:
+        """Return how long ago an engine began with a speculation; None until it has said so, and long afterwards."""
+        with self._lock:
+            admitted_s = self._admitted_s.get(speculation)
+        return None if admitted_s is None else time.monotonic() - admitted_s
 
     def engine(self) -> dict[str, Any] | None:
         """Return the latest report; of several data-parallel engines, that of the first."""

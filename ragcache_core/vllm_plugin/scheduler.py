@@ -22,6 +22,8 @@ from ragcache_core.vllm_plugin.request_queue import CacheAwareRequestQueue
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.controller import CacheController
@@ -79,8 +81,7 @@ class _TreeScheduling:
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
-        for request_id in self._controller.take_touched():
-            self._queue.real.touch(self.requests[request_id])
+        self._queue.real.touch(*map(self.requests.__getitem__, self._controller.take_touched()))
         if not self._controller.speculations:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         limit = self.max_num_scheduled_tokens
@@ -92,6 +93,20 @@ class _TreeScheduling:
         self._count_speculation(output)
         return output
 
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        waiting = self._controller.without_token
+        if waiting and (sampled := model_runner_output.sampled_token_ids):
+            now_s = time.monotonic()
+            for request_id in waiting & scheduler_output.num_scheduled_tokens.keys():
+                if sampled[model_runner_output.req_id_to_index[request_id]]:
+                    self._controller.on_first_token(request_id, now_s)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        return outputs
+
     def confirm(self, speculation: str) -> None:
         """Make a speculation's requests real: somebody asks for them now."""
         for request_id in self._controller.confirm(speculation):
@@ -102,16 +117,13 @@ class _TreeScheduling:
         """Return whether a speculation that came now would be admitted at once."""
         if self._queue is None:
             return False
-        running = [request for request in self.running if not self._is_speculative(request)]
+        running = self.running
+        if self._controller.speculations:
+            running = [request for request in running if not self._is_speculative(request)]
         if self._is_engine_wanted(self._queue, running):
             return False
         num_speculative = len(self.running) - len(running) + self._queue.num_speculative + len(self._loading())
         return num_speculative < self._controller.settings.max_prefill_bs
-
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        if new_token_ids:
-            self._controller.on_first_token(request.request_id, time.monotonic())
-        return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)  # type: ignore[misc]
 
     def _take_over_queue(self, window: int) -> None:
         if self.policy.value != "fcfs":

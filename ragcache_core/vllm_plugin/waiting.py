@@ -6,22 +6,32 @@ from dataclasses import dataclass, field
 
 from ragcache_core.queueing import order_priority
 from ragcache_core.tree import KnowledgeTree, NodeChanges, TreeNode
-from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.records import RequestRecord
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A node on whose units the priority of waiting requests depends.
+    """A node that waiting requests pass: how much of their prompts is cached up to where it is not cached any more.
 
-    What is cached of a request is whole up to its last watched node, where it is ``ending``; it is ``passing`` those
-    before. So a block that arrives in a document which hundreds wait for changes one number here.
+    ``num_tokens`` are those before it and its own that are cached, which count where all before it ``is_whole``. One
+    object serves all ``requests``: a block that arrives in a document which hundreds wait for changes one number.
     """
 
+    node_id: int
     num_units: int
-    num_cached_tokens: int
-    passing: set[str] = field(default_factory=set)
-    ending: set[str] = field(default_factory=set)
+    num_tokens_before: int
+    num_tokens: int
+    is_whole: bool
+    before: _Watched | None
+    requests: set[str] = field(default_factory=set)
+
+    @property
+    def counts(self) -> bool:
+        """Whether everything before it is cached."""
+        before = self.before
+        while before is not None and before.is_whole:
+            before = before.before
+        return before is None
 
 
 class WaitingRequests:
@@ -43,8 +53,7 @@ class WaitingRequests:
         self._touched: set[str] = set()
         self._records: dict[str, RequestRecord] = {}
         self._watched: dict[int, _Watched] = {}
-        self._watched_by: dict[str, list[int]] = {}
-        self._ends: dict[str, _Watched] = {}
+        self._paths: dict[str, list[_Watched]] = {}
         self._protected: dict[str, int] = {}
         self._num_protected_units = 0
 
@@ -75,14 +84,16 @@ class WaitingRequests:
 
     def priority(self, request_id: str, record: RequestRecord) -> float:
         """Return a request's OrderPriority, as the tiers were at the last :meth:`take_touched` if it waits here."""
-        if (end := self._ends.get(request_id)) is not None:
-            num_cached = end.num_cached_tokens
+        num_cached = 0
+        if (path := self._paths.get(request_id)) is not None:
+            for watched in path:
+                num_cached = watched.num_tokens
+                if not watched.is_whole:
+                    break
         elif record.retained is not None and (location := self._tree.locate(record.retained)) is not None:
             num_cached = self._tree.num_leading_tokens(location.node)
-        else:
-            num_cached = 0
-        num_cached = min(num_cached, record.num_prompt_tokens)
-        return order_priority(num_cached, record.num_prompt_tokens - num_cached)
+        num_prompt = record.num_prompt_tokens
+        return order_priority(num_cached, num_prompt - num_cached) if num_cached < num_prompt else float(num_prompt)
 
     def take_touched(self) -> set[str]:
         """Return the requests whose cached prefix has changed since the last call."""
@@ -96,47 +107,47 @@ class WaitingRequests:
             watched = self._watched.get(node.id)
             if watched is None:
                 continue
-            now = (len(node.keys), self._tree.num_leading_tokens(node))
-            if now == (watched.num_units, watched.num_cached_tokens):
+            if len(node.keys) != watched.num_units:  # it was cut
+                self._touched |= watched.requests
+                moving = set(watched.requests)
+                for request_id in moving:
+                    self._unwatch(request_id)
+                for request_id in moving:
+                    self._watch(request_id)
                 continue
-            watched.num_units, watched.num_cached_tokens = now
-            self._touched |= watched.passing | watched.ending
-            moving = watched.passing | watched.ending if self._is_whole(node) else set(watched.passing)
-            for request_id in moving:
-                self._unwatch(request_id)
-            for request_id in moving:
-                self._watch(request_id)
+            num_own_tokens = self._tree.num_own_leading_tokens(node)
+            num_tokens = watched.num_tokens_before + num_own_tokens
+            if num_tokens != watched.num_tokens:
+                watched.num_tokens, watched.is_whole = num_tokens, num_own_tokens == node.num_tokens
+                if watched.counts:
+                    self._touched |= watched.requests
 
     def _watch(self, request_id: str) -> None:
         record = self._records[request_id]
         location = None if record.retained is None else self._tree.locate(record.retained)
-        path = location.node.path() if location is not None else []
-        node_ids = self._watched_by[request_id] = []
-        for node in path:
+        path = self._paths[request_id] = []
+        num_before, before = 0, None
+        for node in location.node.path() if location is not None else ():
             watched = self._watched.get(node.id)
             if watched is None:
-                watched = self._watched[node.id] = _Watched(len(node.keys), self._tree.num_leading_tokens(node))
-            node_ids.append(node.id)
-            if node is path[-1] or not self._is_whole(node):
-                watched.ending.add(request_id)
-                self._ends[request_id] = watched
-                break
-            watched.passing.add(request_id)
+                num_own_tokens = self._tree.num_own_leading_tokens(node)
+                watched = self._watched[node.id] = _Watched(
+                    node.id,
+                    len(node.keys),
+                    num_before,
+                    num_before + num_own_tokens,
+                    num_own_tokens == node.num_tokens,
+                    before,
+                )
+            watched.requests.add(request_id)
+            path.append(watched)
+            num_before, before = num_before + node.num_tokens, watched
 
     def _unwatch(self, request_id: str) -> None:
-        self._ends.pop(request_id, None)
-        for node_id in self._watched_by.pop(request_id, ()):
-            watched = self._watched[node_id]
-            watched.passing.discard(request_id)
-            watched.ending.discard(request_id)
-            if not watched.passing and not watched.ending:
-                del self._watched[node_id]
-
-    def _is_whole(self, node: TreeNode) -> bool:
-        mask = 0
-        for tier in Tier:
-            mask |= self._tree.resident_mask(node, tier)
-        return mask == node.full_mask
+        for watched in self._paths.pop(request_id, ()):
+            watched.requests.discard(request_id)
+            if not watched.requests:
+                del self._watched[watched.node_id]
 
     def _protect(self, request_id: str, record: RequestRecord) -> None:
         if record.retained is None or (location := self._tree.locate(record.retained)) is None:

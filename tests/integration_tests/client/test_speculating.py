@@ -18,6 +18,8 @@ from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.integration_tests.client.test_lifecycle import engine_core
+from tests.integration_tests.search_scene import becomes_idle
+from tests.waiting import until
 
 LAYOUT = PromptLayout()
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
@@ -32,24 +34,11 @@ def documents(mark: str, num_sentences: int = 30) -> list[Document]:
     ]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> bool:
-    """Return whether ``condition`` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
-
-
 def figures(engine: Engine) -> dict[str, int]:
     """Return what the engine counts of speculation."""
     headers = {"Authorization": f"Bearer {engine.api_key}"}
     report: dict[str, int] = engine.http_client().get(f"{engine.base_url}/ragcache/stats", headers=headers).json()
     return report
-
-
-def is_idle(engine: Engine) -> bool:
-    stats = engine.stats()
-    return stats.num_running == 0 and stats.num_waiting == 0
 
 
 def test_a_request_that_joins_its_speculation_gives_the_tokens_of_one_that_does_not(engine: Engine) -> None:
@@ -66,6 +55,31 @@ def test_a_request_that_joins_its_speculation_gives_the_tokens_of_one_that_does_
     assert until(lambda: speculation.started_s is not None)
     assert speculation.started_s is not None
     assert speculation.started_s >= speculation.sent_s
+
+
+def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:
+    speculation = engine.speculate(lambda: engine.generate("Zorval", **LONG))
+    assert until(lambda: speculation.started_s is not None)
+    assert not speculation.is_done
+    assert speculation.started_s is not None
+    assert speculation.sent_s <= speculation.started_s < speculation.sent_s + 5.0
+    speculation.cancel()
+    assert becomes_idle(engine)
+
+
+def test_a_speculation_without_room_is_begun_with_when_there_is(engine: Engine) -> None:
+    real = engine.stream("Tenrik", max_tokens=1500, extra_body={"ignore_eos": True})
+    next(real)
+    if (load := engine.pending_prefills()) is None or load.has_room:
+        pytest.skip("a GPU has room beside an answer")
+    speculation = engine.speculate(lambda: engine.generate("Zorval of Tenrik", max_tokens=4))
+    time.sleep(0.7)
+    assert speculation.started_s is None
+    ended_s = time.perf_counter()
+    real.close()
+    assert until(lambda: speculation.started_s is not None)
+    assert speculation.started_s is not None
+    assert speculation.started_s > ended_s
 
 
 @pytest.mark.parametrize("library", ["langchain", "llamaindex"])
@@ -115,20 +129,20 @@ def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(e
     given_up = engine.speculate(lambda: engine.generate(prompt, **LONG))
     assert until(lambda: given_up.response.has_bytes)
     given_up.cancel()
-    assert until(lambda: is_idle(engine))
+    assert becomes_idle(engine)
     left = engine.speculate(lambda: engine.generate(prompt, **LONG))
     stream = engine.stream(prompt, **LONG)
     next(stream)
     stream.close()
     assert until(lambda: left.is_done)  # at once, unless a starved server told of no token before the last
-    assert until(lambda: is_idle(engine))
+    assert becomes_idle(engine)
     load = engine.pending_prefills()
     assert load is not None
     assert load.num_pending_prefills == 0
 
 
 def test_the_answer_comes_although_the_engine_dies_during_the_speculation(tmp_path: Path) -> None:
-    with Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **ENGINE_ARGS) as engine:  # type: ignore[arg-type]
+    with Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **ENGINE_ARGS) as engine:
         prompt = LAYOUT.render(engine.tokenizer, documents("Emil"), "Who founded Zorval?")
         core = engine_core(engine)
         core.suspend()  # no token comes from now on
@@ -141,6 +155,6 @@ def test_the_answer_comes_although_the_engine_dies_during_the_speculation(tmp_pa
 
 async def _ask_and_kill(engine: Engine, prompt: Any, kill: Callable[[], None]) -> str:
     asking = asyncio.create_task(engine.agenerate(prompt, max_tokens=8))
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.5)  # the request has joined what gives no token
     kill()
     return (await asking).text

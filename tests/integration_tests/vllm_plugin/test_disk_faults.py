@@ -113,7 +113,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     monkeypatch.setattr(SlotFile, "read", hang)
     job = scene.submit_load(keys)
     assert is_reading.wait(10)
-    time.sleep(0.1)
+    time.sleep(0.1)  # the read is older than the time-out that comes next
     monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
     result = scene.result(job)
     assert not result.success

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -77,12 +78,25 @@ def test_a_chunk_that_was_given_up_is_forgotten_and_its_place_can_be_sealed_anew
     again.close()
 
 
+def test_what_is_sealed_is_entered_soon_although_nothing_wakes_the_journal(tmp_path: Path) -> None:
+    rows = host_memory()
+    made = journal(tmp_path, rows)
+    made.seal(0, key(0), ChunkNote())
+    made.seal(1, key(1), ChunkNote())
+    made.unseal(1)
+    deadline_s = time.monotonic() + 30.0
+    while time.monotonic() < deadline_s and (made._work or not list(made._index.rows())):
+        time.sleep(0.01)
+    assert [slot for slot, _, _ in made._index.rows()] == [0]
+    made.close()
+
+
 def test_bytes_that_were_read_while_their_chunk_was_given_up_are_not_sealed_under_its_key(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
     generation = int(made._generation[4])
     made.unseal(4)  # between the reading of the bytes and the entry
-    made._seal(4, generation, key(4), ChunkNote())
+    made._seal([(4, generation, key(4), ChunkNote())])
     made.close()
     again = journal(tmp_path, rows)
     assert again.restored == []

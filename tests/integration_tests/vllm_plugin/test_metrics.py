@@ -129,6 +129,10 @@ def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) 
     assert not full.is_empty()
     assert full.aggregate(step).data["has_room"] is False
     assert step.aggregate(full).data["num_pending_prefills"] == 3
+    began, again = (RAGCacheStats.of(requests={}, engine=None, offload=None, admitted={"s": ago}) for ago in (2.0, 1.0))
+    assert not began.is_empty()
+    assert began.aggregate(again).data["admitted"] == {"s": 2.0}
+    assert began.aggregate(RAGCacheStats()).data["admitted"] == RAGCacheStats().aggregate(began).data["admitted"]
     received.add(full.aggregate(step).data, 0)
     received.add(step.data, 1)
     received.add(none_left.data, 0)

@@ -108,7 +108,7 @@ def test_the_scheduler_is_where_ours_stands(vllm_facts: dict[str, object]) -> No
         "_TreeScheduling.__init__() reads them after vLLM's: find their new names"
     )
     assert vllm_facts["manager_sets"] == ["block_pool"], "scheduler.py takes over kv_cache_manager.block_pool"
-    assert vllm_facts["scheduler_output"] == [["self", "request", "new_token_ids", "is_stale"]] * 2, (
+    assert vllm_facts["scheduler_output"] == [*([["self", "scheduler_output", "model_runner_output"]] * 2), True], (
         "_TreeScheduling notes a request's first token there: follow it, or find where tokens arrive"
     )
     assert vllm_facts["scheduler_cls"] == [["self"], True], "--scheduler-cls takes RAGCacheScheduler: find the new door"
@@ -269,10 +269,11 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
     )
     assert vllm_facts["offloading_progress"] == {
         "reads": True,
+        "shown": True,
         "states": ["_req_status", "config"],
         "limits": [True, True],
         "group": [True, True],
-    }, "compat.is_stored_whole says which requests build_connector_meta need not look into"
+    }, "compat.stores_from says which requests build_connector_meta need not look into"
     assert vllm_facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert vllm_facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
 

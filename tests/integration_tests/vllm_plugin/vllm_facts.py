@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ragcache_core.vllm_plugin import compat
@@ -108,7 +109,8 @@ def facts() -> dict[str, object]:
         "hash_of_block": compat.get_block_hash(b"hash" + bytes(4)) == b"hash",
         "scheduler_sets": sets(compat.Scheduler, "connector", "kv_cache_config", "kv_cache_manager"),
         "scheduler_output": [
-            parameters(c._update_request_with_output) for c in (compat.Scheduler, compat.AsyncScheduler)
+            *(parameters(c.update_from_output) for c in (compat.Scheduler, compat.AsyncScheduler)),
+            {"sampled_token_ids", "req_id_to_index"} <= set(names(ModelRunnerOutput)),
         ],
         "queue": methods(compat.RequestQueue),
         "queue_is_complete": sorted(CacheAwareRequestQueue.__abstractmethods__),
@@ -265,6 +267,7 @@ def facts() -> dict[str, object]:
         "offloading_progress": {
             "reads": "scheduler_output.num_scheduled_tokens,\n"
             in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
+            "shown": {"req_ids", "num_computed_tokens", "new_block_ids"} <= set(names(CachedRequestData)),
             "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config"),
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,

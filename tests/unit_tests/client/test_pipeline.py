@@ -36,7 +36,8 @@ class Sent:
     def __init__(self, doc_ids: tuple[str, ...]) -> None:
         self.doc_ids = doc_ids
         self.sent_s = time.perf_counter()
-        self.started_s: float | None = None
+        self.started_s: float | None = self.sent_s
+        self.is_claimable = self.is_claimed = True
         self.error: Exception | None = None
         self.is_cancelled = self.is_confirmed = False
         self._callbacks: list[Callable[[Any], None]] = []
@@ -232,6 +233,25 @@ async def test_the_time_until_the_engine_began_is_not_hidden() -> None:
     assert (await run(source, ScriptedDoor(), late)).report.hidden_search_s == 0.0
 
 
+async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden() -> None:
+    speculator, source = ScriptedSpeculator(), Source("a", "a", "a")
+    source.between[1] = lambda: setattr(speculator.sent[0], "started_s", None)
+    events: list[PipelineEvent] = []
+    result = await run(source, ScriptedDoor(), speculator, on_event=events.append)
+    assert (events[-1].kind, events[-1].hidden_search_s) == ("confirm", None)
+    assert result.report == result.settled_report()
+    assert (result.report.is_confirmed, result.report.hidden_search_s) == (True, 0.0)
+    [sent] = speculator.sent
+    sent.started_s = result.began_s + result.report.search_s / 4
+    assert result.settled_report().hidden_search_s == pytest.approx(0.75 * result.report.search_s)
+    sent.started_s = result.began_s + 2 * result.report.search_s
+    assert result.settled_report() == result.report, "it began when the search was over"
+    sent.started_s, sent.is_claimed = result.began_s, False
+    assert (result.settled_report().is_confirmed, result.settled_report().hidden_search_s) == (False, 0.0)
+    sent.is_claimable = False
+    assert result.settled_report().unhidden_search_s == 0.0, "nobody joins what only prefills"
+
+
 async def test_the_speculator_gets_the_order_of_the_prompt_and_is_asked_for_it_once() -> None:
     speculator, asked = ScriptedSpeculator(), []
 
@@ -247,24 +267,62 @@ async def test_the_speculator_gets_the_order_of_the_prompt_and_is_asked_for_it_o
     assert result.update.documents == (document("b"), document("a"))
 
 
-@pytest.mark.parametrize("fields", [{"text": "new text"}, {"metadata": {"page": 2}}], ids=["text", "metadata"])
-@pytest.mark.parametrize("arrange", [None, lambda documents: documents[::-1]], ids=["retrieval", "arranged"])
-async def test_documents_that_were_written_anew_meanwhile_are_other_documents(
-    fields: dict[str, Any], arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
-) -> None:
-    speculator, final = ScriptedSpeculator(), update("ab", 1, is_final=True)
-    final = replace(final, documents=tuple(replace(d, **fields) for d in final.documents))
+def anew(fields: dict[str, Any], between: Callable[[], object] = lambda: None) -> AsyncIterator[RetrievalUpdate]:
+    """Two documents, and the same with other ``fields`` finally."""
 
     async def updates() -> AsyncIterator[RetrievalUpdate]:
         await asyncio.sleep(STEP_S)
         yield update("ab")
         await asyncio.sleep(2 * STEP_S)
-        yield final
+        between()
+        final = update("ab", 1, is_final=True)
+        yield replace(final, documents=tuple(replace(d, **fields) for d in final.documents))
 
-    result = await run_pipeline(updates(), ScriptedDoor(), speculator, arrange=arrange)
-    assert sorted(result.documents, key=lambda d: d.doc_id) == list(final.documents)
+    return updates()
+
+
+arranged_or_not = pytest.mark.parametrize(
+    "arrange", [None, lambda documents: documents[::-1]], ids=["retrieval", "arranged"]
+)
+NEW_TEXT, NEW_METADATA = {"text": "new text"}, {"metadata": {"page": 2}}
+
+
+@pytest.mark.parametrize(("fields", "is_claimable"), [(NEW_TEXT, True), (NEW_METADATA, False)], ids=["text", "warmed"])
+@arranged_or_not
+async def test_documents_that_were_written_anew_meanwhile_are_other_documents(
+    fields: dict[str, Any], is_claimable: bool, arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
+) -> None:
+    speculator = ScriptedSpeculator()
+    updates = anew(fields, lambda: setattr(speculator.sent[0], "is_claimable", is_claimable))
+    result = await run_pipeline(updates, ScriptedDoor(), speculator, arrange=arrange)
+    assert sorted(result.documents, key=lambda d: d.doc_id) == [replace(document(d), **fields) for d in "ab"]
     assert result.speculation is None
     assert [sent.is_cancelled for sent in speculator.sent] == [True]
+
+
+@arranged_or_not
+async def test_whether_the_prompt_shows_new_metadata_the_request_says(
+    arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
+) -> None:
+    speculator = ScriptedSpeculator()
+    events: list[PipelineEvent] = []
+    result = await run_pipeline(anew(NEW_METADATA), ScriptedDoor(), speculator, arrange=arrange, on_event=events.append)
+    assert {d.metadata["page"] for d in result.documents} == {2}
+    [sent] = speculator.sent
+    assert result.speculation is sent
+    assert (sent.is_cancelled, sent.is_confirmed) == (False, False), "it is there to be joined, and still a guess"
+    assert (events[-1].kind, events[-1].hidden_search_s) == ("confirm", None)
+    assert result.report.hidden_search_s == 0.0
+    assert result.settled_report().hidden_search_s > STEP_S
+    sent.is_claimed = False
+    assert (result.settled_report().is_confirmed, result.settled_report().hidden_search_s) == (False, 0.0)
+
+
+async def test_a_source_is_believed_whose_metadata_change() -> None:
+    history = SettlingHistory()
+    for _ in range(20):
+        await run_pipeline(anew(NEW_METADATA), ScriptedDoor(), ScriptedSpeculator(), history=history)
+    assert history.is_promising(0, is_idle=False)
 
 
 # Load
@@ -275,7 +333,10 @@ async def test_the_scheduler_says_whether_there_is_room_and_not_the_number_of_pr
     door.has_room = False
     result = await run(Source("a", "a", "a"), door, speculator)
     assert speculator.num_calls == 0
-    assert result.report.skipped_because == "the engine had no room: 0 prefills pending, max_prefill_bs is 2"
+    assert result.report.skipped_because == (
+        "the engine had no room: it answers real requests, which on a CPU leave none, or it has as many speculative "
+        "ones as max_prefill_bs allows, 2"
+    )
     door.has_room, door.num_pending = True, 5
     for _ in range(5):
         history.record(0, "b", "a")
@@ -333,7 +394,7 @@ async def test_an_engine_that_stays_full_is_asked_less_and_less_and_gets_nothing
     result = await run(Source(*"aaaaaaaaaaaa"), door, speculator)
     assert speculator.num_calls == 0
     assert 2 <= door.num_asked <= 7
-    assert result.report.skipped_because == "the engine had no room: 7 prefills pending, max_prefill_bs is 2"
+    assert result.report.skipped_because == ("the engine had no room: real requests that wait for their first token: 7")
     assert result.report.unhidden_search_s == result.report.search_s
 
 
@@ -533,6 +594,28 @@ async def test_a_source_that_cancels_itself_is_an_error_and_not_a_wait() -> None
 
     with pytest.raises(SearchError, match="cancelled by its source"):
         await asyncio.wait_for(run_pipeline(updates(), None, None), 5.0)
+
+
+async def test_a_source_that_finds_more_than_it_was_asked_for_is_cut_at_the_first_documents() -> None:
+    speculator, events = ScriptedSpeculator(), list[PipelineEvent]()
+    result = await run(Source("aabcd", "abdc", "abacd"), ScriptedDoor(), speculator, on_event=events.append, k=2)
+    assert result.documents == (document("a"), document("b"))
+    assert len(result.update.scores) == 2
+    assert speculator.shown() == [("a", "b")], "candidates that differ behind the cut are the same"
+    assert {e.doc_ids for e in events} == {("a", "b")}
+
+
+@pytest.mark.parametrize("timeout_s", [STEP_S, 60.0, None])
+async def test_a_source_that_blocks_the_event_loop_is_named_where_it_broke_the_time_out(
+    timeout_s: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        time.sleep(0.2)  # noqa: ASYNC251  (that is what is wrong with it)
+        yield update("a", is_final=True)
+
+    result = await run_pipeline(updates(), None, None, timeout_s=timeout_s)
+    assert result.documents == (document("a"),)
+    assert ("because something blocked the event loop" in caplog.text) == (timeout_s == STEP_S)
 
 
 async def test_a_clean_up_that_hangs_delays_a_time_out_by_a_second_at_most(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,9 @@ from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
+from tests import scripted_server
 from tests.scripted_server import ENGINE_DEAD, IDLE, Refusal, Reply, ScriptedServer
+from tests.waiting import until
 
 MODEL = "examples/demo_model"
 ASKED: Any = [{"role": "user", "content": "Who founded Zorval?"}]
@@ -48,14 +50,6 @@ def server() -> Iterator[ScriptedServer]:
 def engine(server: ScriptedServer) -> Iterator[Engine]:
     with Engine.connect(server.url, tokenizer=MODEL) as engine:
         yield engine
-
-
-def until(condition: Callable[[], object], timeout_s: float = 5.0) -> bool:
-    """Return whether ``condition`` came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(condition())
 
 
 def done(speculation: Speculation) -> bool:
@@ -569,16 +563,59 @@ def test_a_confirmation_is_not_repeated_in_vain(
     speculation.confirm()
     confirmation = f"speculations/{speculation.id}/confirm"
     assert until(lambda: confirmation in server.cache_questions)
-    time.sleep(0.1)
+    time.sleep(0.1)  # a second confirmation would have come by now
     assert server.cache_questions.count(confirmation) == 1
     speculation.abort()
 
 
-def test_when_the_engine_admitted_it_is_known_after_its_end(server: ScriptedServer, engine: Engine) -> None:
-    server.cache = {"policy": "pgdsf"}
+def test_the_engine_tells_when_it_began_while_it_still_answers(server: ScriptedServer, engine: Engine) -> None:
+    server.script(NEVER)
+    server.admits_after_s = 0.1
     speculation = engine.speculate(lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s is not None)
-    assert speculation.started_s == speculation.sent_s + 0.001
+    assert not speculation.is_done
+    assert speculation.started_s is not None
+    assert speculation.sent_s + 0.1 <= speculation.started_s <= time.perf_counter()
+    speculation.abort()
+
+
+def test_an_engine_that_begins_late_is_asked_again(
+    server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
+    server.script(NEVER)
+    server.admits_after_s = None
+    speculation = engine.speculate(lambda: of_the_engine(engine))
+    time.sleep(0.2)  # many times as long as it waits for an answer
+    assert speculation.started_s is None
+    server.admits_after_s = 0.0
+    assert until(lambda: speculation.started_s is not None)
+    speculation.abort()
+
+
+def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: Engine) -> None:
+    server.script(NEVER)
+    server.admits_after_s, server.cache_status = 0.05, 503
+    speculation = engine.speculate(lambda: of_the_engine(engine))
+    time.sleep(0.1)  # the first question is answered with an error
+    server.cache_status = 200
+    assert until(lambda: speculation.started_s is not None)
+    speculation.abort()
+
+
+@pytest.mark.parametrize("says", ["nothing", "no such route"])
+def test_a_server_that_does_not_tell_is_left_alone_after_the_end(
+    server: ScriptedServer, engine: Engine, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
+    server.admits_after_s = None
+    if says == "no such route":
+        server.cache_status = 404
+    speculation = engine.speculate(lambda: of_the_engine(engine))
+    assert done(speculation)
+    assert speculation._work is not None
+    speculation._work.result(5.0)
+    assert speculation.started_s is None
 
 
 def test_a_speculation_that_was_read_to_its_end_is_done_and_not_cancelled(
@@ -643,14 +680,22 @@ def test_the_engines_load_is_asked_and_speculation_is_possible(server: ScriptedS
     assert engine.can_speculate()
     assert server.cache_questions.count("load") == 1
     server.load = {**IDLE, "num_pending_prefills": 3}
-    assert engine.pending_prefills() == Load(0, 4), "an answer serves all who ask at the same moment"
-    time.sleep(0.03)
-    assert engine.pending_prefills() == Load(num_pending_prefills=3, max_prefill_bs=4)
-    assert asyncio.run(engine.apending_prefills()) == Load(3, 4)
-    time.sleep(0.03)
+    assert engine.pending_prefills() == Load(0, 4, has_room=True), "an answer serves all who ask at the same moment"
+    time.sleep(0.03)  # the answer is too old to serve for another moment
+    assert engine.pending_prefills() == Load(num_pending_prefills=3, max_prefill_bs=4, has_room=True)
+    assert asyncio.run(engine.apending_prefills()) == Load(3, 4, has_room=True)
+    time.sleep(0.03)  # again
     server.load = {**IDLE, "has_room": False}
     assert engine.pending_prefills() == Load(0, 4, has_room=False)
     assert asyncio.run(engine.acan_speculate())
+
+
+@pytest.mark.parametrize(("num_pending", "has_room"), [(3, True), (4, False)])
+def test_an_older_engine_that_does_not_say_whether_there_is_room_has_it_by_its_count(
+    server: ScriptedServer, engine: Engine, num_pending: int, has_room: bool
+) -> None:
+    server.load = {"num_pending_prefills": num_pending, "max_prefill_bs": 4, "is_speculative": True}
+    assert engine.pending_prefills() == Load(num_pending, 4, has_room)
 
 
 @pytest.mark.parametrize("load", [None, {**IDLE, "is_speculative": False}, {"other": "words"}])
@@ -715,10 +760,10 @@ def test_closing_the_thread_twice_does_not_cut_off_what_it_still_ends() -> None:
     async def work() -> None:
         try:
             is_running.set()
-            await asyncio.sleep(60.0)
+            await asyncio.sleep(60.0)  # until it is cancelled
         finally:
             is_ending.set()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)  # a clean-up that a second stop could cut off
             ended.append(True)
 
     background.run(work())

@@ -1,0 +1,170 @@
+"""What a step shows vLLM's offloading: requests that neither fill a chunk nor get blocks are left out, to no effect."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config.vllm import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from ragcache_core.client import arguments
+from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
+from ragcache_core.config import CacheConfig as Tiers
+from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.vllm_plugin.connector import RAGCacheConnector
+from ragcache_core.vllm_plugin.scheduler import SyncTreeScheduler
+from ragcache_core.wire import encode_kv_transfer_params, tile
+from tests.conftest import DEMO_MODEL
+
+BLOCK = 16
+
+
+@dataclass
+class Served:
+    """What came of some requests: ``stored`` is (step, request, blocks of the engine)."""
+
+    stored: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
+    num_steps: int = 0
+    num_shown: int = 0
+    """Requests that vLLM's offloading was shown, over all steps."""
+    num_said: int = 0
+    """Steps that sent its counts to the server's process."""
+
+
+@contextmanager
+def _scheduler(num_blocks: int) -> Iterator[Any]:
+    """Yield our scheduler over GPU and host memory, with nobody to run its steps."""
+    init_none_hash(sha256)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
+    engine_id = new_engine_id(os.getpid())
+    prepare_regions(engine_id)
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
+        ),
+        kv_transfer_config=KVTransferConfig(
+            **arguments._transfer_config(Tiers(host_bytes="1MiB").resolved(), engine_id, None)
+        ),
+    )
+    config.scheduler_config.async_scheduling = False
+    cache.num_gpu_blocks = num_blocks
+    try:
+        with set_current_vllm_config(config):
+            scheduler = SyncTreeScheduler(
+                vllm_config=config,
+                kv_cache_config=KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)]),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                log_stats=True,
+            )
+        yield scheduler
+        scheduler.shutdown()
+    finally:
+        remove_regions(engine_id)
+
+
+def _request(number: int, dice: random.Random) -> Request:
+    """Return a request of 20 to 150 tokens; every other one says where its document lies."""
+    tokens = [dice.randrange(10, 900) for _ in range(dice.randrange(20, 150))]
+    params = SamplingParams(max_tokens=dice.randrange(1, 70), ignore_eos=True)
+    if number % 2:
+        document = PromptSegment(SegmentKind.DOCUMENT, 4, dice.randrange(10, len(tokens)), f"d{number}")
+        params.extra_args = {"kv_transfer_params": encode_kv_transfer_params(tile([document], len(tokens)))}
+    return Request(f"r{number}", tokens, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+
+
+def _serve(num_blocks: int, seed: int) -> Served:
+    """Return what came of forty requests."""
+    dice, served = random.Random(seed), Served()
+    jobs: dict[int, str | None] = {}  # of the step before: the request that waits for what is loaded
+    with _scheduler(num_blocks) as scheduler:
+        build = scheduler.connector.scheduler.build_connector_meta
+
+        def listen(output: SchedulerOutput) -> Any:
+            served.num_shown += len(output.num_scheduled_tokens)
+            return build(output)
+
+        scheduler.connector.scheduler.build_connector_meta = listen
+        waiting = [_request(i, dice) for i in range(40)]
+        for step in range(3000):
+            if waiting and step % 4 == 0:
+                scheduler.add_request(waiting.pop())
+            if not (waiting or scheduler.has_requests()):
+                break
+            output = scheduler.schedule()
+            meta = output.kv_connector_metadata
+            done, jobs = (
+                jobs,
+                {**dict.fromkeys(meta.store_jobs), **{i: job.req_id for i, job in meta.load_jobs.items()}},
+            )
+            served.stored += [
+                (step, job.req_id, tuple(job.src_spec.block_ids.tolist())) for job in meta.store_jobs.values()
+            ]
+            worker = OffloadingWorkerMetadata()
+            for job_id in done:
+                worker.mark_completed(job_id)
+            ids = list(output.num_scheduled_tokens)
+            ends = [
+                scheduler.requests[i].num_computed_tokens >= scheduler.requests[i].num_tokens for i in ids
+            ]  # a prompt that is computed in part has no token yet
+            outputs = scheduler.update_from_output(
+                output,
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+                    sampled_token_ids=[[5 + step % 7] if is_end else [] for is_end in ends],
+                    kv_connector_output=KVConnectorOutput(
+                        finished_recving={name for name in done.values() if name is not None},
+                        kv_connector_worker_meta=worker if done else None,
+                    ),
+                ),
+            )
+            served.num_steps += 1
+            for said in (out.scheduler_stats.kv_connector_stats for out in outputs.values() if out.scheduler_stats):
+                served.num_said += bool(said and said.get("offload"))
+        assert not scheduler.requests
+        assert not scheduler.connector._stores_from
+    served.stored.sort()
+    return served
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_blocks", [400, 40])
+def test_what_is_stored_and_when_is_what_vllm_would_store(
+    num_blocks: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = _serve(num_blocks, seed)
+    monkeypatch.setattr(RAGCacheConnector, "_what_concerns_storing", lambda self, output: output)
+    vllms = _serve(num_blocks, seed)
+    assert ours.stored == vllms.stored
+    assert len(ours.stored) > 40
+    assert ours.num_shown < vllms.num_shown / 3
+
+
+def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.vllm_plugin.connector._REPORT_EVERY_S", 3600.0)
+    served = _serve(400, 0)
+    assert 1 <= served.num_said < served.num_steps / 10
