@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from ragcache_core.client import Engine
+from ragcache_core.client.speculating import Speculation, Speculations
 from ragcache_core.config import CacheConfig
 
 # A test run in the background of a shell has SIGINT ignored, and so would every process that it starts.
@@ -21,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "examples" / "demo_model"
-ENGINE_ARGS: dict[str, object] = {
+ENGINE_ARGS: dict[str, Any] = {
     "cache": CacheConfig(kv_cache_bytes="1GiB", block_size=32, host_bytes="256MiB"),
     "dtype": "float32",
     "enforce_eager": True,
@@ -56,5 +58,19 @@ def demo_model() -> str:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """The one engine of a test session, over the demo model. Tests must not close or kill it."""
     log_path = tmp_path_factory.mktemp("engine") / "server.log"
-    with Engine.launch(str(DEMO_MODEL), log_path=log_path, **ENGINE_ARGS) as running:  # type: ignore[arg-type]
+    with Engine.launch(str(DEMO_MODEL), log_path=log_path, **ENGINE_ARGS) as running:
         yield running
+
+
+@pytest.fixture
+def num_begun(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Of how many speculations the engine has told when it began with them."""
+    sent: list[Speculation] = []
+    start = Speculations.start
+
+    def noted(*args: Any, **kwargs: Any) -> Speculation:
+        sent.append(start(*args, **kwargs))
+        return sent[-1]
+
+    monkeypatch.setattr(Speculations, "start", noted)
+    return lambda: sum(speculation.started_s is not None for speculation in sent)

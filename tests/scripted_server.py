@@ -61,6 +61,8 @@ __all__ = [
 ]
 
 _CONFIRM = re.compile(r"/v1/ragcache/speculations/([^/]+)/confirm")
+_ADMISSION = re.compile(r"/v1/ragcache/speculations/([^/]+)")
+_PATIENCE_S = 0.5
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 1024
 THREE_TIERS: JsonObject = {
@@ -80,7 +82,7 @@ THREE_TIERS: JsonObject = {
     ],
 }  # fmt: skip
 """What an engine with three tiers, whose disk failed, says of its cache."""
-IDLE: JsonObject = {"num_pending_prefills": 0, "max_prefill_bs": 4, "is_speculative": True}
+IDLE: JsonObject = {"num_pending_prefills": 0, "max_prefill_bs": 4, "is_speculative": True, "has_room": True}
 """What an engine with nothing to do says of its load."""
 
 
@@ -109,8 +111,12 @@ class ScriptedServer:
     """What RAGCache's routes were asked, whether or not they are there: paths without ``/v1/ragcache/``."""
     load: JsonObject | None = None
     """What ``/v1/ragcache/load`` answers, to :data:`IDLE` for example; with ``None`` there is no speculation."""
+    cached_paths: list[JsonObject] | None = None
+    """The lines that ``/v1/ragcache/cached_paths`` streams, and then keeps silent; with ``None`` there is no route."""
     confirmed: list[str] = field(default_factory=list)
     """Ids of the speculations that were confirmed."""
+    admits_after_s: float | None = 0.0
+    """Seconds before a speculation is begun with, as far as it says; ``None`` says nothing of it."""
     aborted: list[Seen] = field(default_factory=list)
     """Requests whose client hung up before the end."""
 
@@ -118,6 +124,7 @@ class ScriptedServer:
         self._script: deque[Reply | Refusal] = deque()
         self._prompts: deque[tuple[object, ...]] = deque(maxlen=256)
         self._figures: dict[str, JsonObject] = {}
+        self._arrived_s: dict[str, float] = {}
         self._lock = threading.Lock()
         self._ids = count(1)
         self._running: set[int] = set()
@@ -168,6 +175,8 @@ class ScriptedServer:
     def _answer(self, request: Seen) -> Reply | Refusal:
         with self._lock:
             self.requests.append(request)
+            if request.speculation is not None:
+                self._arrived_s[request.speculation] = time.monotonic()
             if request.body.get("model") not in (None, self.model):
                 message = f"The model `{request.body['model']}` does not exist."
                 return Refusal(404, message, "NotFoundError")
@@ -213,6 +222,16 @@ class ScriptedServer:
         if self.cache is None:
             return None
         return self.cache if question == "stats" else self._figures.get(question.removeprefix("requests/"))
+
+    def _admitted_ago_s(self, speculation: str) -> float | None:
+        """Return how long ago a speculation was begun with, for which it waits a little."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while (now_s := time.monotonic()) < deadline_s:
+            arrived_s, after_s = self._arrived_s.get(speculation), self.admits_after_s
+            if arrived_s is not None and after_s is not None and now_s >= arrived_s + after_s:
+                return now_s - arrived_s - after_s
+            time.sleep(0.005)
+        return None
 
     def _metrics(self) -> str:
         values = {
@@ -267,6 +286,13 @@ class _Handler(BaseHTTPRequestHandler):
             case "/v1/models":
                 if self._is_allowed():
                     self._send(200, {"object": "list", "data": [card]})
+            case path if (found := _ADMISSION.fullmatch(path)) and self.server_of.load is not None:
+                if self._is_allowed():
+                    with contextlib.suppress(OSError):
+                        self._send(owner.cache_status, {"admitted_ago_s": owner._admitted_ago_s(found[1])})
+            case "/v1/ragcache/cached_paths" if owner.cached_paths is not None:
+                if self._is_allowed():
+                    self._stream_paths(owner.cached_paths)
             case path if path.startswith("/v1/ragcache/"):
                 if self._is_allowed():
                     self._answer_of_the_cache(path.removeprefix("/v1/ragcache/"))
@@ -282,6 +308,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404 if answer is None else owner.cache_status, {"detail": "Not Found"})
             else:
                 self._send(200, answer)
+
+    def _stream_paths(self, lines: Sequence[JsonObject]) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(_HungUpError, OSError):
+            for line in lines:
+                self._chunk(json.dumps(line).encode() + b"\n")
+            self._wait(60.0)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ragcache_core.bench.command import benchmark
-from ragcache_core.bench.pipeline_exact import measure_arranging, measure_pipeline_exactness
+from ragcache_core.bench.pipeline_exact import measure_pipeline_exactness
+from ragcache_core.bench.pipeline_order import measure_arranging
 from ragcache_core.bench.pipeline_overlap import measure_never_settles, measure_overlap
 from ragcache_core.bench.pipeline_queue import measure_queue_step, measure_reordering
 from ragcache_core.bench.report import Goal, Part, Plan

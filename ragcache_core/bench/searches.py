@@ -83,6 +83,27 @@ class SlowedSearch:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnSearch:
+    """A search whose first stage is wrong and whose second one is right; few documents, in many orders.
+
+    The documents are drawn out of ``num_documents``, the same for the same question.
+    """
+
+    texts: DocumentTexts
+    num_documents: int
+    search_s: float
+
+    async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield three stages."""
+        rng = np.random.default_rng(list(query.encode()))
+        wrong, right = ([int(n) for n in rng.choice(self.num_documents, k, replace=False)] for _ in range(2))
+        for stage, numbers in enumerate((wrong, right, right)):
+            await asyncio.sleep(self.search_s / 3)
+            documents = tuple(self.texts.document(n) for n in numbers)
+            yield RetrievalUpdate(documents, tuple(map(float, range(k))), stage, is_final=stage == 2)
+
+
+@dataclass(frozen=True, slots=True)
 class UnsettledSearch:
     """A search each of whose stages names other documents: whatever is speculated is wrong until the end.
 

@@ -24,6 +24,20 @@ class Arrangement:
     took_s: float
 
 
+def in_order(
+    door: ArrangingDoor | None,
+    documents: Sequence[Document],
+    order: DocumentOrder,
+    *,
+    keep_first: bool,
+    prefix: bytes | None = None,
+) -> Sequence[Document]:
+    """Return documents as :meth:`ArrangingDoor.arrange_documents` does; ``cache_aware`` needs a door to go by."""
+    if door is not None:
+        return door.arrange_documents(documents, order, keep_first=keep_first, prefix=prefix).documents
+    return [documents[i] for i in arrange([d.doc_id for d in documents], order, None, keep_first=keep_first)]
+
+
 class RememberedOrders:
     """The orders that documents were brought into lately, bounded and thread-safe: for counting such requests."""
 

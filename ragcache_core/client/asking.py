@@ -22,6 +22,7 @@ from ragcache_core.client.generation import (
     whole,
 )
 from ragcache_core.client.handshake import Handshake
+from ragcache_core.client.importing import importing_requests
 from ragcache_core.client.learning import LayoutLearner
 from ragcache_core.client.load import LoadRoute
 from ragcache_core.client.metrics import parse_metrics
@@ -78,9 +79,10 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         server = Handshake(self._http, self.base_url, self.api_key)
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
-        self._tokenizer = checked_tokenizer(
-            lambda: tokenizer(card.root), lambda messages: server.token_ids(card.name, messages)
-        )
+        with importing_requests():
+            self._tokenizer = checked_tokenizer(
+                lambda: tokenizer(card.root), lambda messages: server.token_ids(card.name, messages)
+            )
         self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=self.max_model_len)
 
     def _close_connections(self) -> None:
@@ -205,6 +207,7 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         *,
         context: str = "context",
         question: str = "question",
+        is_default: bool = True,
     ) -> BoundPrompt:
         """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
 
@@ -217,13 +220,16 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
             format_docs: makes the context of the framework's documents, as in the chain. A ``PromptLayout`` needs none.
             context: the template's name of the documents (LlamaIndex: ``context_str``).
             question: the template's name of the question (LlamaIndex: ``query_str``).
+            is_default: it is the prompt of every retriever that has none of its own.
 
         Raises:
             ConfigError: ``prompt`` cannot make messages of these variables.
         """
         tokenizer, limit = self._tokenizer_at_hand(), self.max_model_len
-        self._bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, context=context, question=question)
-        return self._bound
+        bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, context=context, question=question)
+        if is_default:
+            self._bound = bound
+        return bound
 
     @property
     def bound_prompt(self) -> BoundPrompt | None:

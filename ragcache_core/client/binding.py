@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_origin
 
 from ragcache_core.client.plan import is_text_only
 from ragcache_core.errors import ConfigError, PromptError
+from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import ChatMessage, PromptLayout, PromptTokenizer, RenderedPrompt, num_alike, render_known
 from ragcache_core.types import DocId, Document
 
@@ -65,6 +66,17 @@ class BoundPrompt:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._warned = Lock()
+        self._is_made = False
+        self._static_prefix: bytes | None = None
+
+    def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
+        """Return what names the tokens before the documents in the engine's cache, as they were last; None: not known.
+
+        Cheap: the prompt is made by the first call alone, and whenever :meth:`prefix` is asked for.
+        """
+        if not self._is_made:
+            self.prefix(shown_documents, documents)
+        return self._static_prefix
 
     def prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> RenderedPrompt | None:
         """Return the tokens that a request about these documents, in this order, begins with, whatever it asks.
@@ -72,6 +84,7 @@ class BoundPrompt:
         ``shown_documents`` are the framework's, for the user's own formatting; ``documents`` are the same ones. None
         where nothing is worth a prefill. Never fails: a prompt that cannot be made is not speculated on, and said once.
         """
+        self._is_made = True
         if self._tokenizer is None:
             return None
         try:
@@ -89,6 +102,7 @@ class BoundPrompt:
                     error,
                 )
             return None
+        self._static_prefix = static_prefix_digest(known.token_ids, known.segments)
         return known if MIN_PREFILL_TOKENS <= len(known.token_ids) < self._max_model_len else None
 
 

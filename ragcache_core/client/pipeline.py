@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from ragcache_core.client.search_result import PipelineEvent, PipelineResult
@@ -11,6 +12,11 @@ from ragcache_core.client.stages import check_timeout
 from ragcache_core.client.starting import Speculator
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
+
+_logger = logging.getLogger(__name__)
+
+_LATE_S = 0.05
+"""An event loop may be that late of itself."""
 
 __all__ = ["PipelineEvent", "PipelineResult", "Speculator", "run_pipeline"]
 
@@ -24,6 +30,7 @@ async def run_pipeline(
     on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None = None,
     arrange: Callable[[Sequence[Document]], Sequence[Document]] | None = None,
     history: SettlingHistory | None = None,
+    k: int | None = None,
 ) -> PipelineResult:
     """Return the final documents of a search, during which the engine worked ahead from its candidates.
 
@@ -35,10 +42,12 @@ async def run_pipeline(
         updates: the search's stages. A document that appears twice counts once; nothing is read after the final stage.
         door: the engine; ``None``: nothing is speculated.
         speculator: sends what can be sent ahead; ``None``: nothing is speculated.
-        timeout_s: how long the search may take until its documents are final.
+        timeout_s: how long the search may take until its documents are final. A source that blocks the event loop
+            cannot be timed out, by nothing that runs there: its result comes, late, and a warning that says so.
         on_event: told of every stage and speculation, in order; what it raises ends the search.
         arrange: puts a stage's documents into the order of the prompt; asked once for the same documents.
         history: of the searches of this source, to which this one is added; without it every stage is trusted.
+        k: how many documents were asked for: a source that finds more is cut to the first ones of each stage.
 
     Raises:
         SearchTimeoutError: the documents were not final in time.
@@ -46,7 +55,7 @@ async def run_pipeline(
         ConfigError: the time-out is not above 0.
     """
     check_timeout(timeout_s)
-    run = SearchRun(door, speculator, on_event, arrange, history or SettlingHistory())
+    run = SearchRun(door, speculator, on_event, arrange, history or SettlingHistory(), k)
     try:
         result = await run.result(updates, timeout_s)
         await run.end_tasks()
@@ -54,4 +63,11 @@ async def run_pipeline(
         run.abandon()
         await run.end_tasks()
         raise
+    if timeout_s is not None and result.report.search_s > timeout_s + _LATE_S:  # else it had been timed out
+        _logger.warning(
+            "A search took %.3g s, beyond its time-out of %g s, because something blocked the event loop: let a source "
+            "await what it waits for, and run what blocks in a thread, `await asyncio.to_thread(...)`",
+            result.report.search_s,
+            timeout_s,
+        )
     return result

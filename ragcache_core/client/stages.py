@@ -1,4 +1,4 @@
-"""Read a search's stages, whoever wrote it: it may raise, repeat documents, never end, or end without an answer."""
+"""Read a search's stages, whoever wrote it: it may raise, find too much, never end, or end without an answer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def check_timeout(timeout_s: float | None) -> None:
         raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None to wait as long as it takes")
 
 
-async def read_stages(updates: AsyncIterator[RetrievalUpdate], on_stage: Callable[[RetrievalUpdate], None]) -> None:
-    """Hand each stage to ``on_stage``, every document once, until the final one.
+async def read_stages(
+    updates: AsyncIterator[RetrievalUpdate], on_stage: Callable[[RetrievalUpdate], None], *, k: int | None = None
+) -> None:
+    """Hand each stage to ``on_stage``, every document once and the first ``k`` of them, until the final one.
 
     Raises:
         SearchTimeoutError: the source timed out.
@@ -40,7 +42,7 @@ async def read_stages(updates: AsyncIterator[RetrievalUpdate], on_stage: Callabl
         async for update in updates:
             if not isinstance(update, RetrievalUpdate):
                 raise SearchError(f"a stage of the search is {update!r}: {_CURE}")
-            on_stage(_without_duplicates(update))
+            on_stage(_cut(update, k))
             if update.is_final:
                 return
         raise SearchError("the search ended without final documents: its last update must have is_final=True")
@@ -64,11 +66,11 @@ async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:
         _logger.warning("a source of stages could not be closed", exc_info=True)
 
 
-def _without_duplicates(update: RetrievalUpdate) -> RetrievalUpdate:
+def _cut(update: RetrievalUpdate, k: int | None) -> RetrievalUpdate:
     first = {document.doc_id: i for i, document in reversed(list(enumerate(update.documents)))}
-    if len(first) == len(update.documents):
+    kept = sorted(first.values())[:k]
+    if len(kept) == len(update.documents):
         return update
-    kept = sorted(first.values())
     return replace(
         update,
         documents=tuple(update.documents[i] for i in kept),

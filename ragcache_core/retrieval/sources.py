@@ -19,7 +19,8 @@ class StageSource(Protocol):
     def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what is known after each stage; the last update, and no other, is final.
 
-        Closing the iterator early stops the search.
+        The ``k`` best documents are wanted, the best first; who asks cuts off what is more. Closing the iterator early
+        stops the search. What blocks belongs into a thread: in an event loop that is blocked no time-out is kept.
         """
         ...
 
@@ -72,6 +73,11 @@ def _check_yields(search: Callable[..., object]) -> None:
     else:
         return
     raise ConfigError(f"{getattr(search, '__qualname__', None) or repr(search)} {why}")
+
+
+async def nothing_found() -> AsyncGenerator[RetrievalUpdate, None]:
+    """Yield no documents, as the only stage, which is final."""
+    yield RetrievalUpdate((), (), 0, is_final=True)
 
 
 async def one_stage(find: Callable[[], Awaitable[Sequence[Document]]]) -> AsyncGenerator[RetrievalUpdate, None]:

@@ -13,7 +13,8 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable
 
 from ragcache_core.client import Engine
-from ragcache_core.client.pipeline import PipelineResult
+from ragcache_core.client.asked import AskedSearch
+from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.types import Document
 from ragcache_integrations.langchain.chat_model import STATS_KEY, ChatRAGCache
@@ -28,17 +29,18 @@ Documents = list[LangChainDocument]
 Prompt = Runnable[dict[str, Any], PromptValue]
 
 
-class AskedQuestion:
+class AskedQuestion(AskedSearch):
     """One question: what its prompt is made of, what the search for it came to, and whether that was reported."""
 
     def __init__(self, question: str, values: Callable[[Documents], dict[str, Any]], prompt: Prompt) -> None:
         """``values`` makes what ``prompt`` is made of."""
+        super().__init__()
         self.question = question
         self.values = values
         self.engine: Engine | None = None
         self.speculator: AnswerAhead | None = None
+        self.bound: Callable[[], BoundPrompt | None] = lambda: None
         self._prompt = prompt
-        self._result: PipelineResult | None = None
         self._is_answered = False
         self._is_reported = False
 
@@ -51,35 +53,26 @@ class AskedQuestion:
 
     def overlap(self, timeout_s: float | None) -> SearchOverlap:
         """Return what goes on while the search does."""
-        return SearchOverlap(self.engine, self.speculator, self.take, timeout_s)
-
-    def take(self, result: PipelineResult) -> None:
-        self._result = result
+        return SearchOverlap(self.engine, self.speculator, self.take, timeout_s, self.bound)
 
     def reported(self, answer: AIMessage, *, is_whole: bool = False) -> AIMessage:
         """Return an answer, or a chunk of one, with the report if its statistics are there, or if it is whole."""
         if not self._is_answered:  # whatever the request did not take over by now would only run beside it
             self._is_answered = True
             self.close()
-        if self._result is None or not isinstance(answer, AIMessage):
+        if (found := self.pipeline_report()) is None or not isinstance(answer, AIMessage):
             return answer
         stats = answer.response_metadata.get(STATS_KEY)
         if stats is None and not is_whole:
             return answer
         self._is_reported = True
-        report = {STATS_KEY: {**(stats or {}), PIPELINE_KEY: self._result.report.to_dict()}}
+        report = {STATS_KEY: {**(stats or {}), PIPELINE_KEY: found}}
         return answer.model_copy(update={"response_metadata": {**answer.response_metadata, **report}})
 
     def unreported(self) -> Iterator[AIMessageChunk]:
         """Yield a last chunk with the report, if the stream of another model had no chunk to take it."""
-        if self._result is not None and not self._is_reported:
-            report = {PIPELINE_KEY: self._result.report.to_dict()}
-            yield AIMessageChunk(content="", response_metadata={STATS_KEY: report})
-
-    def close(self) -> None:
-        """End the speculation, unless a request took it over."""
-        if self._result is not None and self._result.speculation is not None:
-            self._result.speculation.cancel()
+        if not self._is_reported and (found := self.pipeline_report()) is not None:
+            yield AIMessageChunk(content="", response_metadata={STATS_KEY: {PIPELINE_KEY: found}})
 
 
 @dataclass(frozen=True, slots=True)

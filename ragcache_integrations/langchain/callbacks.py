@@ -138,7 +138,7 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
                     self._sums["num_speculations"] += 1
                 case "confirm":
                     self._sums["num_confirmed_speculations"] += 1
-                    self._hidden_search_s += data["hidden_search_s"]
+                    self._hidden_search_s += data["hidden_search_s"] or 0.0
 
     def _add(self, run_id: UUID, stats: RequestStats) -> None:
         self._runs.append((run_id, stats))

@@ -19,7 +19,8 @@ SPECULATION_EVENT = "ragcache.speculation"
 """Custom event of each speculation: ``{"query", "event", "stage", "doc_ids", "hidden_search_s", "search_s"}``.
 
 ``event`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents: so much of the
-search was hidden behind the engine's work) or ``miss`` (the engine had not begun with the final documents)."""
+search was hidden behind the engine's work; ``None`` if it has not told yet when it began) or ``miss`` (the engine had
+not begun with the final documents)."""
 
 
 Listener = Callable[[PipelineEvent], Awaitable[None] | None]

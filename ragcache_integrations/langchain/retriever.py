@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,14 +13,15 @@ from langchain_core.runnables import RunnableConfig
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from ragcache_core.client import Engine
+from ragcache_core.client.arranging import in_order
 from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.pipeline import PipelineResult, Speculator, run_pipeline
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
-from ragcache_core.ordering import DocumentOrder, arrange
+from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.shards import ShardedStore
-from ragcache_core.retrieval.sources import StageSource, as_source
+from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.threads import run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
@@ -36,13 +36,15 @@ class SearchOverlap:
     """What the engine does during one search, in place of prefilling the prompt's documents, and who hears of it.
 
     ``speculator`` asks ``engine`` ahead, with the documents of a stage; without one the retriever does what it always
-    does. ``on_result`` gets what the search came to, and owns its speculation.
+    does. ``on_result`` gets what the search came to, and owns its speculation. ``prompt`` is what will show the
+    documents, for an order by what is cached after it.
     """
 
     engine: Engine | None
     speculator: Speculator | None
     on_result: Callable[[PipelineResult], None]
     timeout_s: float | None = None
+    prompt: Callable[[], BoundPrompt | None] = lambda: None
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -108,18 +110,20 @@ class RAGCacheRetriever(BaseRetriever):
         self, query: str, k: int | None, overlap: SearchOverlap | None, on_event: Listener
     ) -> list[LangChainDocument]:
         engine, speculator, timeout_s = self.engine, self._warmer(), self.search_timeout_s
+        prompt, k = self._prompt, self.k if k is None else k
         if overlap is not None:
             timeout_s = overlap.timeout_s or timeout_s
             if overlap.speculator is not None:
-                engine, speculator = overlap.engine, overlap.speculator
+                engine, speculator, prompt = overlap.engine, overlap.speculator, overlap.prompt
         result = await run_pipeline(
-            self._updates(query, self.k if k is None else k),
+            self._updates(query, k),
             engine,
             speculator if self.speculate else None,
             timeout_s=timeout_s,
             on_event=on_event,
-            arrange=None if self.document_order == "retrieval" else partial(self._arranged, engine),
+            arrange=None if self.document_order == "retrieval" else partial(self._arranged, engine, prompt),
             history=self._history,
+            k=k,
         )
         if overlap is not None:
             overlap.on_result(result)
@@ -128,32 +132,29 @@ class RAGCacheRetriever(BaseRetriever):
                 told.remember_documents(result.documents, query=query)
         return [to_langchain(document) for document in result.documents]
 
-    async def _updates(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate]:
+    def _updates(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
         if isinstance(store, DocumentStore | ShardedStore):
             k = min(k, len(store))
-        if k <= 0:
-            yield RetrievalUpdate((), (), 0, is_final=True)
-            return
-        async with aclosing(as_source(store, stages=self.stages).stages(query, k)) as updates:
-            async for update in updates:
-                yield update
+        return as_source(store, stages=self.stages).stages(query, k) if k > 0 else nothing_found()
 
-    def _arranged(self, engine: Engine | None, documents: Sequence[Document]) -> Sequence[Document]:
-        if engine is not None:
-            arranged: Sequence[Document] = engine.arrange_documents(
-                documents, self.document_order, keep_first=self.keep_first
-            ).documents
-        else:
-            ids = [d.doc_id for d in documents]
-            arranged = [documents[i] for i in arrange(ids, self.document_order, None, keep_first=self.keep_first)]
+    def _prompt(self) -> BoundPrompt | None:
+        return self.prompt or (None if self.engine is None else self.engine.bound_prompt)
+
+    def _arranged(
+        self, engine: Engine | None, prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]
+    ) -> Sequence[Document]:
+        prefix = None
+        if self.document_order == "cache_aware" and (prompt := prompt_of()) is not None:
+            prefix = prompt.static_prefix([to_langchain(document) for document in documents], documents)
+        arranged = in_order(engine, documents, self.document_order, keep_first=self.keep_first, prefix=prefix)
         if list(arranged) == list(documents):
             return documents
         ranks = {document.doc_id: rank for rank, document in enumerate(documents, 1)}
         return [replace(d, metadata={**d.metadata, RANK_KEY: ranks[d.doc_id]}) for d in arranged]
 
     def _warmer(self) -> Speculator | None:
-        return None if self.engine is None else _PromptWarmer(self.engine, self.prompt)
+        return None if self.engine is None else _PromptWarmer(self.engine, self._prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +162,9 @@ class _PromptWarmer:
     """Has an engine prefill what a prompt begins with: its static part and the documents of a stage."""
 
     engine: Engine
-    prompt: BoundPrompt | None
+    prompt: Callable[[], BoundPrompt | None]
 
     def start(self, documents: Sequence[Document]) -> Speculation | None:
-        prompt = self.prompt or self.engine.bound_prompt
+        prompt = self.prompt()
         known = prompt and prompt.prefix([to_langchain(document) for document in documents], documents)
         return self.engine.warm(known) if known else None

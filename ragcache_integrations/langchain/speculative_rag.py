@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
-from contextlib import aclosing, closing
-from dataclasses import replace
+from contextlib import aclosing, closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
-from langchain_core.documents import Document as LangChainDocument
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable
@@ -25,11 +24,10 @@ from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from ragcache_core.client.pipeline import run_pipeline
-from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
-from ragcache_core.retrieval.sources import one_stage
+from ragcache_core.client import Engine
+from ragcache_core.client.binding import BoundPrompt
+from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.threads import in_thread, run_blocking
-from ragcache_core.types import DocId, Document
 from ragcache_integrations.langchain.asked_question import AnswerAhead, AskedQuestion, Documents, Prompt
 from ragcache_integrations.langchain.chain import format_documents
 from ragcache_integrations.langchain.chat_model import ChatRAGCache
@@ -40,6 +38,12 @@ from ragcache_integrations.langchain.retriever import RAGCacheRetriever
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    made_of: tuple[object, ...]
+    prompt: BoundPrompt | None
 
 
 class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
@@ -72,6 +76,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
     search_timeout_s: float | None = Field(default=None, gt=0)
     """The longest that a search may take; by default the retriever's own, a minute for one of another kind."""
     _has_warned: bool = PrivateAttr(default=False)
+    _bound: _Bound | None = PrivateAttr(default=None)
 
     def invoke(self, input: str | dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> AIMessage:  # noqa: A002
         return self._call_with_config(self._invoke, input, config, **kwargs)
@@ -206,12 +211,29 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         llm, bound = _unbound(self.llm)
         bound |= kwargs
         if isinstance(llm, ChatRAGCache):
-            asked.engine = llm.connect()
+            asked.engine = engine = llm.connect()
+            asked.bound = lambda: self._bound_prompt(engine)
             asked.speculator = AnswerAhead(asked, llm, bound, llm._should_stream(**{**bound, **how}))
         elif not self._has_warned:
             self._has_warned = True
             _log.warning("%s is no ChatRAGCache: it is asked when the search has ended", type(llm).__name__)
         return asked
+
+    def _bound_prompt(self, engine: Engine) -> BoundPrompt | None:
+        """Return the prompt as ``engine`` tokenises it; ``None`` where it is no template."""
+        made_of = (engine, self.prompt, self.format_docs)
+        if self._bound is None or any(a is not b for a, b in zip(self._bound.made_of, made_of, strict=True)):
+            bound = None
+            with suppress(ConfigError):
+                bound = engine.bind_prompt(
+                    self.prompt,
+                    self.format_docs,
+                    context=self.context_key,
+                    question=self.question_key,
+                    is_default=False,
+                )
+            self._bound = _Bound(made_of, bound)
+        return self._bound.prompt
 
     async def _aasked(self, given: str | dict[str, Any], kwargs: dict[str, Any], how: dict[str, Any]) -> AskedQuestion:
         llm, _ = _unbound(self.llm)
@@ -239,21 +261,10 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
     async def _search_at_once(
         self, asked: AskedQuestion, find: Callable[[], Awaitable[Documents]], on_event: Listener
     ) -> Documents:
-        originals: dict[DocId, LangChainDocument] = {}
-
-        async def found() -> list[Document]:
-            documents = await find()
-            known = to_core(documents)
-            for document, original in zip(known, documents, strict=True):
-                originals.setdefault(document.doc_id, original)
-            return known
-
-        timeout_s = self.search_timeout_s or DEFAULT_TIMEOUT_S
-        result = await run_pipeline(one_stage(found), None, None, timeout_s=timeout_s, on_event=on_event)
-        asked.take(replace(result, report=replace(result.report, skipped_because="the retriever has one stage only")))
+        found = await asked.search_at_once(find, to_core, on_event, timeout_s=self.search_timeout_s)
         if asked.engine is not None:
-            asked.engine.remember_documents(result.documents, query=asked.question)
-        return [originals[document.doc_id] for document in result.documents]
+            asked.engine.remember_documents(to_core(found), query=asked.question)
+        return found
 
 
 def _unbound(runnable: Runnable[Any, Any]) -> tuple[Runnable[Any, Any], dict[str, Any]]:

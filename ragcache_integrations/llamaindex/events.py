@@ -91,7 +91,7 @@ class SpeculationEvent(BaseEvent):
     ``kind`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents: so much of
     the search was hidden behind the engine's work) or ``miss`` (the engine had not begun with the final documents).
     ``document_ids`` are in the order of the prompt, ``search_s`` is the time since the search began, and
-    ``hidden_search_s`` is known once the documents are final.
+    ``hidden_search_s`` is known once the documents are final and the engine has told when it began.
     """
 
     query: str

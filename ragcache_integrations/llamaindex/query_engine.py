@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
@@ -22,6 +22,8 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 
+from ragcache_core.client import Engine
+from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import check_timeout
 from ragcache_core.prompt import PromptLayout
@@ -99,6 +101,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         self._speculate_postprocessed = speculate_postprocessed
         self._search_timeout_s = search_timeout_s
         self._has_warned = False
+        self._bound: BoundPrompt | None = None
 
     @property
     def retriever(self) -> BaseRetriever:
@@ -225,21 +228,36 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             nodes = self._postprocessed(nodes, query)
             return llm.speculate(self._messages(query, nodes), is_streamed=self._streaming) if nodes else None
 
-        return AskedQuery(query, llm.engine, ask_ahead, timeout_s=self._search_timeout_s)
+        return AskedQuery(
+            query, llm.engine, ask_ahead, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
+        )
 
     def _asked_later(self, query: QueryBundle) -> AskedQuery:
         """Return the query for a search during which the retriever does what it does alone."""
         why = "what is read is known after the post-processors only, see speculate_postprocessed"
         return AskedQuery(
-            query, skipped_because=why if self._node_postprocessors else None, timeout_s=self._search_timeout_s
+            query,
+            skipped_because=why if self._node_postprocessors else None,
+            timeout_s=self._search_timeout_s,
+            prompt=self._prompt_of(self._llm.engine) if isinstance(self._llm, RAGCacheLLM) else None,
         )
+
+    def _prompt_of(self, engine: Engine) -> Callable[[], BoundPrompt]:
+        """Return what gives the prompt as ``engine`` tokenises it, made when it is first asked for."""
+
+        def bound() -> BoundPrompt:
+            if self._bound is None:
+                self._bound = engine.bind_prompt(self._layout, is_default=False)
+            return self._bound
+
+        return bound
 
     def _found(self, asked: AskedQuery) -> list[NodeWithScore]:
         query, retriever = asked.query, self._retriever
         if isinstance(retriever, RAGCacheRetriever):
             nodes = retriever.overlapped(asked.overlap).retrieve(query)
         else:
-            nodes = run_blocking(lambda: asked.search_at_once(lambda: in_thread(lambda: retriever.retrieve(query))))
+            nodes = run_blocking(lambda: asked.nodes_at_once(lambda: in_thread(lambda: retriever.retrieve(query))))
         return self._postprocessed(nodes, query)
 
     async def _afound(self, asked: AskedQuery) -> list[NodeWithScore]:
@@ -247,7 +265,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         if isinstance(retriever, RAGCacheRetriever):
             nodes = await retriever.overlapped(asked.overlap).aretrieve(query)
         else:
-            nodes = await asked.search_at_once(lambda: retriever.aretrieve(query))
+            nodes = await asked.nodes_at_once(lambda: retriever.aretrieve(query))
         return await self._apostprocessed(nodes, query)
 
     def _postprocessed(self, nodes: list[NodeWithScore], query: QueryBundle) -> list[NodeWithScore]:

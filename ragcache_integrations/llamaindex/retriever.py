@@ -17,16 +17,17 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
+from ragcache_core.client.arranging import in_order
 from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.pipeline import PipelineResult, run_pipeline
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_timeout
 from ragcache_core.errors import ConfigError
-from ragcache_core.ordering import DocumentOrder, arrange
+from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
-from ragcache_core.retrieval.sources import StageSource, as_source
+from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -43,7 +44,8 @@ class SearchOverlap:
     """What the engine does during one search, in place of prefilling the prompt's documents, and who hears of it.
 
     ``ask_ahead`` asks ``engine``; without one the retriever does what it always does, or nothing at all where
-    ``skipped_because`` says why. ``on_result`` gets what the search came to, and owns its speculation.
+    ``skipped_because`` says why. ``on_result`` gets what the search came to, and owns its speculation. ``prompt`` is
+    what will show the documents, for an order by what is cached after it; by default the retriever's.
     """
 
     engine: Engine | None
@@ -51,6 +53,7 @@ class SearchOverlap:
     on_result: Callable[[PipelineResult], None]
     skipped_because: str | None = None
     timeout_s: float | None = None
+    prompt: Callable[[], BoundPrompt | None] | None = None
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -150,8 +153,9 @@ class RAGCacheRetriever(BaseRetriever):
     ) -> list[NodeWithScore]:
         engine, overlap, timeout_s = self._engine, self._overlap, self._search_timeout_s
         found = _FoundNodes(getattr(self._store, "metric", None))
-        ask_ahead = None if engine is None else _prefill(engine, self._prompt)
+        ask_ahead, prompt = None if engine is None else _prefill(engine, self._bound_prompt), self._bound_prompt
         if overlap is not None:
+            prompt = overlap.prompt or prompt
             timeout_s = timeout_s if overlap.timeout_s is None else overlap.timeout_s
             if overlap.ask_ahead is not None:
                 engine, ask_ahead = overlap.engine, overlap.ask_ahead
@@ -163,8 +167,9 @@ class RAGCacheRetriever(BaseRetriever):
             _NodesAhead(found, ask_ahead) if ask_ahead is not None and self._speculate else None,
             timeout_s=timeout_s,
             on_event=partial(publish, query=query.query_str, span_id=active_span_id.get()),
-            arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine),
+            arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine, prompt, found),
             history=self._history,
+            k=self._similarity_top_k,
         )
         if overlap is not None:
             why = overlap.skipped_because or result.report.skipped_because
@@ -190,7 +195,7 @@ class RAGCacheRetriever(BaseRetriever):
         if not isinstance(store, DocumentStore | ShardedStore):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
-            return _nothing()
+            return nothing_found()
         embedding = await embed() if query.embedding is None and embed is not None else query.embedding
         if embedding is not None:
             return store.search_vector_staged(embedding, min(k, len(store)), stages=self._stages)
@@ -202,11 +207,21 @@ class RAGCacheRetriever(BaseRetriever):
             )
         return self._source.stages(query.query_str, min(k, len(store)))
 
-    def _arranged(self, engine: Engine | None, documents: Sequence[Document]) -> Sequence[Document]:
-        if engine is not None:
-            return engine.arrange_documents(documents, self._document_order, keep_first=self._keep_first).documents
-        ids = [d.doc_id for d in documents]
-        return [documents[i] for i in arrange(ids, self._document_order, None, keep_first=self._keep_first)]
+    def _bound_prompt(self) -> BoundPrompt | None:
+        return self._prompt or (None if self._engine is None else self._engine.bound_prompt)
+
+    def _arranged(
+        self,
+        engine: Engine | None,
+        prompt_of: Callable[[], BoundPrompt | None],
+        found: _FoundNodes,
+        documents: Sequence[Document],
+    ) -> Sequence[Document]:
+        prefix = None
+        if self._document_order == "cache_aware" and (prompt := prompt_of()) is not None:
+            nodes = found.nodes(documents)
+            prefix = prompt.static_prefix(nodes, [shown_document(n.node) for n in nodes])
+        return in_order(engine, documents, self._document_order, keep_first=self._keep_first, prefix=prefix)
 
 
 class _FoundNodes:
@@ -235,16 +250,12 @@ class _NodesAhead:
         return self.ask_ahead(self.found.nodes(documents))
 
 
-def _prefill(engine: Engine, prompt: BoundPrompt | None) -> AskAhead:
+def _prefill(engine: Engine, prompt_of: Callable[[], BoundPrompt | None]) -> AskAhead:
     """Return what has ``engine`` prefill what a prompt begins with: its static part and the nodes of a stage."""
 
     def ask(nodes: list[NodeWithScore]) -> Speculation | None:
-        bound = prompt or engine.bound_prompt
+        bound = prompt_of()
         known = bound and bound.prefix(nodes, [shown_document(n.node) for n in nodes])
         return engine.warm(known) if known else None
 
     return ask
-
-
-async def _nothing() -> AsyncGenerator[RetrievalUpdate, None]:
-    yield RetrievalUpdate((), (), 0, is_final=True)

@@ -12,6 +12,7 @@ import pytest
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import DocumentStore, ShardedStore, StageSource, TfidfSvdEmbedder, as_source, one_stage
+from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.types import Document, RetrievalUpdate
 
 DOCUMENTS = [Document(f"doc-{i}", f"Person{i} keeps the lighthouse of Town{i % 7}.") for i in range(300)]
@@ -22,7 +23,7 @@ class OtherRetriever:
     """A retriever of another make: it only knows a list of documents."""
 
     async def find(self, k: int) -> list[Document]:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it really waits
         return DOCUMENTS[:k]
 
     def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
@@ -34,8 +35,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StageSour
     embedder = TfidfSvdEmbedder(16).fit([d.text for d in DOCUMENTS])
     with ExitStack() as stack:
 
-        def make(name: str, documents: list[Document], index: str = "flat") -> DocumentStore:
-            store = DocumentStore.create(tmp_path / name, embedder=embedder, index=index)  # type: ignore[arg-type]
+        def make(name: str, documents: list[Document], index: IndexKind = "flat") -> DocumentStore:
+            store = DocumentStore.create(tmp_path / name, embedder=embedder, index=index)
             stack.enter_context(store).add(documents)
             return store
 

@@ -1,11 +1,7 @@
 """Search and answer at the same time on the real engine: the same tokens, earlier, and nothing left behind."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from time import monotonic, sleep
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from langchain_core.messages import AIMessage
@@ -14,7 +10,6 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
-from ragcache_core.types import RetrievalUpdate
 from ragcache_integrations.langchain import (
     CacheStatsCallbackHandler,
     ChatRAGCache,
@@ -23,42 +18,7 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
-
-QUESTION = "Who founded it?"
-
-
-@dataclass
-class SlowSource:
-    """Finds each of ``found`` in a stage, and waits ``wait_s`` between two stages."""
-
-    found: tuple[tuple[Document, ...], ...]
-    wait_s: float = 0.5
-
-    async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-        for number, documents in enumerate(self.found):
-            await asyncio.sleep(self.wait_s if number else 0)
-            yield RetrievalUpdate(
-                documents, tuple(map(float, range(len(documents)))), number, number == len(self.found) - 1
-            )
-
-
-def documents(count: int = 3) -> tuple[Document, ...]:
-    """Return documents that no test has shown before."""
-    topic = f"Nalna{uuid4().hex[:8]}"
-    facts = "It lies in Memgexdak. It was founded by Jonas Foksan. Its river is the Havmirn. "
-    return tuple(Document(f"{topic}-{i}", f"{topic} {i} is a city. {facts * 3}".strip()) for i in range(count))
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline_s = monotonic() + 60.0
-    while not condition() and monotonic() < deadline_s:
-        sleep(0.02)
-    return condition()
-
-
-def is_idle(engine: Engine) -> bool:
-    stats = engine.stats()
-    return stats.num_running == stats.num_waiting == 0
+from tests.integration_tests.search_scene import QUESTION, SlowSource, becomes_idle, documents
 
 
 @pytest.fixture
@@ -113,7 +73,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(way: str, eng
     after = engine.stats()  # counted in the engine's next step: the plain request made it take one
     assert after.num_speculative_requests == before.num_speculative_requests + 2
     assert after.num_confirmed_speculations == before.num_confirmed_speculations + 1
-    assert eventually(lambda: is_idle(engine))
+    assert becomes_idle(engine)
 
 
 async def test_candidates_that_never_settle_change_nothing(engine: Engine, llm: ChatRAGCache) -> None:
@@ -124,7 +84,7 @@ async def test_candidates_that_never_settle_change_nothing(engine: Engine, llm: 
     assert report["hidden_search_s"] == 0
     plain = await answer(chain_over(engine, llm, right), "astream")
     assert said.content == plain.content
-    assert eventually(lambda: is_idle(engine))
+    assert becomes_idle(engine)
 
 
 @pytest.mark.parametrize("how", ["bound", "learned"])
@@ -153,11 +113,11 @@ async def test_leaving_the_stream_leaves_no_request(engine: Engine) -> None:
         if chunk.content:
             break
     await chunks.aclose()
-    assert await asyncio.to_thread(eventually, lambda: is_idle(engine))
+    assert await asyncio.to_thread(becomes_idle, engine)
 
     task = asyncio.ensure_future(rag_over(engine, llm, right, right, right).ainvoke(QUESTION))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # in the middle of the search
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(eventually, lambda: is_idle(engine))
+    assert await asyncio.to_thread(becomes_idle, engine)

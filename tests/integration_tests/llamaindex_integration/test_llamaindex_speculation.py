@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from time import monotonic, sleep
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
@@ -16,43 +12,10 @@ from llama_index.core.tools import QueryEngineTool
 
 from ragcache_core.client import Engine
 from ragcache_core.prompt import PromptLayout
-from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_core.types import Document
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
-
-QUESTION = "Who founded it?"
-
-
-@dataclass
-class SlowSource:
-    """Finds each of ``found`` in a stage, and waits ``wait_s`` between two stages."""
-
-    found: tuple[tuple[Document, ...], ...]
-    wait_s: float = 0.5
-
-    async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-        for number, documents in enumerate(self.found):
-            await asyncio.sleep(self.wait_s if number else 0)
-            scores = tuple(map(float, range(len(documents))))
-            yield RetrievalUpdate(documents, scores, number, number == len(self.found) - 1)
-
-
-def documents(count: int = 3) -> tuple[Document, ...]:
-    """Return documents that no test has shown before."""
-    topic = f"Nalna{uuid4().hex[:8]}"
-    facts = "It lies in Memgexdak. It was founded by Jonas Foksan. Its river is the Havmirn. "
-    return tuple(Document(f"{topic}-{i}", f"{topic} {i} is a city. {facts * 3}".strip()) for i in range(count))
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline_s = monotonic() + 60.0
-    while not condition() and monotonic() < deadline_s:
-        sleep(0.02)
-    return condition()
-
-
-def is_idle(engine: Engine) -> bool:
-    stats = engine.stats()
-    return stats.num_running == stats.num_waiting == 0
+from tests.integration_tests.search_scene import QUESTION, SlowSource, becomes_idle, documents
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -89,13 +52,13 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(how: str, eng
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
     assert report["search_s"] > 1.0
     assert report["hidden_search_s"] > 0.3
-    assert eventually(lambda: is_idle(engine))
+    assert becomes_idle(engine)
     plain, told = await answer(how, llm, right)
     assert text == plain != ""
     assert metadata["ragcache"]["num_prompt_tokens"] == told["ragcache"]["num_prompt_tokens"]
     assert told["ragcache_pipeline"]["num_started"] == 0
     # An idle engine tells of a confirmation with its next step.
-    assert eventually(lambda: engine.stats().num_confirmed_speculations == before.num_confirmed_speculations + 1)
+    assert until(lambda: engine.stats().num_confirmed_speculations == before.num_confirmed_speculations + 1)
     assert engine.stats().num_speculative_requests == before.num_speculative_requests + 2
 
 
@@ -106,7 +69,7 @@ async def test_candidates_that_never_settle_change_nothing(engine: Engine, llm: 
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 2, False)
     assert report["hidden_search_s"] == 0
     assert text == (await answer("astream_query", llm, right))[0]
-    assert eventually(lambda: is_idle(engine))
+    assert becomes_idle(engine)
 
 
 async def test_two_steps_find_their_documents_prefilled(engine: Engine, llm: RAGCacheLLM) -> None:
@@ -129,11 +92,11 @@ async def test_leaving_leaves_no_request(engine: Engine) -> None:
     assert isinstance(response, AsyncStreamingResponse)
     await anext(response.response_gen)
     await response.response_gen.aclose()
-    assert await asyncio.to_thread(eventually, lambda: is_idle(engine))
+    assert await asyncio.to_thread(becomes_idle, engine)
 
     task = asyncio.ensure_future(query_engine(endless, right, right, right).aquery(QUESTION))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # in the middle of the search
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(eventually, lambda: is_idle(engine))
+    assert await asyncio.to_thread(becomes_idle, engine)

@@ -429,7 +429,7 @@ def test_a_request_that_contradicts_teaches_anew() -> None:
 def test_requests_that_contradict_each_other_all_the_time_teach_nothing() -> None:
     chain = Chain(system_and_user, joined)
     for i in range(5):
-        chain.prompt = lambda context, question, i=i: system_and_user(f"It is {i} o'clock.\n{context}", question)  # type: ignore[misc]
+        chain.prompt = lambda context, question, i=i: system_and_user(f"It is {i} o'clock.\n{context}", question)  # type: ignore[misc]  (mypy infers no lambda with a default)
         chain.ask(DOCUMENTS)
     assert chain.learner.prompt is None
     chain.ask(DOCUMENTS)

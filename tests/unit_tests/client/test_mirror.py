@@ -21,6 +21,7 @@ from ragcache_core.ordering import PathChange, encode_delta, static_prefix_diges
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
 from ragcache_core.vllm_plugin.mirroring import PathFeed
+from tests import waiting
 from tests.scripted_server import THREE_TIERS, ScriptedServer
 
 P = b"p" * 16
@@ -78,7 +79,7 @@ class FeedServer:
             if self._lines is not None:
                 for line in self._lines:
                     writer.write(b"%x\r\n%b\r\n" % (len(line), line))
-                await asyncio.sleep(60)
+                await asyncio.sleep(60)  # the connection stays, and is silent
             async with aclosing(self.feed.lines()) as lines:
                 async for line in lines:
                     writer.write(b"%x\r\n%b\r\n" % (len(line), line))
@@ -122,11 +123,8 @@ def door_to(server: FeedServer) -> Iterator[Door]:
         door._mirror.close()
 
 
-def until(is_so: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
+def until(is_so: Callable[[], bool]) -> None:
+    assert waiting.until(is_so), "it did not happen"
 
 
 def mirror_threads() -> list[threading.Thread]:
@@ -137,7 +135,7 @@ def test_nobody_is_asked_before_the_first_use() -> None:
     with serving() as server, door_to(server) as door:
         assert door.arrange_documents([B, A], "retrieval").documents == (B, A)
         assert door.arrange_documents([B, A], "canonical").documents == (A, B)
-        time.sleep(0.05)
+        time.sleep(0.05)  # a question would have come by now
         assert server.seen == []
         assert mirror_threads() == []
 
@@ -185,7 +183,7 @@ def test_a_server_that_does_not_tell_is_said_once_and_left_alone(
         for _ in range(3):
             assert door.ids(B, A) == "ba"
             until(lambda: word in caplog.text)
-        time.sleep(0.2)
+        time.sleep(0.2)  # longer than the first pause before it would ask again
         assert len(server.seen) == 1
         assert caplog.text.count("keep the order of retrieval") == 1
 

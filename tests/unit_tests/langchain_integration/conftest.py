@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
 
 from ragcache_core.client import Engine
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
-from tests.scripted_server import IDLE, ScriptedServer, Seen
-from tests.unit_tests.langchain_integration.scripted_source import ScriptedSource, Stage
+from tests.scripted_server import ScriptedServer
+from tests.scripted_source import ScriptedSource, Stage
+from tests.waiting import until
 
 DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
 API_KEY = "test-key"
@@ -29,6 +29,8 @@ def server(_server: ScriptedServer) -> ScriptedServer:
     _server.rules = ()
     _server.cache = None
     _server.load = None
+    _server.cached_paths = None
+    _server.admits_after_s = 0.0
     return _server
 
 
@@ -45,27 +47,8 @@ def llm(engine: Engine) -> ChatRAGCache:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], bool]:
-    """Poll a condition, for ten seconds at most."""
-
-    def wait(condition: Callable[[], bool]) -> bool:
-        deadline_s = monotonic() + 10.0
-        while not condition() and monotonic() < deadline_s:
-            sleep(0.002)
-        return condition()
-
-    return wait
-
-
-@pytest.fixture
-def idle(server: ScriptedServer) -> None:
-    """The server is RAGCache's, and has nothing to do: it takes speculations."""
-    server.load = IDLE
-
-
-@pytest.fixture
-def generations(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    """The requests for an answer that the server has seen."""
-    return lambda: [r for r in server.requests if r.path == "/v1/chat/completions"]
+    """Poll a condition, for a few seconds at most."""
+    return until
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ragcache_core.errors import SearchError, SearchTimeoutError
 from ragcache_core.retrieval import DocumentStore, ShardedStore, TfidfSvdEmbedder
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.scripted_server import Reply, ScriptedServer, Seen
-from tests.unit_tests.langchain_integration.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage
+from tests.scripted_source import DOCUMENTS, EVENTS_OF_A_CHANGE, QUESTION, ScriptedSource, Stage
 
 Eventually = Callable[[Callable[[], bool]], bool]
 pytestmark = pytest.mark.usefixtures("idle")
@@ -129,27 +129,25 @@ def test_chains_that_share_an_engine_each_have_their_prompt(make: Any, engine: E
 
 @both_ways
 async def test_stages_and_prefills_are_events_in_order(
-    is_async: bool, make: Any, engine: Engine, server: ScriptedServer, eventually: Eventually, warmed: Any
+    is_async: bool,
+    make: Any,
+    engine: Engine,
+    server: ScriptedServer,
+    eventually: Eventually,
+    warmed: Any,
+    num_begun: Any,
 ) -> None:
     engine.bind_prompt(PROMPT, format_docs)
     events = Events()
     retriever = make(
         Stage("mars"),
-        Stage("moon", once=lambda: events.num("start") == 1 and server.num_running == 1),
-        Stage("moon", once=lambda: events.num("start") == 2),
+        Stage("moon", once=lambda: events.num("start") == num_begun() == server.num_running == 1),
+        Stage("moon", once=lambda: events.num("start") == num_begun() == 2),
     )
     server.script(Reply("late", wait_s=30.0))
     (found,) = await run(retriever, is_async, {"callbacks": [events]})
     assert found.id == "moon"
-    assert events.order == [
-        ("stage", 0, "mars"),
-        ("start", 0, "mars"),
-        ("stage", 1, "moon"),
-        ("cancel", 0, "mars"),
-        ("start", 1, "moon"),
-        ("stage", 2, "moon"),
-        ("confirm", 2, "moon"),
-    ]
+    assert events.order == EVENTS_OF_A_CHANGE
     assert {data["query"] for _, data in events.seen} == {QUESTION}
     stage, confirm = events.seen[-2], events.seen[-1]
     assert stage[0] == "ragcache.candidates"
@@ -208,7 +206,7 @@ async def test_documents_may_come_in_an_order_of_their_own(
     assert [d.id for d in await run(retriever, is_async)] == ["moon", "sun"]
     for server_or_none in (engine, None):
         retriever = make(Stage("sun moon mars"), document_order="canonical", keep_first=True)
-        retriever.engine = server_or_none
+        retriever.engine, retriever.k = server_or_none, 3
         assert [d.id for d in await run(retriever, is_async)] == ["sun", "mars", "moon"]
 
 
@@ -276,6 +274,17 @@ async def test_a_search_that_goes_wrong_leaves_no_prefill(
 
 def test_a_document_that_is_found_twice_is_returned_once(make: Any) -> None:
     assert [d.id for d in make(Stage("moon sun moon")).invoke(QUESTION)] == ["moon", "sun"]
+
+
+@both_ways
+async def test_a_source_that_finds_too_much_is_cut(is_async: bool, make: Any, engine: Engine, warmed: Any) -> None:
+    engine.bind_prompt(PROMPT, format_docs)
+    retriever = make(Stage("moon sun mars"), Stage("moon sun moon mars", once=lambda: bool(warmed())))
+    assert [d.id for d in await run(retriever, is_async)] == ["moon", "sun"]
+    (warm,) = warmed()
+    assert [d["id"] for d in warm.documents] == ["moon", "sun"]
+    assert [d.id for d in retriever.invoke(QUESTION, k=1)] == ["moon"]
+    assert retriever.invoke(QUESTION, k=0) == []
 
 
 async def test_giving_up_a_search_leaves_no_task(

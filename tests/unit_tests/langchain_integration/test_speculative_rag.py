@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
+from ragcache_core.client import Engine
+from ragcache_core.types import RetrievalUpdate
 from ragcache_integrations.langchain import (
     CacheStatsCallbackHandler,
     ChatRAGCache,
@@ -26,7 +30,15 @@ from ragcache_integrations.langchain import (
     prompt_from_layout,
 )
 from tests.scripted_server import Reply, ScriptedServer
-from tests.unit_tests.langchain_integration.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
+from tests.scripted_source import (
+    DOCUMENTS,
+    EVENTS_OF_A_CHANGE,
+    QUESTION,
+    ScriptedSource,
+    Stage,
+    expected,
+    once_answered,
+)
 from tests.unit_tests.langchain_integration.ways import answered, each_way
 
 Eventually = Callable[[Callable[[], bool]], bool]
@@ -99,17 +111,11 @@ async def test_without_our_plugin_the_request_is_sent_when_the_search_has_ended(
 
 
 async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
-    make_rag: Any, generations: Any, server: ScriptedServer
+    make_rag: Any, server: ScriptedServer
 ) -> None:
     events: list[str] = []
-
-    def once_the_answer_is_there() -> bool:
-        if not generations() or server.num_running:
-            return False
-        events.append("final")
-        return True
-
-    rag = make_rag(Stage("moon sun"), Stage("moon sun", once=once_the_answer_is_there))
+    final = Stage("moon sun", once=once_answered(server, events))
+    rag = make_rag(Stage("moon sun"), final)
     events.extend([chunk.content async for chunk in rag.astream(QUESTION)])
     assert events[0] == "final"
     assert "".join(events[1:]) == expected("moon", "sun")
@@ -131,10 +137,10 @@ def merged(chunks: list[Any]) -> AIMessageChunk:
     return whole
 
 
-async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag: Any, generations: Any) -> None:
+async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag: Any, num_begun: Any) -> None:
     def script() -> SpeculativeRAG:
-        generations_before = len(generations())
-        return make_rag(Stage("moon sun"), Stage("moon sun", once=lambda: len(generations()) > generations_before))
+        num_before = num_begun()
+        return make_rag(Stage("moon sun"), Stage("moon sun", once=lambda: num_begun() > num_before))
 
     whole = [script().invoke(QUESTION), await script().ainvoke(QUESTION)]
     for chunks in (list(script().stream(QUESTION)), [c async for c in script().astream(QUESTION)]):
@@ -150,12 +156,12 @@ async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag:
         assert message.response_metadata["model_name"] == "scripted-model"
 
 
-def test_a_callback_handler_sums_up_what_was_hidden(make_rag: Any, generations: Any) -> None:
+def test_a_callback_handler_sums_up_what_was_hidden(make_rag: Any, num_begun: Any) -> None:
     handler = CacheStatsCallbackHandler()
     rag = make_rag(
         Stage("mars"),
-        Stage("moon", once=lambda: len(generations()) == 1),
-        Stage("moon", once=lambda: len(generations()) == 2),
+        Stage("moon", once=lambda: num_begun() == 1),
+        Stage("moon", once=lambda: num_begun() == 2),
     )
     report = report_of(rag.invoke(QUESTION, {"callbacks": [handler]}))
     summary = handler.summary()
@@ -166,7 +172,56 @@ def test_a_callback_handler_sums_up_what_was_hidden(make_rag: Any, generations: 
     assert handler.summary().hidden_search_s == 0
 
 
-async def test_events_tell_of_each_stage_and_each_speculation_in_order(make_rag: Any) -> None:
+def test_what_was_hidden_counts_when_the_engine_has_told_when_it_began(
+    make_rag: Any, generations: Any, server: ScriptedServer, num_begun: Any
+) -> None:
+    handler = CacheStatsCallbackHandler()
+    server.admits_after_s = 0.2
+    server.script(Reply("The moon does.", wait_s=1.0))
+    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())))
+    report = report_of(rag.invoke(QUESTION, {"callbacks": [handler]}))
+    assert num_begun() == 1
+    assert report["is_confirmed"]
+    assert report["hidden_search_s"] == 0, "the search was over when it began"
+    assert (handler.summary().num_confirmed_speculations, handler.summary().hidden_search_s) == (1, 0)
+
+
+def test_what_no_request_joined_hid_nothing(make_rag: Any, generations: Any, num_begun: Any) -> None:
+    numbers = count()
+    rag = make_rag(
+        Stage("moon"), Stage("moon", once=lambda: num_begun() == 1), format_docs=lambda _: f"Fact {next(numbers)}."
+    )
+    report = report_of(rag.invoke(QUESTION))
+    assert len(generations()) == 2
+    assert (report["num_started"], report["is_confirmed"], report["hidden_search_s"]) == (1, False, 0)
+
+
+@pytest.mark.parametrize("shows_metadata", [False, True])
+def test_new_metadata_count_where_the_prompt_shows_them(
+    make_rag: Any, generations: Any, num_begun: Any, engine: Engine, shows_metadata: bool, server: ScriptedServer
+) -> None:
+    class Rescored:
+        async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+            for stage in range(2):
+                while num_begun() < stage:  # noqa: ASYNC110  (a server's thread makes it true)
+                    await asyncio.sleep(0.002)
+                document = replace(DOCUMENTS["moon"], metadata={"score": stage})
+                yield RetrievalUpdate((document,), (0.0,), stage, is_final=stage == 1)
+
+    def shown(documents: list[LangChainDocument]) -> str:
+        scores = f" ({documents[0].metadata['score']})" if shows_metadata else ""
+        return documents[0].page_content + scores
+
+    rag = make_rag(retriever=RAGCacheRetriever(store=Rescored(), engine=engine, k=1), format_docs=shown)
+    answer = rag.invoke(QUESTION)
+    assert ("(1)" in answer.text) == shows_metadata
+    assert len(generations()) == (2 if shows_metadata else 1)
+    assert len(server.confirmed) == (0 if shows_metadata else 1), "the engine is told of what was joined"
+    assert report_of(answer)["is_confirmed"] == (not shows_metadata)
+    assert (report_of(answer)["hidden_search_s"] > 0) == (not shows_metadata)
+
+
+async def test_events_tell_of_each_stage_and_each_speculation_in_order(make_rag: Any, num_begun: Any) -> None:
     events: list[Any] = []
 
     def num_starts() -> int:
@@ -174,8 +229,8 @@ async def test_events_tell_of_each_stage_and_each_speculation_in_order(make_rag:
 
     rag = make_rag(
         Stage("mars"),
-        Stage("moon", once=lambda: num_starts() == 1),
-        Stage("moon", once=lambda: num_starts() == 2),
+        Stage("moon", once=lambda: num_starts() == num_begun() == 1),
+        Stage("moon", once=lambda: num_starts() == num_begun() == 2),
     )
     async for event in rag.astream_events(QUESTION, version="v2"):
         events.append(event)
@@ -184,15 +239,7 @@ async def test_events_tell_of_each_stage_and_each_speculation_in_order(make_rag:
         for e in events
         if e["event"] == "on_custom_event" and (data := e["data"])["query"] == QUESTION
     ]
-    assert seen == [
-        ("stage", 0, "mars"),
-        ("start", 0, "mars"),
-        ("stage", 1, "moon"),
-        ("cancel", 0, "mars"),
-        ("start", 1, "moon"),
-        ("stage", 2, "moon"),
-        ("confirm", 2, "moon"),
-    ]
+    assert seen == EVENTS_OF_A_CHANGE
     confirm = events[[e["data"].get("event") for e in events].index("confirm")]["data"]
     assert 0 < confirm["hidden_search_s"] < confirm["search_s"]
 

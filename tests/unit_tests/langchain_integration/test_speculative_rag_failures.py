@@ -19,7 +19,7 @@ from ragcache_integrations.langchain import (
     format_documents,
 )
 from tests.scripted_server import Refusal, Reply, ScriptedServer
-from tests.unit_tests.langchain_integration.scripted_source import QUESTION, Stage, expected
+from tests.scripted_source import QUESTION, Stage, expected
 from tests.unit_tests.langchain_integration.ways import answered, each_way
 
 Eventually = Callable[[Callable[[], bool]], bool]
@@ -96,6 +96,13 @@ def test_candidates_that_cannot_be_formatted_do_not_spoil_the_answer(make_rag: A
     assert rag.invoke(QUESTION).content == expected("moon")
     with pytest.raises(KeyError, match="mars"):
         make_rag(Stage("mars"), format_docs=fussy).invoke(QUESTION)
+
+
+@each_way
+async def test_a_source_that_finds_too_much_is_cut(way: Any, make_rag: Any, generations: Any) -> None:
+    rag = make_rag(Stage("moon sun mars"), Stage("moon sun moon mars", once=lambda: bool(generations())))
+    assert await answered(way, rag) == expected("moon", "sun")
+    assert len(generations()) == 1
 
 
 async def test_leaving_during_the_search_leaves_nothing_behind(

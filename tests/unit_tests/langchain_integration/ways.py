@@ -10,7 +10,7 @@ from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.runnables import Runnable, RunnableLambda
 
-from tests.unit_tests.langchain_integration.scripted_source import QUESTION
+from tests.scripted_source import QUESTION
 
 
 def invoke(rag: Runnable[Any, Any], given: Any) -> str:

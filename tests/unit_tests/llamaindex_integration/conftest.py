@@ -13,8 +13,8 @@ from pydantic import Field
 
 from ragcache_core.client import Engine
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
-from tests.scripted_server import IDLE, ScriptedServer, Seen
-from tests.unit_tests.langchain_integration.scripted_source import ScriptedSource, Stage
+from tests.scripted_server import ScriptedServer
+from tests.scripted_source import ScriptedSource, Stage
 
 MODEL = "examples/demo_model"
 
@@ -54,18 +54,6 @@ def event_log() -> Iterator[EventLog]:
     root.add_event_handler(log)
     yield log
     root.event_handlers.remove(log)
-
-
-@pytest.fixture
-def idle(server: ScriptedServer) -> None:
-    """The server is RAGCache's, and has nothing to do: it takes speculations."""
-    server.load = IDLE
-
-
-@pytest.fixture
-def generations(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    """The requests for an answer that the server has seen."""
-    return lambda: [r for r in server.requests if r.path == "/v1/chat/completions"]
 
 
 @pytest.fixture

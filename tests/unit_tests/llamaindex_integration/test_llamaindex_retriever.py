@@ -33,7 +33,7 @@ from ragcache_integrations.llamaindex import (
     TfidfSvdEmbedding,
 )
 from tests.scripted_server import ScriptedServer
-from tests.unit_tests.langchain_integration.scripted_source import ScriptedSource, Stage
+from tests.scripted_source import ScriptedSource, Stage
 from tests.unit_tests.llamaindex_integration.conftest import EventLog
 
 TEXTS = {
@@ -180,7 +180,7 @@ async def test_any_source_of_stages_is_searched_and_its_scores_grow_with_nearnes
 
 def test_what_cannot_be_searched_in_stages_is_refused() -> None:
     with pytest.raises(ConfigError, match="no source of stages"):
-        RAGCacheRetriever(object())  # type: ignore[arg-type]
+        RAGCacheRetriever(object())  # type: ignore[arg-type]  (refused)
     with pytest.raises(ConfigError, match="leave embed_model out"):
         RAGCacheRetriever(ScriptedSource(()), embed_model=TfidfSvdEmbedding(["one text", "another text"]))
 

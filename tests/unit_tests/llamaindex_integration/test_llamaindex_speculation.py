@@ -28,10 +28,19 @@ from ragcache_integrations.llamaindex import (
     SpeculationEvent,
 )
 from tests.scripted_server import Reply, ScriptedServer
-from tests.unit_tests.langchain_integration.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
+from tests.scripted_source import (
+    DOCUMENTS,
+    EVENTS_OF_A_CHANGE,
+    QUESTION,
+    ScriptedSource,
+    Stage,
+    expected,
+    once_answered,
+)
 from tests.unit_tests.llamaindex_integration.conftest import EventLog
 from tests.unit_tests.llamaindex_integration.test_llamaindex_query_engine import ListRetriever
-from tests.unit_tests.llamaindex_integration.ways import every_query, query, streamed_query, until
+from tests.unit_tests.llamaindex_integration.ways import every_query, query, streamed_query
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
@@ -42,9 +51,9 @@ ENDLESS = Reply("word " * 200, token_wait_s=0.05)  # twice as long as anything h
 
 @every_query
 async def test_the_request_joins_the_speculation_that_was_right(
-    ask: Any, make_engine: Any, generations: Any, server: ScriptedServer
+    ask: Any, make_engine: Any, generations: Any, server: ScriptedServer, num_begun: Any
 ) -> None:
-    make = partial(make_engine, Stage("moon sun"), Stage("moon sun", once=lambda: bool(generations())))
+    make = partial(make_engine, Stage("moon sun"), Stage("moon sun", once=lambda: num_begun() == 1))
     text, metadata = await ask(make, QUESTION)
     assert text == expected("moon", "sun")
     (seen,) = generations()
@@ -113,18 +122,11 @@ async def test_without_our_plugin_the_request_is_sent_when_the_search_has_ended(
 
 
 async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
-    make_engine: Any, generations: Any, server: ScriptedServer
+    make_engine: Any, server: ScriptedServer
 ) -> None:
     events: list[str] = []
-
-    def once_the_answer_is_there() -> bool:
-        if not generations() or server.num_running:
-            return False
-        events.append("final")
-        return True
-
-    stages = Stage("moon sun"), Stage("moon sun", once=once_the_answer_is_there)
-    response = await make_engine(*stages, streaming=True).aquery(QUESTION)
+    final = Stage("moon sun", once=once_answered(server, events))
+    response = await make_engine(Stage("moon sun"), final, streaming=True).aquery(QUESTION)
     events.extend([token async for token in response.response_gen])
     assert events[0] == "final"
     assert "".join(events[1:]) == expected("moon", "sun")
@@ -132,25 +134,17 @@ async def test_nothing_of_the_answer_comes_before_the_documents_are_final(
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_events_tell_of_each_stage_and_each_speculation_in_order(
-    is_async: bool, make_engine: Any, generations: Any, event_log: EventLog
+    is_async: bool, make_engine: Any, num_begun: Any, event_log: EventLog
 ) -> None:
     engine = make_engine(
         Stage("mars"),
-        Stage("moon", once=lambda: len(event_log.of(SpeculationEvent)) == 1),
-        Stage("moon", once=lambda: len(event_log.of(SpeculationEvent)) == 3),
+        Stage("moon", once=lambda: len(event_log.of(SpeculationEvent)) == num_begun() == 1),
+        Stage("moon", once=lambda: len(event_log.of(SpeculationEvent)) == 3 and num_begun() == 2),
     )
     handler = CacheStatsEventHandler()
     response = await engine.aquery(QUESTION) if is_async else engine.query(QUESTION)
     events = event_log.of(RetrievalStageEvent, SpeculationEvent)
-    assert [(getattr(e, "kind", "stage"), e.stage, *e.document_ids) for e in events] == [
-        ("stage", 0, "mars"),
-        ("start", 0, "mars"),
-        ("stage", 1, "moon"),
-        ("cancel", 0, "mars"),
-        ("start", 1, "moon"),
-        ("stage", 2, "moon"),
-        ("confirm", 2, "moon"),
-    ]
+    assert [(getattr(e, "kind", "stage"), e.stage, *e.document_ids) for e in events] == EVENTS_OF_A_CHANGE
     assert {e.query for e in events} == {QUESTION}
     assert len({e.span_id for e in events}) == 1
     assert events[0].span_id is not None

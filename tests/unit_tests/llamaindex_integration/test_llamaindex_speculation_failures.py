@@ -15,9 +15,10 @@ from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, RequestRejectedError, SearchError, SearchTimeoutError
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
 from tests.scripted_server import Refusal, Reply, ScriptedServer
-from tests.unit_tests.langchain_integration.scripted_source import QUESTION, ScriptedSource, Stage, expected
+from tests.scripted_source import QUESTION, ScriptedSource, Stage, expected
 from tests.unit_tests.llamaindex_integration.test_llamaindex_query_engine import ListRetriever
-from tests.unit_tests.llamaindex_integration.ways import aquery, every_query, query, until, wait_until_idle
+from tests.unit_tests.llamaindex_integration.ways import aquery, every_query, query, wait_until_idle
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
@@ -99,6 +100,15 @@ async def test_a_document_that_is_found_twice_is_read_once(ask: Any, make_engine
     assert text == expected("moon", "sun")
 
 
+@every_query
+async def test_a_source_that_finds_too_much_is_cut(ask: Any, make_engine: Any, generations: Any) -> None:
+    stages = Stage("moon sun mars"), Stage("moon sun moon mars", once=lambda: bool(generations()))
+    text, metadata = await ask(partial(make_engine, *stages), QUESTION)
+    assert text == expected("moon", "sun")
+    assert metadata["ragcache_pipeline"]["is_confirmed"]
+    assert len(generations()) == 1
+
+
 def test_a_speculation_that_the_engine_refuses_is_asked_again_for_real(
     make_engine: Any, generations: Any, server: ScriptedServer
 ) -> None:
@@ -164,7 +174,7 @@ async def test_a_stream_that_is_not_read_to_its_end_ends_the_request(
         await response.response_gen.aclose()
     else:
         response.response_gen.close()
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # what was forgotten is closed by the loop
     assert await asyncio.to_thread(until, lambda: server.num_running == 0)
     assert len(generations()) == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine
 from tests.scripted_server import ScriptedServer
+from tests.waiting import until
 
 QUESTION = "Who keeps the lighthouse of Zor when the winter storms come over the northern sea again?"
 MESSAGES = [ChatMessage(role="user", content=QUESTION)]
@@ -66,14 +66,6 @@ Ask = Callable[[RAGCacheLLM], Awaitable[Asked]]
 WHOLE: list[Ask] = [chat, achat, complete, acomplete]
 STREAMED: list[Ask] = [stream_chat, astream_chat, stream_complete, astream_complete]
 every_way = pytest.mark.parametrize("ask", WHOLE + STREAMED, ids=lambda f: f.__name__)
-
-
-def until(condition: Callable[[], object]) -> bool:
-    """Return whether ``condition`` came true in time."""
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(condition())
 
 
 def wait_until_idle(server: ScriptedServer) -> None:

@@ -153,7 +153,7 @@ def test_retrieval_and_a_cache_that_nobody_knows_keep_the_order_of_the_search() 
 
 def test_an_order_that_does_not_exist_is_named_with_those_that_do() -> None:
     with pytest.raises(ValueError, match="document_order is 'best'.*retrieval, canonical, cache_aware"):
-        arrange("ab", "best", None)  # type: ignore[arg-type]
+        arrange("ab", "best", None)  # type: ignore[arg-type]  (refused)
 
 
 # The static prefix

@@ -25,7 +25,7 @@ CHANGES = st.lists(
 def contents(it: CachedPaths) -> dict[tuple[bytes, DocPath], int]:
     found = {}
     for delta in it.snapshot():
-        for prefix, documents, num_tokens in delta["set"]:  # type: ignore[attr-defined]
+        for prefix, documents, num_tokens in delta["set"]:  # type: ignore[attr-defined]  (JSON: a list)
             found[bytes.fromhex(prefix), tuple(documents)] = num_tokens
     return found
 

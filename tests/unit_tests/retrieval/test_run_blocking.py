@@ -24,7 +24,7 @@ def _leaves_no_thread() -> Iterator[None]:
 
 
 async def double(number: int) -> int:
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it really waits
     return 2 * number
 
 
@@ -51,7 +51,7 @@ def test_it_runs_in_a_named_thread_with_a_copy_of_the_callers_context() -> None:
 @pytest.mark.parametrize("error", [ValueError("k is 0"), asyncio.CancelledError(), KeyboardInterrupt()])
 def test_what_the_coroutine_raises_is_raised(error: BaseException) -> None:
     async def fail() -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # raised in a later step of the loop
         raise error
 
     with pytest.raises(type(error)):
@@ -63,7 +63,7 @@ def test_what_fails_before_there_is_a_coroutine_is_raised() -> None:
         raise ValueError("no query")
 
     with pytest.raises(ValueError, match="no query"):
-        run_blocking(make)  # type: ignore[arg-type]
+        run_blocking(make)  # type: ignore[arg-type]  (no coroutine)
 
 
 def test_tasks_that_the_coroutine_leaves_are_ended() -> None:
@@ -71,13 +71,13 @@ def test_tasks_that_the_coroutine_leaves_are_ended() -> None:
 
     async def forever() -> None:
         try:
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600)  # until it is cancelled
         finally:
             ended.set()
 
     async def main() -> asyncio.Task[None]:
         task = asyncio.create_task(forever())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it begins
         return task
 
     assert run_blocking(main).cancelled()
@@ -90,10 +90,10 @@ def test_an_interrupt_cancels_the_coroutine_and_waits_for_its_clean_up() -> None
     async def search() -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600)  # until it is interrupted
         except asyncio.CancelledError:
             events.append("cancelled")
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)  # a clean-up that takes its time
             events.append("cleaned up")
             raise
 

@@ -60,7 +60,7 @@ class GatedIndex:
         try:
             self.is_searching.set()
             while not self.gate.is_set() and not cancel.is_cancelled:
-                time.sleep(0.001)
+                time.sleep(0.001)  # both may end it: no single event to wait for
             if self.error is not None:
                 raise self.error
             if not cancel.is_cancelled:
@@ -272,7 +272,7 @@ def test_other_mismatches_are_refused_with_their_cure(build: Build) -> None:
     with pytest.raises(errors.ConfigError, match="no shards"):
         ShardedStore([])
     with pytest.raises(errors.ConfigError, match="a shard is a str"):
-        ShardedStore(["letters"])  # type: ignore[list-item]
+        ShardedStore(["letters"])  # type: ignore[list-item]  (refused)
 
 
 def test_a_document_in_two_shards_is_refused(build: Build) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ragcache_core import Document
 from ragcache_core.types import RetrievalUpdate
 from ragcache_integrations.langchain import format_documents
+from tests.scripted_server import ScriptedServer
 
 DOCUMENTS = {
     "sun": Document("sun", "The sun is a star, and every planet goes around it in its own time.", {"page": 3}),
@@ -16,6 +17,16 @@ DOCUMENTS = {
     "mars": Document("mars", "Mars is red, and two small moons go around it, one of them twice a day."),
 }
 QUESTION = "What goes around the earth in a month?"
+EVENTS_OF_A_CHANGE = [
+    ("stage", 0, "mars"),
+    ("start", 0, "mars"),
+    ("stage", 1, "moon"),
+    ("cancel", 0, "mars"),
+    ("start", 1, "moon"),
+    ("stage", 2, "moon"),
+    ("confirm", 2, "moon"),
+]
+"""What is told of a search that finds ``mars`` first, and then ``moon``."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,18 @@ class ScriptedSource:
             await asyncio.sleep(self.pause_s)
         finally:
             self.num_open -= 1
+
+
+def once_answered(server: ScriptedServer, events: list[str]) -> Callable[[], bool]:
+    """Return what holds once an answer is whole; it notes then that the documents are ``final``."""
+
+    def holds() -> bool:
+        if not server.requests or server.num_running:
+            return False
+        events.append("final")
+        return True
+
+    return holds
 
 
 def expected(*doc_ids: str, question: str = QUESTION) -> str:

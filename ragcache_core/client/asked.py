@@ -1,0 +1,65 @@
+"""One question on its way to an answer, in whatever framework: what its search came to, and who ends what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ragcache_core.client.pipeline import PipelineEvent, PipelineResult, run_pipeline
+from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
+from ragcache_core.retrieval.sources import one_stage
+from ragcache_core.types import DocId, Document
+
+_Found = TypeVar("_Found")
+
+
+class AskedSearch:
+    """What a search came to, once it has; its speculation is ended here unless a request took it over."""
+
+    def __init__(self) -> None:
+        self._result: PipelineResult | None = None
+
+    def take(self, result: PipelineResult) -> None:
+        """Own the result of the search, and its speculation."""
+        self._result = result
+
+    def pipeline_report(self) -> dict[str, Any] | None:
+        """Return the report as of now, as plain data; ``None`` before the search has ended."""
+        return None if self._result is None else self._result.settled_report().to_dict()
+
+    def close(self) -> None:
+        """End the speculation, unless a request took it over. May be called again."""
+        if self._result is not None and self._result.speculation is not None:
+            self._result.speculation.cancel()
+
+    async def search_at_once(
+        self,
+        find: Callable[[], Awaitable[Sequence[_Found]]],
+        to_core: Callable[[Sequence[_Found]], Sequence[Document]],
+        on_event: Callable[[PipelineEvent], Awaitable[None] | None],
+        *,
+        timeout_s: float | None,
+        skipped_because: str | None = None,
+    ) -> list[_Found]:
+        """Return what a retriever of another make finds, each once: its search is one stage, which hides nothing.
+
+        ``to_core`` gives the documents that it found, in its order.
+
+        Raises:
+            SearchTimeoutError: it took longer than ``timeout_s``, by default a minute.
+        """
+        originals: dict[DocId, _Found] = {}
+
+        async def found() -> Sequence[Document]:
+            them = await find()
+            documents = to_core(them)
+            for document, original in zip(documents, them, strict=True):
+                originals.setdefault(document.doc_id, original)
+            return documents
+
+        timeout_s = timeout_s or DEFAULT_TIMEOUT_S
+        result = await run_pipeline(one_stage(found), None, None, timeout_s=timeout_s, on_event=on_event)
+        why = skipped_because or "the retriever has one stage only"
+        self.take(replace(result, report=replace(result.report, skipped_because=why)))
+        return [originals[document.doc_id] for document in result.documents]

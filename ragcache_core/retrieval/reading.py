@@ -1,0 +1,181 @@
+"""What a document store is to those who read it: documents by their ids, and the nearest ones, whole or in stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+from ragcache_core.errors import StoreError, UnknownDocumentError
+from ragcache_core.retrieval.base import IndexKind, Metric
+from ragcache_core.retrieval.embed import Embedder, check_query
+from ragcache_core.retrieval.snapshot import Filter, Snapshot, StoreStats
+from ragcache_core.retrieval.threads import SearchThreads, closed_error
+from ragcache_core.types import DocId, Document, RetrievalUpdate
+
+
+class StoreReader:
+    """The part of :class:`~ragcache_core.retrieval.store.DocumentStore` that reads: one immutable snapshot at a time.
+
+    Whoever begins to read keeps the snapshot that was published last.
+    """
+
+    def __init__(self, folder: Path, snapshot: Snapshot) -> None:
+        self._folder = folder
+        self._process = os.getpid()
+        self._is_closed = False
+        self._threads = SearchThreads(str(folder))
+        self._publish(snapshot)
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        prepare = getattr(snapshot.index, "prepare", None)
+        if prepare is not None:
+            with suppress(StoreError):  # no thread to be had: the first staged search prepares it
+                self._threads.submit(prepare)
+
+    # Looking up
+
+    def get(self, doc_ids: Iterable[DocId]) -> list[Document]:
+        """Return documents in the order of ``doc_ids``.
+
+        Raises:
+            UnknownDocumentError: one of them is not stored.
+        """
+        wanted = [doc_ids] if isinstance(doc_ids, str) else list(doc_ids)
+        self._check_open()
+        snapshot = self._snapshot
+        found = self._find(snapshot, wanted)
+        documents = snapshot.documents.read(list(found.values()))
+        return [documents[found[doc_id]] for doc_id in wanted]
+
+    def _find(self, snapshot: Snapshot, doc_ids: Sequence[DocId]) -> dict[DocId, int]:
+        found = snapshot.documents.find(doc_ids)
+        for doc_id in doc_ids:
+            if doc_id not in found:
+                raise UnknownDocumentError(f"document {doc_id!r} is not in {self._folder}: check ids() for what is")
+        return found
+
+    def ids(self) -> list[DocId]:
+        """Return the ids of all documents, in the order they were added."""
+        self._check_open()
+        return list(self._snapshot.documents.doc_ids())
+
+    def __len__(self) -> int:
+        return len(self._snapshot.documents)
+
+    def __contains__(self, doc_id: object) -> bool:
+        self._check_process()
+        return isinstance(doc_id, str) and bool(self._snapshot.documents.find([doc_id]))
+
+    # Searching
+
+    def search(self, query: str, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+        """Return the ``k`` nearest documents: the answer of the unmodified index, in one stage.
+
+        An HNSW index is searched with ``efSearch = max(ef_search, k)``, more while deleted documents are in its graph,
+        and its answer is that of the unmodified index with this value.
+
+        With ``where``, the nearest that it accepts: more and more neighbours are looked at until ``k`` pass, and at
+        last all documents, so that fewer than ``k`` come back only where fewer match.
+
+        Raises:
+            SearchError: an empty query or an impossible ``k``. TooFewDocumentsError, EmptyStoreError
+        """
+        snapshot, _ = self.begin_search()
+        snapshot.index_for(k)
+        return snapshot.search(snapshot.embed(query), k, where)
+
+    def search_vector(self, vector: object, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+        """Return the ``k`` documents nearest to a vector ``[dimension]``. See :meth:`search`."""
+        snapshot, _ = self.begin_search()
+        snapshot.index_for(k)
+        return snapshot.search(check_query(vector, snapshot.manifest.dimension), k, where)
+
+    async def search_staged(
+        self, query: str, k: int, *, stages: int | Sequence[float] | None = None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield what the search knows after each stage; the last update is final and equals :meth:`search`'s.
+
+        ``stages`` is a number of them, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default 5, 15, 40
+        and 100 %, without those that would, by the searches so far, take less than about a millisecond. There are at
+        most so many: a stage that adds no work is left out, and a search that is done ends. Closing the iterator early
+        stops the search.
+        """
+        snapshot, threads = self.begin_search()
+        snapshot.index_for(k)
+        vector = await threads.run(lambda: snapshot.embed(query))
+        async with aclosing(threads.updates(snapshot, vector, k, stages)) as updates:
+            async for update in updates:
+                yield update
+
+    async def search_vector_staged(
+        self, vector: object, k: int, *, stages: int | Sequence[float] | None = None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield what the search knows after each stage. See :meth:`search_staged`."""
+        snapshot, threads = self.begin_search()
+        snapshot.index_for(k)
+        checked = check_query(vector, snapshot.manifest.dimension)
+        async with aclosing(threads.updates(snapshot, checked, k, stages)) as updates:
+            async for update in updates:
+                yield update
+
+    def begin_search(self) -> tuple[Snapshot, SearchThreads]:
+        """Return the state that a search beginning now keeps until it ends, and the threads that run it.
+
+        Raises:
+            StoreError: the store was closed, or opened before a fork.
+        """
+        self._check_open()
+        return self._snapshot, self._threads
+
+    # About the store
+
+    @property
+    def path(self) -> Path:
+        """The folder, as an absolute path."""
+        return self._folder
+
+    @property
+    def embedder(self) -> Embedder:
+        """The embedder; of a trainable one, the store's own fitted copy."""
+        return self._snapshot.embedder
+
+    @property
+    def dimension(self) -> int | None:
+        """Dimensions of the vectors; ``None`` until the embedder was first used."""
+        return self._snapshot.manifest.dimension
+
+    @property
+    def metric(self) -> Metric:
+        """How near two vectors are: ``l2`` or ``ip``."""
+        return self._snapshot.manifest.options.metric
+
+    @property
+    def index_kind(self) -> IndexKind:
+        """The kind of index that was chosen: ``ivf``, ``hnsw`` or ``flat``."""
+        return self._snapshot.manifest.options.kind
+
+    @property
+    def faiss_index(self) -> Any:
+        """The unmodified Faiss index of this moment, or ``None``. Its ids are internal. Do not change it.
+
+        To compare with :meth:`search`, search an HNSW index with ``efSearch = max(ef_search, k)``.
+        """
+        index = self._snapshot.index
+        return None if index is None else index.native
+
+    def stats(self) -> StoreStats:
+        """Return what the store holds now."""
+        return self._snapshot.stats()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise StoreError(f"{self._folder} was opened before a fork: open it again in this process")
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise closed_error(str(self._folder))
