@@ -19,8 +19,8 @@ from ragcache_core.errors import ConfigError
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from ragcache_core.bench.options import Prepared
-    from ragcache_core.bench.results import Results
+    from ragcache_core.bench.compare.options import Prepared
+    from ragcache_core.bench.compare.results import Results
 
 _ENGINES = "no-cache,vllm,vllm-host-lru,vllm-host-arc,ragcache,ragcache-cache-aware"
 _AUTO = "auto:0.25,0.5,0.8,1.2,1.8,2.6"
@@ -164,10 +164,10 @@ def bench(
     _check_engine(ctx, given["engine"])
     if html_path is not None:
         _require_matplotlib()
-    from ragcache_core.bench.compare import run_comparison
+    from ragcache_core.bench.compare.comparison import run_comparison
+    from ragcache_core.bench.compare.options import BenchOptions, prepare
+    from ragcache_core.bench.compare.results import Results
     from ragcache_core.bench.measure import machine
-    from ragcache_core.bench.options import BenchOptions, prepare
-    from ragcache_core.bench.results import Results
 
     numbers, are_shares = rates
     sizes = () if host_memory is None else tuple(host_memory.split(","))
@@ -200,7 +200,7 @@ bench.add_command(paper)
 
 
 def _report(prepared: Prepared, results: Results, html_path: Path | None) -> None:
-    from ragcache_core.bench.tables import tables
+    from ragcache_core.bench.compare.tables import tables
 
     summary = prepared.comparison.summary(results)
     results.summarise(summary.to_dict())
@@ -209,7 +209,7 @@ def _report(prepared: Prepared, results: Results, html_path: Path | None) -> Non
         click.echo("\n" + table.text())
     paths = [results.path]
     if html_path is not None:
-        from ragcache_core.bench.html import write_report
+        from ragcache_core.bench.compare.html import write_report
 
         peers = {peer.name: peer.summary for peer in prepared.comparison.peers}
         paths += write_report(html_path, results, summary, peers, prepared.notes)

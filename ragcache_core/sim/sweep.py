@@ -193,7 +193,6 @@ def _workers(jobs: int, counter: Synchronized[int]) -> Iterator[ProcessPoolExecu
     try:
         yield executor
     except BaseException:
-        executor.shutdown(wait=False, cancel_futures=True)
         for worker in set(active_children()) - others:
             worker.terminate()
         raise

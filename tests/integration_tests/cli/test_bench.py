@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ragcache_core.bench.random_model import ModelShape, random_model
+from ragcache_core.bench.compare.random_model import ModelShape, random_model
 from ragcache_core.cli import cli
 from ragcache_core.sim.trace import Trace, TracedRequest, write_trace
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ragcache_core.bench.compare import Comparison
-from ragcache_core.bench.peers import PEERS
-from ragcache_core.bench.results import Results
-from ragcache_core.bench.sessions import Amounts, Run, Session, plan
-from ragcache_core.bench.summary import Estimate, Summary
+from ragcache_core.bench.compare.comparison import Comparison
+from ragcache_core.bench.compare.peers import PEERS
+from ragcache_core.bench.compare.results import Results
+from ragcache_core.bench.compare.sessions import Amounts, Run, Session, plan
+from ragcache_core.bench.compare.summary import Estimate, Summary
 from ragcache_core.errors import ConfigError
 
 PLAIN, HOST, OURS = PEERS["no-cache"], PEERS["vllm-host-lru"], PEERS["ragcache"]

@@ -6,11 +6,11 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from ragcache_core.bench.html import page, write_report
-from ragcache_core.bench.results import Results
-from ragcache_core.bench.sessions import Run
-from ragcache_core.bench.summary import Summary
-from ragcache_core.bench.tables import tables
+from ragcache_core.bench.compare.html import page, write_report
+from ragcache_core.bench.compare.results import Results
+from ragcache_core.bench.compare.sessions import Run
+from ragcache_core.bench.compare.summary import Summary
+from ragcache_core.bench.compare.tables import tables
 
 PEERS = ("no-cache", "vllm-host-lru", "ragcache")
 SIZES = (64 << 20, 256 << 20, 1024 << 20)

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from ragcache_core.bench.load import Answered, Load, poisson_arrivals
-from ragcache_core.bench.prompts import TracedPrompts
+from ragcache_core.bench.compare.load import Answered, Load, poisson_arrivals
+from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, RequestRejectedError
 from ragcache_core.sim.trace import Trace, TracedRequest

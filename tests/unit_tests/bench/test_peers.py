@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.bench.options import AUTO_SHARES, BenchOptions, prepare
-from ragcache_core.bench.peers import PEERS, Setup, usage
-from ragcache_core.bench.sessions import tokens_by_tier
+from ragcache_core.bench.compare.options import AUTO_SHARES, BenchOptions, prepare
+from ragcache_core.bench.compare.peers import PEERS, Setup, usage
+from ragcache_core.bench.compare.sessions import tokens_by_tier
 from ragcache_core.client import Engine
 from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.config import CacheConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from ragcache_core.bench.compare.random_model import ModelShape, random_model
 from ragcache_core.bench.engines import block_bytes
-from ragcache_core.bench.random_model import ModelShape, random_model
 from ragcache_core.errors import ConfigError
 
 SMALL = ModelShape(

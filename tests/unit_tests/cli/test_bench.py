@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ragcache_core.bench.load import Load
+from ragcache_core.bench.compare.load import Load
 from ragcache_core.cli import cli
 from tests.scripted_server import ScriptedServer
 

@@ -21,7 +21,9 @@ DOCS = ROOT / "docs"
 ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 OVERLAP = (DOCS / "overlap.md").read_text(encoding="utf-8")
-ROOMS = ["policy", "tree", "chunkstore", "retrieval", "client", "vllm_plugin", "bench"]
+ROOMS = [
+    "policy", "tree", "sim", "chunkstore", "retrieval", "client", "vllm_plugin", "bench", "bench/compare", "bench/paper",
+]  # fmt: skip
 PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
 PICTURES = sorted((DOCS / "pictures").glob("*.svg"))
 MAX_PICTURE_BYTES = 20_000

@@ -188,10 +188,13 @@ def test_what_cannot_be_searched_in_stages_is_refused() -> None:
 async def test_documents_come_in_the_order_that_is_asked_for(scripted: Engine) -> None:
     for engine in (None, scripted):
         source = ScriptedSource((Stage("sun moon mars"), Stage("sun mars moon")))
-        nodes = await both_ways(RAGCacheRetriever(source, engine, document_order="canonical"), "Who?")
+        nodes = await both_ways(
+            RAGCacheRetriever(source, engine, similarity_top_k=3, document_order="canonical"), "Who?"
+        )
         assert [(n.node.node_id, n.score) for n in nodes] == [("mars", 0.5), ("moon", 1 / 3), ("sun", 1.0)]
         source = ScriptedSource((Stage("sun mars moon"),))
-        nodes = await both_ways(RAGCacheRetriever(source, engine, document_order="canonical", keep_first=True), "Who?")
+        retriever = RAGCacheRetriever(source, engine, similarity_top_k=3, document_order="canonical", keep_first=True)
+        nodes = await both_ways(retriever, "Who?")
         assert [n.node.node_id for n in nodes] == ["sun", "mars", "moon"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ragcache_core.bench.summary import SLO_FACTOR, Estimate, Point, Summary
+from ragcache_core.bench.compare.summary import SLO_FACTOR, Estimate, Point, Summary
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from ragcache_core.bench.prompts import TracedPrompts
+from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.client import Engine, translate_errors
 from ragcache_core.errors import ConfigError, EngineDiedError, RequestRejectedError
 from ragcache_core.ordering import DocumentOrder

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ragcache_core.bench.sessions import Run
+from ragcache_core.bench.compare.sessions import Run
 from ragcache_core.errors import ConfigError
 
 VERSION = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ragcache_core.bench.sessions import Run, middle
+from ragcache_core.bench.compare.sessions import Run, middle
 
 SLO_FACTOR = 5.0
 _CONFIDENCE = 0.95

@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ragcache_core.bench.compare import Comparison, OpenEngine
-from ragcache_core.bench.peers import PEERS, Peer, Setup
-from ragcache_core.bench.prompts import TracedPrompts, scaled
-from ragcache_core.bench.random_model import random_model
-from ragcache_core.bench.sessions import Amounts
-from ragcache_core.bench.sizing import HOST_TOKENS, KV_TOKENS, ModelFacts, check_host, window
+from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
+from ragcache_core.bench.compare.peers import PEERS, Peer, Setup
+from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
+from ragcache_core.bench.compare.random_model import random_model
+from ragcache_core.bench.compare.sessions import Amounts
+from ragcache_core.bench.compare.sizing import HOST_TOKENS, KV_TOKENS, ModelFacts, check_host, window
 from ragcache_core.client import Engine
 from ragcache_core.config import BytesOrNone
 from ragcache_core.errors import ConfigError

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragcache_core.bench.results import Results
-from ragcache_core.bench.summary import Point, Summary
-from ragcache_core.bench.tables import MIB, tables
+from ragcache_core.bench.compare.results import Results
+from ragcache_core.bench.compare.summary import Point, Summary
+from ragcache_core.bench.compare.tables import MIB, tables
 
 if TYPE_CHECKING:
     from ragcache_core.bench.plots import Plot

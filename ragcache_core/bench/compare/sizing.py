@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragcache_core.bench.prompts import TracedPrompts
+from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.errors import ConfigError
 
 KV_TOKENS = 40_960

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ragcache_core.bench.load import Load
-from ragcache_core.bench.peers import Peer
-from ragcache_core.bench.prompts import TracedPrompts
-from ragcache_core.bench.results import Results
-from ragcache_core.bench.sessions import Amounts, Session, capacity_rps, measure, plan
-from ragcache_core.bench.summary import Summary
+from ragcache_core.bench.compare.load import Load
+from ragcache_core.bench.compare.peers import Peer
+from ragcache_core.bench.compare.prompts import TracedPrompts
+from ragcache_core.bench.compare.results import Results
+from ragcache_core.bench.compare.sessions import Amounts, Session, capacity_rps, measure, plan
+from ragcache_core.bench.compare.summary import Summary
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 

@@ -1,0 +1,1 @@
+"""Real engines side by side under the same load: ``ragcache bench``."""

@@ -1,0 +1,70 @@
+"""``ragcache bench paper``: the figures and tables of the RAGCache paper beside ours, in simulation.
+
+Nothing is tuned to look right: settings are those that the paper's text gives, what it does not give is named with the
+figure, and a row that does not agree says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ragcache_core.bench.measure import machine
+from ragcache_core.bench.paper.exhibit import Exhibit
+from ragcache_core.bench.paper.load import figure_13, figure_15, table_4
+from ragcache_core.bench.paper.policies import figure_17, table_2
+from ragcache_core.bench.paper.reordering import figure_18
+from ragcache_core.bench.paper.runs import FIRST_SEED, PaperRuns
+from ragcache_core.bench.paper.search import figure_19, table_3
+
+EXHIBITS: Mapping[str, Callable[[PaperRuns], Exhibit]] = MappingProxyType(
+    {
+        "figure 13": figure_13,
+        "figure 15": figure_15,
+        "figure 17": figure_17,
+        "table 2": table_2,
+        "figure 18": figure_18,
+        "figure 19": figure_19,
+        "table 3": table_3,
+        "table 4": table_4,
+    }
+)
+"""In the order in which they are measured; those that share runs stand together."""
+
+
+def measure(names: Iterable[str], runs: PaperRuns) -> Iterator[Exhibit]:
+    """Yield the exhibits of these names, each as soon as it is measured.
+
+    Raises:
+        ConfigError: of the first run that failed. KeyError: there is no such exhibit.
+    """
+    for name in names:
+        yield EXHIBITS[name](runs)
+
+
+def to_dict(exhibits: Sequence[Exhibit], runs: PaperRuns) -> dict[str, Any]:
+    """Return plain JSON data: what it was simulated with, and the exhibits.
+
+    The same for the same seeds and requests, but for Table 4, which is measured.
+    """
+    return {
+        "machine": machine(),
+        "seeds": [FIRST_SEED, FIRST_SEED + runs.num_seeds - 1],
+        "requests": runs.num_requests,
+        "exhibits": [exhibit.to_dict() for exhibit in exhibits],
+    }
+
+
+def write_json(data: Mapping[str, Any], path: Path) -> None:
+    """Write a JSON file; what was there before stays until the new one is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,125 @@
+"""What the RAGCache paper published, as its text has it: each number with the place where it stands.
+
+Figures 13, 15, 17, 18 and 19 are plots, and what they show is nowhere written as numbers: of them there is what the
+text claims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A number, or the range of several, and its place in the paper; ``high`` is infinite for "more than"."""
+
+    low: float
+    high: float
+    place: str
+
+    @classmethod
+    def exactly(cls, value: float, place: str) -> Published:
+        """Return a single number."""
+        return cls(value, value, place)
+
+    @property
+    def is_range(self) -> bool:
+        """Whether it is of several numbers."""
+        return self.low != self.high
+
+
+HOST_GIB = (8, 16, 32, 64, 128)
+POLICIES = ("PGDSF", "GDSF", "LRU", "LFU")
+
+_TABLE_2 = {
+    "mmlu": {
+        8: (1.38, 1.68, 1.78, 1.81),
+        16: (1.32, 1.55, 1.61, 1.63),
+        32: (1.23, 1.45, 1.50, 1.49),
+        64: (1.06, 1.27, 1.28, 1.29),
+        128: (0.83, 0.98, 1.01, 1.03),
+    },
+    "nq": {
+        8: (2.85, 3.35, 3.41, 3.36),
+        16: (2.50, 2.89, 2.92, 2.98),
+        32: (2.00, 2.09, 2.25, 2.20),
+        64: (1.32, 1.47, 1.56, 1.55),
+        128: (0.78, 0.92, 0.95, 0.95),
+    },
+}
+
+MEAN_TTFT_S: Mapping[tuple[str, int, str], Published] = MappingProxyType(
+    {
+        (workload, gib, policy): Published.exactly(value, "Table 2")
+        for workload, by_size in _TABLE_2.items()
+        for gib, values in by_size.items()
+        for policy, value in zip(POLICIES, values, strict=True)
+    }
+)
+"""By workload, GiB of host memory and policy, at 0.8 requests a second."""
+
+SEARCHED_SHARES = (0.125, 0.25, 0.5, 1.0)
+
+_TABLE_3 = {
+    "mmlu": ((52.1, 78.5), (59.2, 135.9), (69.7, 243.7), (97.4, 422.3)),
+    "nq": ((67.7, 105.8), (72.9, 163.4), (94.2, 282.5), (145.0, 446.1)),
+}
+
+UNHIDDEN_SEARCH_MS: Mapping[tuple[str, float], Published] = MappingProxyType(
+    {
+        (workload, share): Published.exactly(row[0], "Table 3")
+        for workload, rows in _TABLE_3.items()
+        for share, row in zip(SEARCHED_SHARES, rows, strict=True)
+    }
+)
+"""With speculation, by workload and the share of the vectors that is searched."""
+
+SEARCH_MS: Mapping[tuple[str, float], float] = MappingProxyType(
+    {
+        (workload, share): row[1]
+        for workload, rows in _TABLE_3.items()
+        for share, row in zip(SEARCHED_SHARES, rows, strict=True)
+    }
+)
+"""Without speculation (Table 3, No DSP): nothing is hidden, so this is how long a search takes."""
+
+SCHEDULING_MS: Mapping[float, Published] = MappingProxyType(
+    {
+        rate: Published.exactly(value, "Table 4")
+        for rate, value in ((0.5, 0.880), (1.0, 0.872), (1.5, 0.902), (2.0, 0.906))
+    }
+)
+"""By requests a second, on MMLU with Mistral-7B."""
+
+CLAIMS: Mapping[str, Published] = MappingProxyType(
+    {
+        "ttft over vllm": Published(1.2, 4.0, "§7.1, Figures 13 and 14"),
+        "ttft over sglang": Published(1.1, 3.5, "§7.1, Figures 13 and 14"),
+        "throughput over vllm": Published(1.3, 2.1, "§7.1, Figures 13 and 14"),
+        "throughput over sglang": Published(1.2, 1.8, "§7.1, Figures 13 and 14"),
+        "gap of mistral over llama2": Published(1.0, math.inf, "§7.1"),
+        "top-k ttft over vllm": Published(1.7, 3.1, "§7.2, Figure 15"),
+        "top-k ttft over sglang": Published(1.2, 2.5, "§7.2, Figure 15"),
+        "hits over GDSF": Published(1.02, 1.32, "§7.3, Figure 17"),
+        "hits over LRU": Published(1.06, 1.62, "§7.3, Figure 17"),
+        "hits over LFU": Published(1.06, 1.75, "§7.3, Figure 17"),
+        "ttft over policies": Published(1.05, 1.29, "§7.3, Table 2"),
+        "reordering": Published(1.2, 2.1, "§7.3, Figure 18"),
+        "speculation": Published.exactly(1.6, "§7.3, Figure 19: up to"),
+        "unhidden search": Published(1.5, 4.3, "§7.3, Table 3"),
+    }
+)
+"""What the text says of its figures: how many times lower a TTFT is, or how many times higher a rate."""
+
+POLICY_RATE_RPS = 0.8
+SEARCH_RATE_RPS = 0.1
+REORDERING_RATE_RPS: Mapping[str, float] = MappingProxyType({"mmlu": 2.5, "nq": 1.4})
+REORDERING_HOST_GIB = (16, 32, 64, 128)
+HOST_7B_GIB = 192
+MAX_BATCH = 4
+WINDOW = 32
+TOP_K = (1, 3, 5)
+MEAN_CORPUS_TOKENS = 3_718.0

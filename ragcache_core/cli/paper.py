@@ -1,0 +1,153 @@
+"""``ragcache bench paper``: the paper's numbers beside ours, in simulation."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core.cli.command import Command
+from ragcache_core.cli.sweep import check_plot, save_plots
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_FIGURES = ("13", "15", "17", "18", "19")
+_TABLES = ("2", "3", "4")
+_QUICK_REQUESTS = 120
+
+
+@click.command(
+    cls=Command,
+    short_help="Put the RAGCache paper's numbers beside ours.",
+    examples=[
+        "ragcache bench paper --table 2",
+        "ragcache bench paper --figure 13 --figure 15 --seeds 5 --plot load.png",
+        "ragcache bench paper --all --jobs 4 --json build/bench-paper.json --plot build/bench-paper.html",
+        "ragcache bench paper --all --quick      (to see that it runs; the figures mean nothing)",
+    ],
+)
+@click.option("--figure", "figures", multiple=True, type=click.Choice(_FIGURES), help="A figure; may be repeated.")
+@click.option("--table", "tables", multiple=True, type=click.Choice(_TABLES), help="A table; may be repeated.")
+@click.option("--all", "is_all", is_flag=True, help="All of them.")
+@click.option(
+    "--seeds",
+    "num_seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Traces of each kind.",
+)
+@click.option(
+    "--requests",
+    "num_requests",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Of every run. [default: those that arrive in an hour, as in the paper]",
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
+@click.option("--quick", is_flag=True, help=f"One seed and {_QUICK_REQUESTS} requests; the figures mean nothing.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print sections of a page.")
+@click.option(
+    "--json",
+    "output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OUT",
+    help="Where every row goes as soon as its figure is finished.",
+)
+@click.option(
+    "--plot",
+    "plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OUT.png|.svg|.html",
+    help="Our curves; a page for many.",
+)
+def paper(
+    figures: tuple[str, ...],
+    tables: tuple[str, ...],
+    is_all: bool,
+    num_seeds: int,
+    num_requests: int | None,
+    jobs: int | None,
+    quick: bool,
+    as_markdown: bool,
+    output: Path | None,
+    plot: Path | None,
+) -> None:
+    """Simulate figures and tables of the RAGCache paper, and print its numbers beside ours.
+
+    Each says with what it was simulated, how many rows agree, why others do not, and which command measures the same
+    on a real engine. What the paper only plots is compared with what its text says of it.
+    """
+    asked = {*(f"figure {number}" for number in figures), *(f"table {number}" for number in tables)}
+    if not asked and not is_all:
+        raise click.UsageError("Name what to simulate: --figure N, --table N, or --all.")
+    if plot is not None:
+        check_plot(plot)
+    from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict, write_json
+    from ragcache_core.bench.paper.runs import PaperRuns
+
+    names = [name for name in EXHIBITS if is_all or name in asked]
+    if quick:
+        num_seeds, num_requests = 1, num_requests or _QUICK_REQUESTS
+    exhibits = []
+    with _progress() as bar:
+        runs = PaperRuns(
+            num_seeds=num_seeds,
+            num_requests=num_requests,
+            jobs=jobs or os.cpu_count() or 1,
+            on_plan=bar.plan,
+            on_requests=bar.advance,
+        )
+        for name, exhibit in zip(names, measure(names, runs), strict=True):
+            exhibits.append(exhibit)
+            bar.say(name)
+            with bar.cleared():
+                click.echo((exhibit.markdown() if as_markdown else exhibit.text()) + "\n")
+            if output is not None:
+                write_json(to_dict(exhibits, runs), output)
+    drawn = [one for exhibit in exhibits for one in exhibit.plots]
+    if plot is not None and drawn:
+        save_plots(drawn, plot, "ragcache bench paper")
+    for path in (output, plot if drawn else None):
+        if path is not None:
+            click.echo(f"ragcache: written to {path}", err=True)
+
+
+class _Bar:
+    """A bar of simulated requests, whose length grows as figures say what they need."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+
+    def plan(self, num_requests: int) -> None:
+        self._bar.total = (self._bar.total or 0) + num_requests
+        self._bar.refresh()
+
+    def advance(self, num_requests: int) -> None:
+        self._bar.update(num_requests)
+
+    def say(self, what: str) -> None:
+        self._bar.set_description_str(f"{what} done")
+
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Take the bar away while something else is printed."""
+        with self._bar.external_write_mode():
+            yield
+
+
+@contextmanager
+def _progress() -> Iterator[_Bar]:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=0, desc="simulating", unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
+    ) as bar:
+        yield _Bar(bar)

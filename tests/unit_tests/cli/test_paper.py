@@ -1,0 +1,96 @@
+"""``ragcache bench paper``: what it prints and writes, one clear error for each mistake, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.cli.paper import paper
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["bench", "paper", *map(str, arguments)])
+
+
+def test_a_table_is_printed_with_the_papers_numbers_written_and_drawn(tmp_path: Path) -> None:
+    output, plot = tmp_path / "out" / "paper.json", tmp_path / "paper.html"
+    done = run("--figure", "19", "--table", "3", "--quick", "--jobs", "1", "--json", output, "--plot", plot)
+    assert done.exit_code == 0, done.output
+    assert "Table 3: vector search that is not hidden" in done.stdout
+    assert "mmlu, 12.5% searched, DSP " in done.stdout
+    assert "52.10 ms" in done.stdout
+    assert "reproduction: agrees in" in done.stdout
+    assert 'on an engine: make bench-pipeline ONLY="overlap"' in done.stdout
+    report = json.loads(output.read_text())
+    assert [exhibit["name"] for exhibit in report["exhibits"]] == ["Figure 19", "Table 3"]
+    assert (report["seeds"], report["requests"]) == ([101, 101], 120)
+    assert plot.read_text().count("<svg") == 2
+    assert done.stderr.splitlines() == [f"ragcache: written to {output}", f"ragcache: written to {plot}"]
+
+
+def test_a_table_can_be_printed_as_a_section_of_a_page() -> None:
+    done = run("--table", "4", "--quick", "--jobs", "1", "--markdown")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("#### Table 4: scheduling time")
+    assert "| 0.5 requests/s, median | 0.88 ms | Table 4 | " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ([], 2, "--figure N, --table N, or --all"),
+        (["--figure", "16"], 2, "'16' is not one of"),
+        (["--table", "1"], 2, "'1' is not one of"),
+        (["--table", "3", "--seeds", "0"], 2, "--seeds"),
+        (["--table", "3", "--jobs", "0"], 2, "--jobs"),
+        (["--table", "3", "--plot", "out.pdf"], 2, "the name must end in .png, .svg, .html"),
+        (["--figure", "17", "--requests", "2", "--seeds", "1"], 1, "ragcache: error: 2 requests are too few"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == status, done.output
+    assert message in done.stderr
+
+
+def test_the_help_shows_examples_and_every_figure() -> None:
+    done = CliRunner().invoke(paper, ["--help"])
+    assert "Examples:" in done.stdout
+    assert "13|15|17|18|19" in done.stdout
+    assert "2|3|4" in done.stdout
+
+
+def test_ctrl_c_ends_with_130_leaves_no_process_and_keeps_what_is_finished(tmp_path: Path) -> None:
+    output = tmp_path / "paper.json"
+    arguments = ["bench", "paper", "--figure", "19", "--table", "4", "--requests", "60", "--seeds", "1", "--jobs", "1"]
+    code = "from ragcache_core.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments, "--json", str(output)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not output.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        printed, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert errors.strip() == "ragcache: interrupted"
+    assert printed.startswith("Figure 19: ")
+    assert len(json.loads(output.read_text())["exhibits"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["paper.json"]
