@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command
+from ragcache_core.cli.output import write_json
 from ragcache_core.cli.sweep import check_plot, save_plots
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def paper(
         raise click.UsageError("Name what to simulate: --figure N, --table N, or --all.")
     if plot is not None:
         check_plot(plot)
-    from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict, write_json
+    from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict
     from ragcache_core.bench.paper.runs import PaperRuns
 
     names = [name for name in EXHIBITS if is_all or name in asked]

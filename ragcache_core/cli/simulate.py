@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, Group
+from ragcache_core.cli.output import counting_requests, write_json
 from ragcache_core.cli.sweep import sweep
 from ragcache_core.errors import ConfigError
 
@@ -159,7 +159,7 @@ def run(trace: Path, per_request: bool, output: str | None, **settings: Any) -> 
     if output is not None and output != _STDOUT:
         _check_writable(Path(output))
     requests = read_trace(trace)
-    with _options_as_typed(), _progress(len(requests)) as report:
+    with _options_as_typed(), counting_requests("simulating", len(requests)) as report:
         result = run_simulation(requests, options, progress=report, keeps_requests=per_request)
     for note in result.notes:
         click.echo(f"ragcache: {note}", err=True)
@@ -168,7 +168,7 @@ def run(trace: Path, per_request: bool, output: str | None, **settings: Any) -> 
         return
     click.echo(table(result))
     if output is not None:
-        _write(result.to_dict(), Path(output))
+        write_json(result.to_dict(), Path(output))
         click.echo(f"ragcache: written to {output}", err=True)
 
 
@@ -234,26 +234,3 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"--json {path} cannot be written, {path.parent} is no directory: make it, or name another")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--json {path} cannot be written, {path.parent} is not writable: name a file elsewhere")
-
-
-def _write(data: Mapping[str, object], path: Path) -> None:
-    """Write a JSON file; what was there before stays until the new one is whole."""
-    if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to be replaced
-        path.write_text(json.dumps(data) + "\n", encoding="utf-8")
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        temporary.write_text(json.dumps(data) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[int], object]]:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=num_requests, desc="simulating", unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
-        yield bar.update

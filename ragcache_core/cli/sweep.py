@@ -5,9 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import click
 
 from ragcache_core._version import __version__
 from ragcache_core.cli.command import Command
+from ragcache_core.cli.output import counting_requests, write_json
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def sweep(
     runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
     if output is not None and journal is not None:
-        write_report(done, output)
+        write_json({"version": __version__, "runs": [run.to_dict() for run in done]}, output)
         journal.remove()
     click.echo(table(done))
     if plot is not None:
@@ -199,7 +198,7 @@ def _run(
     if len(to_do) < len(runs):
         click.echo(f"ragcache: {len(runs) - len(to_do)} of {len(runs)} runs are finished already", err=True)
     try:
-        with _progress(sum(num_requests[run.trace] for run in to_do)) as report:
+        with counting_requests("simulating", sum(num_requests[run.trace] for run in to_do)) as report:
             return run_all(runs, jobs=jobs, finished=finished, keep=keep, report=report)
     except (KeyboardInterrupt, SystemExit):
         num_done = sum(run.key in kept for run in runs)
@@ -229,18 +228,6 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
     except (OSError, ValueError, LookupError, TypeError):
         whole = []
     return {run.key: run for run in whole} | interrupted
-
-
-def write_report(runs: Sequence[FinishedRun], output: Path) -> None:
-    """Write all runs into one JSON file; what was there before stays until the new one is whole."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.new")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        report = {"version": __version__, "runs": [run.to_dict() for run in runs]}
-        temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def table(runs: Sequence[FinishedRun]) -> str:
@@ -316,16 +303,6 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _PLOT_KINDS:
         raise click.UsageError(f"--plot {path}: the name must end in {', '.join(_PLOT_KINDS)}.")
     lines("", "", "", {}).svg()
-
-
-@contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[int], object]]:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=num_requests, desc="simulating", unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
-        yield bar.update
 
 
 def _varied(runs: Sequence[FinishedRun]) -> list[str]:

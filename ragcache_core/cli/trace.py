@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.output import counting_requests
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def make(
         chosen = replace(WORKLOADS[workload], **given)  # type: ignore[arg-type]
     except ConfigError as error:
         raise click.UsageError(_as_options(str(error))) from error
-    with _progress("drawing", num_requests) as report:
+    with counting_requests("drawing", num_requests) as report:
         made = make_trace(chosen, num_requests, seed, progress=report)
     _write(made, output, as_json, {"workload": asdict(chosen), "seed": seed})
 
@@ -202,7 +202,7 @@ def _write(made: Trace, output: Path, as_json: bool, facts: dict[str, object]) -
     if output == _STANDARD_OUTPUT:
         write_lines(made, sys.stdout.buffer)
         return
-    with _progress("writing", len(made)) as report:
+    with counting_requests("writing", len(made)) as report:
         write_trace(made, output, progress=report)
     if as_json:
         print_json({"output": str(output), **facts, "summary": _plain(summarize(made))})
@@ -227,13 +227,3 @@ def _lines_of(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     yield "the top 3 %", f"{summary.top_share:.1%} of retrievals"
     yield "asked for again", f"{summary.repeated_retrievals:.1%} of retrievals"
     yield "after the same ones", f"{summary.repeated_prefix:.1%}: an endless cache would hit those"
-
-
-@contextmanager
-def _progress(name: str, num_requests: int) -> Iterator[Callable[[int], object]]:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=num_requests, desc=name, unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
-        yield bar.update

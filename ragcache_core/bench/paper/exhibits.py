@@ -6,10 +6,7 @@ figure, and a row that does not agree says so.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -57,14 +54,3 @@ def to_dict(exhibits: Sequence[Exhibit], runs: PaperRuns) -> dict[str, Any]:
         "requests": runs.num_requests,
         "exhibits": [exhibit.to_dict() for exhibit in exhibits],
     }
-
-
-def write_json(data: Mapping[str, Any], path: Path) -> None:
-    """Write a JSON file; what was there before stays until the new one is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
-from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict, write_json
+from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict
 from ragcache_core.bench.paper.published import (
     CLAIMS,
     HOST_GIB,
@@ -34,6 +34,7 @@ from ragcache_core.bench.paper.runs import (
     vllm,
     workload,
 )
+from ragcache_core.cli.output import write_json
 from ragcache_core.errors import ConfigError
 
 POINT = Published.exactly(2.0, "Table 0")
