@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from ragcache_core.errors import ConfigError
 
 
 @contextmanager
@@ -19,6 +21,34 @@ def counting_requests(name: str, num_requests: int) -> Iterator[Callable[[int], 
         total=num_requests, desc=name, unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
     ) as bar:
         yield bar.update
+
+
+def check_writable(option: str, path: Path, *, makes_folder: bool = False) -> None:
+    """Refuse a file that could not be written, before a long run; with ``makes_folder`` its folder may be missing.
+
+    Raises:
+        ConfigError: with the option, the file and why.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a directory: name a file")
+    folder = path.parent
+    while makes_folder and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {path} cannot be written, {folder} is no directory: make it, or name another")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{option} {path} cannot be written, {folder} is not writable: name a file elsewhere")
+
+
+def check_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output that is one of the files to be read, under whatever name.
+
+    Raises:
+        ConfigError: with the option and the file.
+    """
+    for source in inputs:
+        if path.is_file() and source.is_file() and path.samefile(source):  # a terminal may be both
+            raise ConfigError(f"{option} {path} would overwrite {source}, which is read: name another file")
 
 
 def write_json(data: Mapping[str, object], path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, Group
-from ragcache_core.cli.output import counting_requests, write_json
+from ragcache_core.cli.output import check_no_input, check_writable, counting_requests, write_json
 from ragcache_core.cli.sweep import sweep
 from ragcache_core.errors import ConfigError
 
@@ -157,7 +156,8 @@ def run(trace: Path, per_request: bool, output: str | None, **settings: Any) -> 
         options = SimulationOptions(**settings)
         load_testbed(options.cost_model)
     if output is not None and output != _STDOUT:
-        _check_writable(Path(output))
+        check_no_input("--json", Path(output), (trace, Path(options.cost_model)))
+        check_writable("--json", Path(output))
     requests = read_trace(trace)
     with _options_as_typed(), counting_requests("simulating", len(requests)) as report:
         result = run_simulation(requests, options, progress=report, keeps_requests=per_request)
@@ -224,13 +224,3 @@ def _options_as_typed() -> Iterator[None]:
     except ConfigError as error:
         message = re.sub(r"^\w+|\b[a-z]+(_[a-z]+)+\b", lambda word: names.get(word[0], word[0]), str(error))
         raise ConfigError(message) from error
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file that could not be written, before a long run."""
-    if path.is_dir():
-        raise ConfigError(f"--json {path} is a directory: name a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--json {path} cannot be written, {path.parent} is no directory: make it, or name another")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written, {path.parent} is not writable: name a file elsewhere")

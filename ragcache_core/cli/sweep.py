@@ -13,7 +13,7 @@ import click
 
 from ragcache_core._version import __version__
 from ragcache_core.cli.command import Command
-from ragcache_core.cli.output import counting_requests, write_json
+from ragcache_core.cli.output import check_no_input, check_writable, counting_requests, write_json
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -158,6 +158,11 @@ def sweep(
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --json OUT as well.")
     if plot is not None:
         check_plot(plot)
+    inputs = (*traces, Path(settings["cost_model"] or ""))
+    for option, path in (("--json", output), ("--plot", plot)):
+        if path is not None:
+            check_no_input(option, path, inputs)
+            check_writable(option, path, makes_folder=True)
     journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
     finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
     given = {name: value for name, value in settings.items() if value is not None}
@@ -169,8 +174,10 @@ def sweep(
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
     if output is not None and journal is not None:
         write_json({"version": __version__, "runs": [run.to_dict() for run in done]}, output)
-        journal.remove()
+        _clear(journal, done)
     click.echo(table(done))
+    for note in dict.fromkeys(note for run in done for note in run.notes):
+        click.echo(f"ragcache: {note}", err=True)
     if plot is not None:
         save_plots(plots(done), plot)
     for path in (output, plot):
@@ -205,6 +212,15 @@ def _run(
         cure = "add --resume to go on" if journal is not None else "with --json OUT they would have been kept"
         click.echo(f"ragcache: {num_done} of {len(runs)} runs are finished: {cure}", err=True)
         raise
+
+
+def _clear(journal: Journal, done: Sequence[FinishedRun]) -> None:
+    """Remove the journal, unless it holds runs that are nowhere else: those of a wider sweep that was interrupted."""
+    num_others = len(journal.read().keys() - {run.key for run in done})
+    if num_others:
+        click.echo(f"ragcache: {journal.path} keeps {num_others} finished runs that were not asked for", err=True)
+    else:
+        journal.remove()
 
 
 def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[str, FinishedRun]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ragcache_core.cli.command import Command, Group, print_json
-from ragcache_core.cli.output import counting_requests
+from ragcache_core.cli.output import check_no_input, counting_requests
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ def import_(
     from ragcache_core.sim.importing import Assumptions, import_log, read_lengths
 
     _check_output(output, as_json)
+    if output != _STANDARD_OUTPUT:
+        check_no_input("--output", output, (log,) if lengths is None else (log, lengths))
     known = {} if lengths is None else read_lengths(lengths)
     assumed = Assumptions(known, mean_tokens, question_tokens, output_tokens, counts_speculative=speculative)
     imported = import_log(log, assumed, None if log_format == "auto" else log_format)

@@ -75,7 +75,7 @@ def vllm_retrievals(row: Row) -> Iterator[Retrieval]:
             tuple(str(segment.doc_id) for segment in documents),
             tuple(segment.end - segment.start for segment in documents),
             None if num_prompt_tokens is None else num_prompt_tokens - documents[-1].end,
-            _count(usage, _OUTPUT_TOKENS),
+            _tokens(usage, _OUTPUT_TOKENS),
             metadata.speculation is not None,
         )
 
@@ -85,7 +85,7 @@ def langchain_retrievals(row: Row) -> Iterator[Retrieval]:
 
     A document is known by its id, else by its metadata (an id, or its source and the place in it), else by its text.
     """
-    yield from _runs(row, _count(row, _OUTPUT_TOKENS), 0)
+    yield from _runs(row, row, 0)
 
 
 def plain_retrievals(row: Row) -> Iterator[Retrieval]:
@@ -104,8 +104,8 @@ def plain_retrievals(row: Row) -> Iterator[Retrieval]:
         _time_s(row),
         tuple(_id_of(_first(d, _IDS) if isinstance(d, Mapping) else d) for d in documents),
         tuple(tokens),
-        _count(row, _QUESTION_TOKENS),
-        _count(row, _OUTPUT_TOKENS),
+        _tokens(row, _QUESTION_TOKENS),
+        _tokens(row, _OUTPUT_TOKENS),
     )
 
 
@@ -116,7 +116,7 @@ READERS: Mapping[LogFormat, Callable[[Row], Iterator[Retrieval]]] = {
 }
 
 
-def _runs(run: Row, output_tokens: int | None, depth: int) -> Iterator[Retrieval]:
+def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval]:
     if run.get("run_type") == "retriever":
         outputs = run.get("outputs")
         if isinstance(outputs, Mapping):  # one that failed has none
@@ -124,19 +124,19 @@ def _runs(run: Row, output_tokens: int | None, depth: int) -> Iterator[Retrieval
             if not isinstance(documents, list):
                 raise ValueError(f"a retriever's outputs are {dict(outputs)!r:.40}: 'documents' must be a list")  # noqa: TRY004
             parts = [_langchain_document(document) for document in documents]
-            own = _count(run, _OUTPUT_TOKENS)
+            own = _tokens(run, _OUTPUT_TOKENS)
             yield Retrieval(
                 _time_s(run),
                 tuple(doc_id for doc_id, _ in parts),
                 tuple(tokens for _, tokens in parts),
                 None,
-                output_tokens if own is None else own,
+                _tokens(root, _OUTPUT_TOKENS) if own is None else own,
             )
     children = run.get("child_runs")
     if isinstance(children, list) and depth < _MAX_DEPTH:
         for child in children:
             if isinstance(child, Mapping):
-                yield from _runs(child, output_tokens, depth + 1)
+                yield from _runs(child, root, depth + 1)
 
 
 def _langchain_document(document: object) -> tuple[str, int | None]:
@@ -192,6 +192,17 @@ def _first(row: Row, names: tuple[str, ...]) -> Any:
 def _count(row: Row, names: tuple[str, ...]) -> int | None:
     value = _first(row, names)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _tokens(row: Row, names: tuple[str, ...]) -> int | None:
+    """Return the count that a line gives for the question or the answer; one that is none is not made up for."""
+    name = next((name for name in names if row.get(name) is not None), None)
+    if name is None:
+        return None
+    value = row[name]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"{name!r} is {value!r:.60}: it must be a whole number of tokens, 0 or more")
 
 
 def _id_of(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ragcache_core._version import __version__
 from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
 from ragcache_core.bench.compare.peers import PEERS, Peer, Setup
 from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
@@ -176,7 +178,9 @@ def _facts(options: BenchOptions, scale: float) -> dict[str, Any]:
     asked = asdict(replace(options, api_key=None, scale=scale))
     for decided in ("api_key", "kv_memory", "host_memory", "disk_memory"):
         del asked[decided]
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
+    asked = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
+    digest = None if options.trace is None else hashlib.sha256(options.trace.read_bytes()).hexdigest()
+    return {**asked, "trace_sha256": digest, "ragcache_version": __version__}
 
 
 def _notes(options: BenchOptions, scale: float, comparison: Comparison) -> tuple[str, ...]:

@@ -34,8 +34,8 @@ class Results:
         """Return the results in the file, to go on with, or empty ones where there is no file.
 
         Raises:
-            ConfigError: a file is there and ``resume`` was not asked for, it was made with other options, or it is not
-                such a file.
+            ConfigError: a file is there and ``resume`` was not asked for, it was made with other options, of another
+                trace or by another version, or it is not such a file.
         """
         fresh = cls(path, options, machine)
         if not path.exists():
@@ -48,7 +48,7 @@ class Results:
             if asked.get(name) != kept.options.get(name):
                 raise ConfigError(
                     f"{path} was measured with {name} = {kept.options.get(name)!r:.120}, not {asked.get(name)!r:.120}: "
-                    "resume with the same options, or choose another --json"
+                    "resume with the same options, trace and version, or choose another --json"
                 )
         return kept
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from ragcache_core.bench.compare.options import AUTO_SHARES, BenchOptions, prepare
 from ragcache_core.bench.compare.peers import PEERS, Setup, usage
+from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import tokens_by_tier
 from ragcache_core.client import Engine
 from ragcache_core.client.offload import VLLMOffload
@@ -118,6 +120,25 @@ def test_every_seed_has_requests_for_every_rate() -> None:
 def test_what_cannot_work_is_refused_before_an_engine_starts(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(replace(SMALL, **change))
+
+
+def test_results_of_another_trace_or_version_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.jsonl"
+
+    def facts(num_tokens: int) -> Mapping[str, Any]:
+        write_trace(Trace.from_requests(TracedRequest(float(i), ("a",), (num_tokens,), 9, 1) for i in range(10)), path)
+        return prepare(replace(SMALL, trace=path)).facts
+
+    out = tmp_path / "out.json"
+    Results.open(out, facts(99), {}).write()
+    Results.open(out, facts(99), {}, resume=True)
+    with pytest.raises(ConfigError, match="measured with trace_sha256 = .* the same options, trace and version"):
+        Results.open(out, facts(98), {}, resume=True)
+    monkeypatch.setattr("ragcache_core.bench.compare.options.__version__", "0.0.0")
+    with pytest.raises(ConfigError, match=r"measured with ragcache_version = .*, not '0\.0\.0'"):
+        Results.open(out, facts(99), {}, resume=True)
 
 
 def test_a_trace_that_is_too_short_or_broken_is_refused(tmp_path: Path) -> None:

@@ -101,6 +101,16 @@ def test_a_broken_trace_is_named_with_its_line(tmp_path: Path) -> None:
     assert result.stderr.startswith(f"ragcache: error: {path}:2: ")
 
 
+def test_what_is_read_is_not_overwritten(trace: Path, tmp_path: Path) -> None:
+    before, link = trace.read_bytes(), tmp_path / "link.json"
+    link.symlink_to(trace)
+    for output in (trace, link):
+        result = run(trace, "--json", output)
+        assert result.exit_code == 1
+        assert f"--json {output} would overwrite {trace}, which is read: name another file" in result.stderr
+    assert trace.read_bytes() == before
+
+
 def test_records_need_a_place(trace: Path) -> None:
     result = run(trace, "--per-request")
     assert result.exit_code == 2

@@ -67,6 +67,54 @@ def test_resume_runs_what_is_missing_and_nothing_else(trace: Path, tmp_path: Pat
     assert [r["key"] for r in again] == [r["key"] for r in report["runs"]]
 
 
+def test_resume_keeps_finished_runs_that_were_not_asked_for(trace: Path, tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
+    run(trace, *SMALL, "--json", output)
+    journal = journal_of(output)
+    for data in json.loads(output.read_text())["runs"]:
+        journal.append(FinishedRun.from_dict(data))
+    output.unlink()
+    narrower = run(trace, *SMALL, "--policies", "lru", "--json", output, "--resume")
+    assert narrower.exit_code == 0, narrower.output
+    assert f"{journal.path} keeps 2 finished runs that were not asked for" in narrower.stderr
+    again = run(trace, *SMALL, "--json", output, "--resume")
+    assert "4 of 4 runs are finished already" in again.stderr
+    assert not journal.path.exists()
+
+
+def test_what_a_reader_should_know_of_the_runs_is_said_once(trace: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    seconds = [[0.03, 0.1], [0.04, 0.12]]
+    times = {"format": 1, "cached_tokens": [0, 512], "new_tokens": [32, 512], "seconds": seconds}
+    profile.write_text(json.dumps(times))
+    done = run(trace, *SMALL, "--cost-model", profile)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.count("512 cached and 512 new tokens") == 1
+    assert "512 cached" not in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    trace: Path, tmp_path: Path, option: str
+) -> None:
+    blocked = trace / "new" / "out.svg"
+    kept = tmp_path / "kept.json"
+    done = run(trace, *SMALL, "--json", kept, option, blocked)
+    assert done.exit_code == 1
+    assert f"{option} {blocked} cannot be written, {trace} is no directory" in done.stderr
+    assert not list(tmp_path.glob("kept.json*"))
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_trace_is_not_overwritten(trace: Path, tmp_path: Path, option: str) -> None:
+    other = trace.rename(tmp_path / "trace.svg")
+    before = other.read_bytes()
+    done = run(other, *SMALL, option, other)
+    assert done.exit_code == 1
+    assert f"{option} {other} would overwrite {other}" in done.stderr
+    assert other.read_bytes() == before
+
+
 def test_a_sweep_does_not_overwrite_what_an_interrupted_one_finished(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
     run(trace, *SMALL, "--json", output)
@@ -138,7 +186,8 @@ def test_a_broken_trace_is_named_with_its_line_before_anything_runs(trace: Path,
 def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: Path) -> None:
     long, output = tmp_path / "long.jsonl", tmp_path / "sweep.json"
     write_trace(make_trace(WORKLOADS["mmlu"], 60_000, seed=1), long)
-    arguments = [trace, long, "--policies", "lru", "--host-tokens", "65536", "--jobs", "2", "--json", output]
+    small = ("--policies", "lru", "--host-tokens", "65536", "--jobs", "2")
+    arguments: list[str | Path] = [trace, long, *small, "--json", output]
     code = "from ragcache_core.cli.sweep import sweep\nif __name__ == '__main__': sweep()"
     script = tmp_path / "script.py"
     script.write_text(code)

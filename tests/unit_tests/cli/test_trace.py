@@ -152,6 +152,18 @@ def test_a_broken_trace_is_one_error_with_its_line(tmp_path: Path) -> None:
     assert json.loads(trace("show", path, "--json").stdout)["error"]["type"] == "TraceError"
 
 
+@pytest.mark.parametrize("read", ["log.jsonl", "lengths.json"])
+def test_an_import_does_not_overwrite_what_it_reads(tmp_path: Path, read: str) -> None:
+    log, lengths = tmp_path / "log.jsonl", tmp_path / "lengths.json"
+    log.write_text('{"t": 5, "docs": ["a"]}\n')
+    lengths.write_text('{"a": 70}')
+    before = (tmp_path / read).read_bytes()
+    result = trace("import", log, "--lengths", lengths, "--output", tmp_path / read)
+    assert result.exit_code == 1
+    assert "which is read: name another file" in result.stderr
+    assert (tmp_path / read).read_bytes() == before
+
+
 def test_a_log_is_imported(tmp_path: Path) -> None:
     log, lengths, output = tmp_path / "log.jsonl", tmp_path / "lengths.json", tmp_path / "trace.jsonl"
     log.write_text('{"timestamp": 8, "docs": ["a", "b"]}\n{"event": "started"}\n{"timestamp": 7.5, "docs": ["b"]}\n')
