@@ -175,15 +175,20 @@ def stores_from(connector: OffloadingConnector, request_id: str) -> float:
 def attach_confirm() -> None:
     """Let the server's process call ``confirm`` of this process's scheduler, as it calls vLLM's own utilities."""
 
-    def ragcache_confirm(core: EngineCore, speculation_id: str) -> None:
-        core.scheduler.confirm(speculation_id)
+    def ragcache_confirm(core: EngineCore, speculation_id: str) -> dict[str, object] | None:
+        report: dict[str, object] | None = core.scheduler.confirm(speculation_id)
+        return report
 
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
 
 
-async def call_confirm(engine_client: Any, speculation_id: str) -> None:
-    """Call what :func:`attach_confirm` attached in the engine's process; it answers when the running step is done."""
-    await engine_client.engine_core.call_utility_async(_CONFIRM, speculation_id)
+async def call_confirm(engine_client: Any, speculation_id: str) -> dict[str, Any] | None:
+    """Call what :func:`attach_confirm` attached in the engine's process; it answers when the running step is done.
+
+    Of several data-parallel engines the answer is the first one's.
+    """
+    report: dict[str, Any] | None = await engine_client.engine_core.call_utility_async(_CONFIRM, speculation_id)
+    return report
 
 
 def hash_seed(algorithm: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import (
@@ -130,10 +130,16 @@ class Received:
         self._num_pending: dict[int, int] = {}
         self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
+        self._observe: Callable[[dict[str, Any]], None] = lambda data: self.add(data, 0)
         self._lock = threading.Lock()
 
-    def begin(self, settings: PluginSettings) -> None:
-        """Have an empty report until an engine sends one, which it does with its first request."""
+    def begin(self, settings: PluginSettings, observe: Callable[[dict[str, Any]], None] | None = None) -> None:
+        """Have an empty report until an engine sends one, which it does with its first request.
+
+        ``observe`` takes in what the first engine says otherwise than with a step, and calls :meth:`add`.
+        """
+        if observe is not None:
+            self._observe = observe
         zeros = dict.fromkeys([*_COUNTERS, *_GAUGES], 0)
         self._max_prefill_bs = settings.max_prefill_bs
         self._before_the_first = {
@@ -143,6 +149,10 @@ class Received:
             "tiers": [],
             "hottest_documents": [],
         }
+
+    def tell(self, report: dict[str, Any]) -> None:
+        """Take in a report of the first engine that came without a step."""
+        self._observe({"engine": report})
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:
         """Take in the statistics of a step."""
@@ -219,7 +229,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        received.begin(PluginSettings.from_extra_config(extra_config))
+        received.begin(PluginSettings.from_extra_config(extra_config), self.observe)
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config

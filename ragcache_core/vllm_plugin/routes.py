@@ -88,7 +88,8 @@ async def confirm(speculation_id: str, request: Request) -> None:
     """Make a speculation's requests real, those to come as well; an id that nobody knows does no harm."""
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    await call_confirm(request.app.state.ragcache_engine_client, speculation_id)
+    if report := await call_confirm(request.app.state.ragcache_engine_client, speculation_id):
+        received.tell(report)
 
 
 class RAGCacheEndpoint:

@@ -107,11 +107,15 @@ class _TreeScheduling:
         )
         return outputs
 
-    def confirm(self, speculation: str) -> None:
-        """Make a speculation's requests real: somebody asks for them now."""
+    def confirm(self, speculation: str) -> dict[str, object] | None:
+        """Make a speculation's requests real: somebody asks for them now.
+
+        Return a report of an engine that has no request left, and so no step soon with which to send one.
+        """
         for request_id in self._controller.confirm(speculation):
             if self._queue is not None and self._queue.confirm(self.requests[request_id]):
                 self._controller.on_waiting(request_id)
+        return self._controller.report() if self._controller.is_idle else None
 
     def has_room(self) -> bool:
         """Return whether a speculation that came now would be admitted at once."""

@@ -23,6 +23,16 @@ def test_the_first_report_of_an_engine_takes_the_empty_ones_place() -> None:
     assert received.engine() == {"policy": "pgdsf", "num_requests": 1}
 
 
+def test_what_an_idle_engine_says_without_a_step_is_its_report() -> None:
+    received, observed = Received(), list[object]()
+    received.begin(PluginSettings(policy="pgdsf"), observed.append)
+    received.tell({"num_requests": 1})
+    assert observed == [{"engine": {"num_requests": 1}}]
+    received = Received()
+    received.tell({"num_requests": 1})
+    assert received.engine() == {"num_requests": 1}
+
+
 def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_says_so() -> None:
     received = Received()
     received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=2))
