@@ -65,6 +65,16 @@ class ScriptedSource:
             self.num_open -= 1
 
 
+class InTurn:
+    """Each search is that of the next source."""
+
+    def __init__(self, *sources: ScriptedSource) -> None:
+        self._sources = iter(sources)
+
+    def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        return next(self._sources).stages(query, k)
+
+
 def once_answered(server: ScriptedServer, events: list[str]) -> Callable[[], bool]:
     """Return what holds once an answer is whole; it notes then that the documents are ``final``."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, aclosing, closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ragcache_core.client.asker import asking_for
 from ragcache_core.client.pipeline import PipelineEvent, PipelineResult, run_pipeline
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.retrieval.sources import one_stage
 from ragcache_core.types import DocId, Document
 
 _Found = TypeVar("_Found")
+_Part = TypeVar("_Part")
 
 
 class AskedSearch:
@@ -19,10 +22,37 @@ class AskedSearch:
 
     def __init__(self) -> None:
         self._result: PipelineResult | None = None
+        self._asker = object()
 
     def take(self, result: PipelineResult) -> None:
         """Own the result of the search, and its speculation."""
         self._result = result
+
+    def asking(self) -> AbstractContextManager[None]:
+        """Ask the model in this question's name: the request joins what was sent ahead of it, not of an equal one."""
+        return asking_for(self._asker)
+
+    def asked_parts(self, parts: Generator[_Part, None, None]) -> Generator[_Part, None, None]:
+        """Yield what ``parts`` does, which asks the model in this question's name; close them in the end."""
+        with closing(parts):
+            while True:
+                with self.asking():
+                    try:
+                        part = next(parts)
+                    except StopIteration:
+                        return
+                yield part
+
+    async def aasked_parts(self, parts: AsyncGenerator[_Part, None]) -> AsyncGenerator[_Part, None]:
+        """Yield what ``parts`` does, which asks the model in this question's name; close them in the end."""
+        async with aclosing(parts):
+            while True:
+                with self.asking():
+                    try:
+                        part = await anext(parts)
+                    except StopAsyncIteration:
+                        return
+                yield part
 
     def pipeline_report(self) -> dict[str, Any] | None:
         """Return the report as of now, as plain data; ``None`` before the search has ended."""

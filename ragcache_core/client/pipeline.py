@@ -43,7 +43,7 @@ async def run_pipeline(
         door: the engine; ``None``: nothing is speculated.
         speculator: sends what can be sent ahead; ``None``: nothing is speculated.
         timeout_s: how long the search may take until its documents are final. A source that blocks the event loop
-            cannot be timed out, by nothing that runs there: its result comes, late, and a warning that says so.
+            is timed out between two stages only: a single one comes, late, and with a warning that says so.
         on_event: told of every stage and speculation, in order; what it raises ends the search.
         arrange: puts a stage's documents into the order of the prompt; asked once for the same documents.
         history: of the searches of this source, to which this one is added; without it every stage is trusted.

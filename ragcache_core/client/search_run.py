@@ -21,9 +21,9 @@ from typing import Any, Literal
 from ragcache_core.client.load import Load
 from ragcache_core.client.search_result import PipelineEvent, PipelineResult, unhidden_search_s
 from ragcache_core.client.speculating_door import SpeculatingDoor
-from ragcache_core.client.stages import close_stages, read_stages
+from ragcache_core.client.stages import CANCELLED_BY_SOURCE, close_stages, read_stages
 from ragcache_core.client.starting import Speculator, StartedSpeculation
-from ragcache_core.errors import SearchTimeoutError
+from ragcache_core.errors import SearchError, SearchTimeoutError
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -84,6 +84,7 @@ class SearchRun:
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
         """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
         self._reader = self._spawn(self._search(updates))
+        self._reader.add_done_callback(self._on_reader_done)
         if timeout_s is not None:  # not around the source: a clean-up that hangs would hold it up
             error = SearchTimeoutError(
                 f"the documents were not final after {timeout_s:g} s: allow more time, or search less"
@@ -145,6 +146,10 @@ class SearchRun:
             self._inbox.put_nowait(partial(self._on_search_failed, error))
         finally:
             await close_stages(updates)
+
+    def _on_reader_done(self, reader: asyncio.Task[None]) -> None:
+        if reader.cancelled():  # by its source, or by us: then nobody reads the inbox any more
+            self._inbox.put_nowait(partial(self._on_search_failed, SearchError(CANCELLED_BY_SOURCE)))
 
     async def _on_search_failed(self, error: BaseException) -> None:
         raise error

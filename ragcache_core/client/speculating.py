@@ -22,6 +22,7 @@ from weakref import WeakSet, ref
 
 import httpx
 
+from ragcache_core.client.asker import current_asker
 from ragcache_core.client.background import BackgroundLoop
 from ragcache_core.client.buffering import BufferedBody, BufferedResponse
 from ragcache_core.client.rehearsing import CapturedRequest, asks_completion, capture, request_key
@@ -43,6 +44,7 @@ class Speculation:
     Attributes:
         id: its name in the engine.
         key: that of the real requests that may join it.
+        asker: in whose name it was sent; only a request in nobody's name or theirs joins it.
         sent_s: when it was sent, by ``time.perf_counter()``.
         started_s: when the engine began with it, once it has told: rather a little late than early.
         is_claimable: whether a real request may join it.
@@ -52,6 +54,7 @@ class Speculation:
     def __init__(self, owner: Speculations, key: bytes, *, is_claimable: bool) -> None:
         self.id = uuid.uuid4().hex
         self.key = key
+        self.asker = current_asker()
         self.is_claimable = is_claimable
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None
@@ -60,6 +63,7 @@ class Speculation:
         self._owner = owner
         self._lock = threading.Lock()
         self._is_done = self._is_cancelled = self._is_confirmed = self._is_claimed = False
+        self._claimer: object | None = None
         self._callbacks: list[Callable[[Speculation], None]] = []
         self._work: Future[None] | None = None
 
@@ -80,8 +84,8 @@ class Speculation:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a real request joined it."""
-        return self._is_claimed
+        """Whether a real request joined it; where it was sent in somebody's name, one of theirs."""
+        return self._is_claimed and (self.asker is None or self.asker is self._claimer)
 
     def cancel(self) -> None:
         """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
@@ -188,18 +192,26 @@ class Speculations:
         return speculation
 
     def claim(self, key: bytes) -> Speculation | None:
-        """Return the oldest speculation with this key that did not fail, and confirm it. Nobody gets it again."""
+        """Return the oldest speculation with this key that did not fail, and confirm it. Nobody gets it again.
+
+        The asker's own go first, then nobody's; another asker's goes only to a request in nobody's name.
+        """
+        asker = current_asker()
         with self._lock:
-            while waiting := self._claimable.get(key):
-                speculation = waiting[0]
+            while (speculation := self._oldest(key, asker)) is not None:
                 self._drop(speculation)
                 if not speculation.is_failed and not speculation.is_cancelled:
-                    speculation._is_claimed = True
+                    speculation._is_claimed, speculation._claimer = True, asker
                     break
             else:
                 return None
         speculation.confirm()
         return speculation
+
+    def _oldest(self, key: bytes, asker: object | None) -> Speculation | None:
+        waiting = self._claimable.get(key, ())
+        own = (s for s in waiting if s.asker is asker)
+        return next(own, next((s for s in waiting if asker is None or s.asker is None), None))
 
     def join(self, request: httpx.Request) -> httpx.Response | None:
         """Return the answer of a speculation that is ``request`` once its first bytes are there; ``None``: send it.

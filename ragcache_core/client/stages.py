@@ -8,11 +8,12 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
-from ragcache_core.types import RetrievalUpdate
+from ragcache_core.types import Document, RetrievalUpdate
 
 _logger = logging.getLogger(__name__)
 
 _CURE = "write stages(query, k) as an async def that yields RetrievalUpdates"
+CANCELLED_BY_SOURCE = "the search was cancelled by its source: see the source"
 DEFAULT_TIMEOUT_S = 60.0
 """How long a search may take where nobody says: a source that hangs must not hang its asker for good."""
 
@@ -27,6 +28,29 @@ def check_timeout(timeout_s: float | None) -> None:
         raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None to wait as long as it takes")
 
 
+def check_updates(updates: object) -> None:
+    """Refuse what cannot be read stage by stage.
+
+    Raises:
+        SearchError: it is no asynchronous iterator.
+    """
+    if not isinstance(updates, AsyncIterable):
+        raise SearchError(f"the search's updates are {updates!r}: {_CURE}")
+
+
+def check_stage(update: object) -> None:
+    """Refuse what is no stage.
+
+    Raises:
+        SearchError: it is no update, or what it found are no documents.
+    """
+    if not isinstance(update, RetrievalUpdate):
+        raise SearchError(f"a stage of the search is {update!r}: {_CURE}")
+    for document in update.documents:
+        if not isinstance(document, Document):
+            raise SearchError(f"stage {update.stage} of the search found {document!r}: yield Documents only")
+
+
 async def read_stages(
     updates: AsyncIterator[RetrievalUpdate], on_stage: Callable[[RetrievalUpdate], None], *, k: int | None = None
 ) -> None:
@@ -36,15 +60,14 @@ async def read_stages(
         SearchTimeoutError: the source timed out.
         SearchError: the search ended without a final stage, or what it yields are no stages.
     """
-    if not isinstance(updates, AsyncIterable):
-        raise SearchError(f"the search's updates are {updates!r}: {_CURE}")
+    check_updates(updates)
     try:
         async for update in updates:
-            if not isinstance(update, RetrievalUpdate):
-                raise SearchError(f"a stage of the search is {update!r}: {_CURE}")
+            check_stage(update)
             on_stage(_cut(update, k))
             if update.is_final:
                 return
+            await asyncio.sleep(0)  # a source that never waits would keep everything else from running, time-outs too
         raise SearchError("the search ended without final documents: its last update must have is_final=True")
     except TimeoutError as error:
         raise SearchTimeoutError(f"the search timed out: {error}") from error
@@ -52,7 +75,7 @@ async def read_stages(
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise SearchError("the search was cancelled by its source: see the source") from error
+        raise SearchError(CANCELLED_BY_SOURCE) from error
 
 
 async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:

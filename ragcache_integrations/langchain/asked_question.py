@@ -86,4 +86,6 @@ class AnswerAhead:
 
     def start(self, documents: Sequence[Document]) -> Speculation:
         self.llm.connect().remember_documents(documents, query=self.asked.question)
-        return self.llm.speculate(self.asked.messages(documents), is_streamed=self.is_streamed, **self.kwargs)
+        messages = self.asked.messages(documents)
+        with self.asked.asking():
+            return self.llm.speculate(messages, is_streamed=self.is_streamed, **self.kwargs)

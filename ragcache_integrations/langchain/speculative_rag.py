@@ -141,7 +141,9 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         asked = self._asked(given, kwargs, {"async_api": False, "run_manager": run_manager})
         try:
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
-            return asked.reported(self.llm.invoke(prompt, config, **kwargs), is_whole=True)
+            with asked.asking():
+                answer = self.llm.invoke(prompt, config, **kwargs)
+            return asked.reported(answer, is_whole=True)
         finally:
             asked.close()
 
@@ -155,7 +157,9 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         asked = await self._aasked(given, kwargs, {"async_api": True, "run_manager": run_manager})
         try:
             prompt = await self.prompt.ainvoke(asked.values(await self._aretrieve(asked, config)), config)
-            return asked.reported(await self.llm.ainvoke(prompt, config, **kwargs), is_whole=True)
+            with asked.asking():
+                answer = await self.llm.ainvoke(prompt, config, **kwargs)
+            return asked.reported(answer, is_whole=True)
         finally:
             asked.close()
 
@@ -169,7 +173,8 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         asked = self._asked(_sum(list(inputs)), kwargs, {"async_api": False, "stream": True})
         try:
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
-            with closing(cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))) as chunks:
+            parts = cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))
+            with closing(asked.asked_parts(parts)) as chunks:
                 yield from map(asked.reported, chunks)
             yield from asked.unreported()
         finally:
@@ -185,7 +190,8 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         asked = await self._aasked(_sum([part async for part in inputs]), kwargs, {"async_api": True, "stream": True})
         try:
             prompt = await self.prompt.ainvoke(asked.values(await self._aretrieve(asked, config)), config)
-            async with aclosing(_generator(self.llm.astream(prompt, config, **kwargs))) as chunks:
+            parts = _generator(self.llm.astream(prompt, config, **kwargs))
+            async with aclosing(asked.aasked_parts(parts)) as chunks:
                 async for chunk in chunks:
                     yield asked.reported(chunk)
             for chunk in asked.unreported():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, aclosing, closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from llama_index_instrumentation.span import active_span_id
 from ragcache_core.client import Engine
 from ragcache_core.client.asked import AskedSearch
 from ragcache_core.client.binding import BoundPrompt
+from ragcache_core.client.speculating import Speculation
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import shown_document
 from ragcache_integrations.llamaindex.retriever import AskAhead, SearchOverlap
@@ -43,8 +44,13 @@ class AskedQuery(AskedSearch, AbstractContextManager["AskedQuery"]):
     ) -> None:
         super().__init__()
         self.query = query
-        self.overlap = SearchOverlap(engine, ask_ahead, self.take, skipped_because, timeout_s, prompt)
+        ahead = None if ask_ahead is None else partial(self._ask_ahead, ask_ahead)
+        self.overlap = SearchOverlap(engine, ahead, self.take, skipped_because, timeout_s, prompt)
         self._ends_with_stream = False
+
+    def _ask_ahead(self, ask: AskAhead, nodes: list[NodeWithScore]) -> Speculation | None:
+        with self.asking():
+            return ask(nodes)
 
     async def nodes_at_once(self, find: Callable[[], Awaitable[list[NodeWithScore]]]) -> list[NodeWithScore]:
         """Return the nodes of a retriever of another make."""
@@ -94,9 +100,10 @@ class AskedQuery(AskedSearch, AbstractContextManager["AskedQuery"]):
     def _ended_with(self, tokens: Generator[str, None, None], metadata: dict[str, Any]) -> Generator[str, None, None]:
         try:
             yield ""
-            for token in tokens:
-                self.close()  # what the request did not take over by now would only run beside it
-                yield token
+            with closing(self.asked_parts(tokens)) as parts:
+                for token in parts:
+                    self.close()  # what the request did not take over by now would only run beside it
+                    yield token
         finally:
             tokens.close()
             self.close()
@@ -107,9 +114,10 @@ class AskedQuery(AskedSearch, AbstractContextManager["AskedQuery"]):
     ) -> AsyncGenerator[str, None]:
         try:
             yield ""
-            async for token in tokens:
-                self.close()
-                yield token
+            async with aclosing(self.aasked_parts(tokens)) as parts:
+                async for token in parts:
+                    self.close()
+                    yield token
         finally:
             await tokens.aclose()
             self.close()

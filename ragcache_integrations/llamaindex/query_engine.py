@@ -197,7 +197,10 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             ) as event,
             self._asked(query_bundle) as asked,
         ):
-            response = asked.reported(self.synthesize(query_bundle, self._found(asked)))
+            nodes = self._found(asked)
+            with asked.asking():
+                response = self.synthesize(query_bundle, nodes)
+            asked.reported(response)
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 
@@ -208,7 +211,10 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             ) as event,
             self._asked(query_bundle) as asked,
         ):
-            response = await asked.areported(await self.asynthesize(query_bundle, await self._afound(asked)))
+            nodes = await self._afound(asked)
+            with asked.asking():
+                response = await self.asynthesize(query_bundle, nodes)
+            await asked.areported(response)
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from ragcache_core.client.arranging import in_order
 from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.pipeline import PipelineResult, run_pipeline
 from ragcache_core.client.speculating import Speculation
-from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_timeout
+from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_stage, check_timeout, check_updates, close_stages
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
@@ -183,10 +182,15 @@ class RAGCacheRetriever(BaseRetriever):
     async def _updates(
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, found: _FoundNodes
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        async with aclosing(await self._stages_of(query, embed)) as updates:
+        updates = await self._stages_of(query, embed)
+        try:
+            check_updates(updates)
             async for update in updates:
+                check_stage(update)
                 found.note(update)
                 yield update
+        finally:
+            await close_stages(updates)
 
     async def _stages_of(
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None

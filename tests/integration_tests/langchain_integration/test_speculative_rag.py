@@ -63,7 +63,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(way: str, eng
     report = said.response_metadata["ragcache"]["pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
     assert report["search_s"] > 1.0
-    assert report["hidden_search_s"] > 0.3
+    assert 0 <= report["hidden_search_s"] < report["search_s"]
     usage = said.usage_metadata
     assert usage is not None
     plain = await answer(chain_over(engine, llm, right), way)
@@ -74,6 +74,16 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(way: str, eng
     assert after.num_speculative_requests == before.num_speculative_requests + 2
     assert after.num_confirmed_speculations == before.num_confirmed_speculations + 1
     assert becomes_idle(engine)
+
+
+async def test_what_the_engine_did_during_the_search_is_told_as_hidden(engine: Engine, llm: ChatRAGCache) -> None:
+    for _ in range(3):  # a busy engine may tell too late when it began
+        found = documents(3)
+        said = await answer(rag_over(engine, llm, found, found, found), "astream")
+        hidden_s = said.response_metadata["ragcache"]["pipeline"]["hidden_search_s"]
+        if hidden_s > 0.5:
+            return
+    pytest.fail(f"{hidden_s:.3f} s of 1.0 s were hidden")
 
 
 async def test_candidates_that_never_settle_change_nothing(engine: Engine, llm: ChatRAGCache) -> None:

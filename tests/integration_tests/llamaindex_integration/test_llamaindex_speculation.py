@@ -53,12 +53,11 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(how: str, eng
     assert report["search_s"] > 1.0
     assert report["hidden_search_s"] > 0.3
     assert becomes_idle(engine)
+    assert until(lambda: engine.stats().num_confirmed_speculations == before.num_confirmed_speculations + 1)
     plain, told = await answer(how, llm, right)
     assert text == plain != ""
     assert metadata["ragcache"]["num_prompt_tokens"] == told["ragcache"]["num_prompt_tokens"]
     assert told["ragcache_pipeline"]["num_started"] == 0
-    # An idle engine tells of a confirmation with its next step.
-    assert until(lambda: engine.stats().num_confirmed_speculations == before.num_confirmed_speculations + 1)
     assert engine.stats().num_speculative_requests == before.num_speculative_requests + 2
 
 

@@ -596,6 +596,18 @@ async def test_a_source_that_cancels_itself_is_an_error_and_not_a_wait() -> None
         await asyncio.wait_for(run_pipeline(updates(), None, None), 5.0)
 
 
+async def test_a_source_that_cancels_its_own_task_is_an_error_and_not_a_wait() -> None:
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        yield update("a")
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(60.0)
+
+    with pytest.raises(SearchError, match="cancelled by its source"):
+        await asyncio.wait_for(run_pipeline(updates(), None, None), 5.0)
+
+
 async def test_a_source_that_finds_more_than_it_was_asked_for_is_cut_at_the_first_documents() -> None:
     speculator, events = ScriptedSpeculator(), list[PipelineEvent]()
     result = await run(Source("aabcd", "abdc", "abacd"), ScriptedDoor(), speculator, on_event=events.append, k=2)
@@ -603,6 +615,15 @@ async def test_a_source_that_finds_more_than_it_was_asked_for_is_cut_at_the_firs
     assert len(result.update.scores) == 2
     assert speculator.shown() == [("a", "b")], "candidates that differ behind the cut are the same"
     assert {e.doc_ids for e in events} == {("a", "b")}
+
+
+async def test_a_source_that_never_waits_and_never_ends_is_timed_out() -> None:
+    async def updates() -> AsyncIterator[RetrievalUpdate]:
+        while True:
+            yield update("a")
+
+    with pytest.raises(SearchTimeoutError, match=r"not final after 0\.1 s"):
+        await asyncio.wait_for(run_pipeline(updates(), None, None, timeout_s=0.1), 30.0)
 
 
 @pytest.mark.parametrize("timeout_s", [STEP_S, 60.0, None])
@@ -691,6 +712,14 @@ async def _pairs() -> AsyncIterator[Any]:
 async def test_what_yields_no_stages_is_an_error_with_its_cure(make: Callable[[], Any]) -> None:
     with pytest.raises(SearchError, match=r"write stages\(query, k\) as an async def that yields RetrievalUpdates"):
         await run_pipeline(make(), None, None)
+
+
+async def test_what_is_no_document_is_an_error_with_its_cure() -> None:
+    async def updates() -> AsyncIterator[Any]:
+        yield replace(update("ab", 3), documents=(document("a"), None))
+
+    with pytest.raises(SearchError, match="stage 3 of the search found None: yield Documents only"):
+        await run_pipeline(updates(), None, None)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])

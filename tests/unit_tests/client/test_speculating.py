@@ -20,6 +20,7 @@ from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
 
 from ragcache_core.client import Engine, ModelTokenizer, speculating, speculative_http
+from ragcache_core.client.asker import asking_for
 from ragcache_core.client.background import BackgroundLoop
 from ragcache_core.client.buffering import BufferedResponse
 from ragcache_core.client.load import Load
@@ -492,6 +493,35 @@ def test_equal_speculations_are_joined_one_after_the_other(server: ScriptedServe
         assert done(engine.speculate(lambda: of_the_engine(engine)))
     assert [of_the_engine(engine), of_the_engine(engine)] == ["first", "second"]
     assert len(server.requests) == 2
+
+
+def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, engine: Engine) -> None:
+    speculations = {}
+    for asker in ("first", "second", "nobody"):
+        server.script(Reply(asker))
+        with asking_for(None if asker == "nobody" else asker):
+            speculations[asker] = engine.speculate(lambda: of_the_engine(engine))
+        assert done(speculations[asker])
+    for asker in ("second", "first"):
+        with asking_for(asker):
+            assert of_the_engine(engine) == asker
+        assert speculations[asker].is_claimed
+    with asking_for("third"):
+        assert of_the_engine(engine) == "nobody"
+    assert len(server.requests) == 3
+
+
+def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_not_count_as_its_own(
+    server: ScriptedServer, engine: Engine
+) -> None:
+    server.script(Reply("mine"), Reply("anew"))
+    with asking_for("me"):
+        mine = engine.speculate(lambda: of_the_engine(engine))
+    assert done(mine)
+    with asking_for("you"):
+        assert of_the_engine(engine) == "anew"
+    assert of_the_engine(engine) == "mine"
+    assert not mine.is_claimed
 
 
 def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(

@@ -34,6 +34,7 @@ from tests.scripted_source import (
     DOCUMENTS,
     EVENTS_OF_A_CHANGE,
     QUESTION,
+    InTurn,
     ScriptedSource,
     Stage,
     expected,
@@ -74,6 +75,24 @@ async def test_a_speculation_that_was_wrong_is_cancelled_and_the_next_one_joined
     assert [d["id"] for d in wrong.documents] == ["mars"]
     assert eventually(lambda: server.aborted == [wrong])
     assert eventually(lambda: server.confirmed == [right.speculation])
+
+
+@each_way
+async def test_equal_questions_join_their_own_speculations(
+    way: Any, make_rag: Any, engine: Engine, generations: Any, server: ScriptedServer, eventually: Eventually
+) -> None:
+    answers: list[str] = []
+    first = ScriptedSource((Stage("moon"), Stage("moon", once=lambda: bool(answers))))
+    second = ScriptedSource(
+        (Stage("moon", once=lambda: bool(generations())), Stage("moon", once=lambda: len(generations()) == 2))
+    )
+    rag = make_rag(retriever=RAGCacheRetriever(store=InTurn(first, second), engine=engine, k=2))
+    asking = asyncio.ensure_future(answered(way, rag))
+    assert await asyncio.to_thread(eventually, lambda: bool(generations()))
+    answers.append(await answered(way, rag))
+    assert answers == [await asking]
+    assert eventually(lambda: server.confirmed == [g.speculation for g in reversed(generations())])
+    assert len(generations()) == 2
 
 
 @each_way
@@ -198,7 +217,13 @@ def test_what_no_request_joined_hid_nothing(make_rag: Any, generations: Any, num
 
 @pytest.mark.parametrize("shows_metadata", [False, True])
 def test_new_metadata_count_where_the_prompt_shows_them(
-    make_rag: Any, generations: Any, num_begun: Any, engine: Engine, shows_metadata: bool, server: ScriptedServer
+    make_rag: Any,
+    generations: Any,
+    num_begun: Any,
+    engine: Engine,
+    shows_metadata: bool,
+    server: ScriptedServer,
+    eventually: Eventually,
 ) -> None:
     class Rescored:
         async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
@@ -216,7 +241,8 @@ def test_new_metadata_count_where_the_prompt_shows_them(
     answer = rag.invoke(QUESTION)
     assert ("(1)" in answer.text) == shows_metadata
     assert len(generations()) == (2 if shows_metadata else 1)
-    assert len(server.confirmed) == (0 if shows_metadata else 1), "the engine is told of what was joined"
+    num_confirmed = 0 if shows_metadata else 1
+    assert eventually(lambda: len(server.confirmed) == num_confirmed), "the engine is told of what was joined"
     assert report_of(answer)["is_confirmed"] == (not shows_metadata)
     if shows_metadata:
         assert report_of(answer)["hidden_search_s"] == 0

@@ -32,6 +32,7 @@ from tests.scripted_source import (
     DOCUMENTS,
     EVENTS_OF_A_CHANGE,
     QUESTION,
+    InTurn,
     ScriptedSource,
     Stage,
     expected,
@@ -88,6 +89,26 @@ async def test_a_speculation_that_was_wrong_is_cancelled_and_the_next_one_joined
     assert until(lambda: server.confirmed == [right.speculation])
     report = metadata["ragcache_pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
+
+
+@every_query
+async def test_equal_questions_join_their_own_speculations(
+    ask: Any, make_engine: Any, scripted: Engine, generations: Any, server: ScriptedServer
+) -> None:
+    answers: list[Any] = []
+    first = ScriptedSource((Stage("moon"), Stage("moon", once=lambda: bool(answers))))
+    second = ScriptedSource(
+        (Stage("moon", once=lambda: bool(generations())), Stage("moon", once=lambda: len(generations()) == 2))
+    )
+    make = partial(make_engine, retriever=RAGCacheRetriever(InTurn(first, second), scripted))
+    asking = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(ask(make, QUESTION))))
+    assert await asyncio.to_thread(until, lambda: bool(generations()))
+    answers.append(await asyncio.to_thread(lambda: asyncio.run(ask(make, QUESTION))))
+    answers.append(await asking)
+    assert [text for text, _ in answers] == [expected("moon")] * 2
+    assert all(metadata["ragcache_pipeline"]["is_confirmed"] for _, metadata in answers)
+    assert until(lambda: server.confirmed == [g.speculation for g in reversed(generations())])
+    assert len(generations()) == 2
 
 
 @every_query

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,10 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, RequestRejectedError, SearchError, SearchTimeoutError
+from ragcache_core.types import RetrievalUpdate
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
 from tests.scripted_server import Refusal, Reply, ScriptedServer
-from tests.scripted_source import QUESTION, ScriptedSource, Stage, expected
+from tests.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
 from tests.unit_tests.llamaindex_integration.test_llamaindex_query_engine import ListRetriever
 from tests.unit_tests.llamaindex_integration.ways import aquery, every_query, query, wait_until_idle
 from tests.waiting import until
@@ -84,6 +87,54 @@ async def test_a_search_without_final_documents_is_an_error(ask: Any, make_engin
 
     with pytest.raises(SearchError, match="is_final=True"):
         await ask(partial(make_engine, retriever=RAGCacheRetriever(Endless(()), scripted)), QUESTION)
+
+
+async def _no_generator() -> list[RetrievalUpdate]:
+    return []
+
+
+async def _yielding(stage: Any) -> Any:
+    yield stage
+
+
+class WithoutClose:
+    """A search that cannot be closed."""
+
+    def __init__(self) -> None:
+        self._stages = iter([RetrievalUpdate((DOCUMENTS["moon"],), (0.0,), 0, True)])
+
+    def __aiter__(self) -> WithoutClose:
+        return self
+
+    async def __anext__(self) -> RetrievalUpdate:
+        return next(self._stages)
+
+
+@dataclass
+class Making:
+    """A source whose search is whatever ``make`` makes."""
+
+    make: Callable[[], Any]
+
+    def stages(self, query: str, k: int) -> Any:
+        return self.make()
+
+
+@pytest.mark.parametrize("ask", [query, aquery])
+@pytest.mark.parametrize(
+    "make", [_no_generator, lambda: None, lambda: _yielding([])], ids=["coroutine", "None", "list"]
+)
+async def test_what_yields_no_stages_is_an_error_with_its_cure(
+    ask: Any, make: Any, make_engine: Any, scripted: Engine
+) -> None:
+    with pytest.raises(SearchError, match=r"write stages\(query, k\) as an async def that yields RetrievalUpdates"):
+        await ask(partial(make_engine, retriever=RAGCacheRetriever(Making(make), scripted)), QUESTION)
+
+
+@pytest.mark.parametrize("ask", [query, aquery])
+async def test_a_search_that_cannot_be_closed_is_a_search(ask: Any, make_engine: Any, scripted: Engine) -> None:
+    text, _ = await ask(partial(make_engine, retriever=RAGCacheRetriever(Making(WithoutClose), scripted)), QUESTION)
+    assert text == expected("moon")
 
 
 @every_query
