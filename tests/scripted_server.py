@@ -223,13 +223,13 @@ class ScriptedServer:
             return None
         return self.cache if question == "stats" else self._figures.get(question.removeprefix("requests/"))
 
-    def _waited_s(self, speculation: str) -> float | None:
-        """Return how long a speculation waited until it was begun with, for which this waits a little."""
+    def _admitted_ago_s(self, speculation: str) -> float | None:
+        """Return how long ago a speculation was begun with, for which it waits a little."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while (now_s := time.monotonic()) < deadline_s:
             arrived_s, after_s = self._arrived_s.get(speculation), self.admits_after_s
             if arrived_s is not None and after_s is not None and now_s >= arrived_s + after_s:
-                return after_s
+                return now_s - arrived_s - after_s
             time.sleep(0.005)
         return None
 
@@ -289,7 +289,7 @@ class _Handler(BaseHTTPRequestHandler):
             case path if (found := _ADMISSION.fullmatch(path)) and self.server_of.load is not None:
                 if self._is_allowed():
                     with contextlib.suppress(OSError):
-                        self._send(owner.cache_status, {"waited_s": owner._waited_s(found[1])})
+                        self._send(owner.cache_status, {"admitted_ago_s": owner._admitted_ago_s(found[1])})
             case "/v1/ragcache/cached_paths" if owner.cached_paths is not None:
                 if self._is_allowed():
                     self._stream_paths(owner.cached_paths)

@@ -46,8 +46,7 @@ class Speculation:
         key: that of the real requests that may join it.
         asker: in whose name it was sent; only a request in nobody's name or theirs joins it.
         sent_s: when it was sent, by ``time.perf_counter()``.
-        started_s: when the engine began with it, once it has told: when it was sent, and how long it waited there. The
-            way to the engine is not counted: a request that is made when the search has ended has it before it too.
+        started_s: when the engine began with it, once it has told: rather a little late than early.
         is_claimable: whether a real request may join it.
         error: why it failed.
     """
@@ -322,9 +321,9 @@ class Speculations:
         await noting
 
     async def _note_start(self, speculation: Speculation) -> None:
-        waited_s = await self._routes.waited_s(self._transport(), speculation.id, is_over=lambda: speculation.is_done)
-        if waited_s is not None:
-            speculation.started_s = speculation.sent_s + waited_s
+        speculation.started_s = await self._routes.started_s(
+            self._transport(), speculation.id, is_over=lambda: speculation.is_done
+        )
 
     async def _send_confirmation(self, speculation: Speculation) -> None:
         await self._routes.confirm(self._transport(), speculation.id, is_over=lambda: speculation.is_done)

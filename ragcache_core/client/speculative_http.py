@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Callable
 from itertools import chain, repeat
 
@@ -119,21 +120,22 @@ class SpeculationRoutes:
             if is_over():
                 return
 
-    async def waited_s(
+    async def started_s(
         self, transport: httpx.AsyncBaseTransport, speculation_id: str, *, is_over: Callable[[], bool]
     ) -> float | None:
-        """Wait until the engine begins with a speculation, and return how long it waited there for that.
+        """Wait until the engine tells when it began with a speculation, and return that by ``time.perf_counter()``.
 
-        ``None`` for a server that does not tell, and if it has not done so once the speculation ``is_over``.
+        It tells how long ago, so it is rather a little late than early: the way of the answer is not counted. ``None``
+        for a server that does not tell, and if it has not done so once the speculation ``is_over``.
         """
         while True:
             was_over = is_over()
             answer = await self._ask(transport, "GET", f"speculations/{speculation_id}")
             if answer is not None and answer.status_code < 500:
                 match _json(answer):
-                    case {"waited_s": float() | int() as waited_s}:
-                        return float(waited_s)
-                    case {"waited_s": None}:
+                    case {"admitted_ago_s": float() | int() as ago_s}:
+                        return time.perf_counter() - ago_s
+                    case {"admitted_ago_s": None}:
                         pass  # it waited for the engine, in vain
                     case _:
                         return None

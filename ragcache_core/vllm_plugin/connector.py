@@ -138,7 +138,7 @@ class _DocumentAware:
             engine=self.controller.take_report() if is_due else None,
             offload=self._stats_below() if is_due else None,
             paths=paths,
-            admitted=self.controller.speculations.take_admitted(),
+            admitted=self.controller.speculations.take_admitted(now_s),
             num_pending_prefills=None if pending == self._num_reported_pending else pending,
             has_room=None if has_room == self._reported_room else has_room,
         )

@@ -7,6 +7,7 @@ figures of requests that ended, a report of the tiers, and what has changed of t
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,8 +59,8 @@ class RAGCacheStats(KVConnectorStats):
     """What a step has to say.
 
     ``data`` holds ``requests`` by id, the latest ``engine`` report or None, deltas of the cached ``paths`` in order,
-    the data of vLLM's offloading, the speculations that were ``admitted`` and how many seconds they waited for that,
-    and ``num_pending_prefills`` and ``has_room`` where they have changed.
+    the data of vLLM's offloading, the speculations that were ``admitted`` and how many seconds ago, and
+    ``num_pending_prefills`` and ``has_room`` where they have changed.
     """
 
     @classmethod
@@ -125,7 +126,7 @@ class Received:
         self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._engines: dict[int, dict[str, Any]] = {}
         self._before_the_first: dict[str, Any] | None = None
-        self._waited_s: OrderedDict[str, float] = OrderedDict()
+        self._admitted_s: OrderedDict[str, float] = OrderedDict()
         self._num_pending: dict[int, int] = {}
         self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
@@ -168,10 +169,10 @@ class Received:
                 self._requests[_response_id(request_id)] = figures
             while len(self._requests) > self._max_requests:
                 self._requests.popitem(last=False)
-            for speculation, waited_s in (data.get("admitted") or {}).items():
-                self._waited_s.setdefault(speculation, waited_s)
-            while len(self._waited_s) > _MAX_ADMITTED:
-                self._waited_s.popitem(last=False)
+            for speculation, ago_s in (data.get("admitted") or {}).items():
+                self._admitted_s.setdefault(speculation, time.monotonic() - ago_s)
+            while len(self._admitted_s) > _MAX_ADMITTED:
+                self._admitted_s.popitem(last=False)
 
     def request(self, response_id: str) -> dict[str, Any] | None:
         """Return the figures of an answered request by the ``id`` of its response.
@@ -184,10 +185,11 @@ class Received:
                     return figures
         return None
 
-    def waited_s(self, speculation: str) -> float | None:
-        """Return how long a speculation waited for an engine to begin; None until it has, and long afterwards."""
+    def admitted_ago_s(self, speculation: str) -> float | None:
+        """Return how long ago an engine began with a speculation; None until it has said so, and long afterwards."""
         with self._lock:
-            return self._waited_s.get(speculation)
+            admitted_s = self._admitted_s.get(speculation)
+        return None if admitted_s is None else time.monotonic() - admitted_s
 
     def engine(self) -> dict[str, Any] | None:
         """Return the latest report; of several data-parallel engines, that of the first."""

@@ -70,17 +70,17 @@ async def load() -> dict[str, Any]:
 
 @router.get("/speculations/{speculation_id}")
 async def speculation(speculation_id: str) -> dict[str, float | None]:
-    """Return how long a speculation waited in the engine; null if it has not begun, for which this waits a little.
+    """Return how long ago the engine began with a speculation; null if it has not said so, for which it waits a little.
 
-    The engine says so after the first step. It is a duration, so that nobody's clocks have to agree.
+    It is a duration, so that nobody's clocks have to agree. The engine says so after the first step.
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     for _ in range(int(_PATIENCE_S / _POLL_S)):
-        if (waited_s := received.waited_s(speculation_id)) is not None:
-            return {"waited_s": waited_s}
+        if (ago_s := received.admitted_ago_s(speculation_id)) is not None:
+            return {"admitted_ago_s": ago_s}
         await asyncio.sleep(_POLL_S)
-    return {"waited_s": None}
+    return {"admitted_ago_s": None}
 
 
 @router.post("/speculations/{speculation_id}/confirm", status_code=204)

@@ -33,7 +33,7 @@ class Speculations:
         self._requests: dict[str, dict[str, RequestRecord]] = {}
         self._confirmed_early: OrderedDict[str, None] = OrderedDict()
         self._ended: OrderedDict[str, list[RequestRecord]] = OrderedDict()
-        self._waited_s: dict[str, float] = {}
+        self._admitted_s: dict[str, float] = {}
         self.num_requests = 0
         self.num_confirmed = 0
         self.num_tokens = 0
@@ -69,12 +69,12 @@ class Speculations:
     def on_admitted(self, record: RequestRecord, now_s: float) -> None:
         """Take note that the engine begins with a request; of several of one speculation, the first counts."""
         if record.metadata.speculation is not None:
-            self._waited_s.setdefault(record.metadata.speculation, now_s - record.arrived_s)
+            self._admitted_s.setdefault(record.metadata.speculation, now_s)
 
-    def take_admitted(self) -> dict[str, float]:
-        """Return the speculations that were admitted since the last call, and how many seconds each waited for that."""
-        waited_s, self._waited_s = self._waited_s, {}
-        return waited_s
+    def take_admitted(self, now_s: float) -> dict[str, float]:
+        """Return the speculations that were admitted since the last call, and how many seconds ago."""
+        admitted_s, self._admitted_s = self._admitted_s, {}
+        return {speculation: now_s - then_s for speculation, then_s in admitted_s.items()}
 
     def on_computed(self, record: RequestRecord, num_tokens: int) -> None:
         """Count prompt tokens that are computed for a request that nobody has asked for."""
