@@ -84,7 +84,7 @@ def test_ctrl_c_ends_with_130_leaves_no_process_and_keeps_what_is_finished(tmp_p
     try:
         deadline = time.monotonic() + 60
         while not output.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.05)  # a poll: another process or thread makes it true
         os.killpg(process.pid, signal.SIGINT)
         printed, errors = process.communicate(timeout=30)
     finally:

@@ -199,7 +199,7 @@ def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: 
     while not journal_of(output).read():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+        time.sleep(0.05)  # a poll: another process or thread makes it true
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors

@@ -184,7 +184,7 @@ def _wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> 
     while not is_so():
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+        time.sleep(0.05)  # a poll: another process or thread makes it true
 
 
 def _workers() -> set[psutil.Process]:
