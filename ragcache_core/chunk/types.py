@@ -1,0 +1,116 @@
+"""The words of chunk reuse: which chunk, what was measured of it, which stored KV of it, and the plan for a request."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ragcache_core.errors import PromptError
+
+ChunkKey = bytes
+"""SHA-256 of a chunk's token ids: its content and nothing else, so that equal chunks are one wherever they stand."""
+
+
+def chunk_key(token_ids: Sequence[int]) -> ChunkKey:
+    """Return the key of a chunk: SHA-256 over its token ids, eight bytes each."""
+    return hashlib.sha256(array.array("q", token_ids).tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStatistics:
+    """What was measured when a chunk's KV was captured, behind the prefix that it then had (Cache-Craft §3.1).
+
+    Masses are sums of softmaxed attention, averaged over layers and heads, so a row of the attention matrix adds up to
+    1 over everything that the row sees.
+    """
+
+    prefix: tuple[ChunkKey, ...]
+    """The chunks that stood before it, in order; the static prefix is not among them."""
+
+    prefix_lengths: tuple[int, ...]
+    """How many tokens each of ``prefix`` has, which Eq. 9 divides by."""
+
+    inter: tuple[float, ...]
+    """Eq. 3: the attention of the chunk's tokens to each chunk of ``prefix``, parallel to it."""
+
+    intra: float
+    """Eq. 4: attention of the chunk's tokens to the chunk's earlier tokens. What a token pays to itself is not in."""
+
+    token_inter: tuple[float, ...]
+    """For Eq. 14: each token's attention to all the chunks of ``prefix``, one for every token of the chunk."""
+
+    def __post_init__(self) -> None:
+        if not len(self.inter) == len(self.prefix_lengths) == len(self.prefix):
+            counts = f"{len(self.inter)} scores and {len(self.prefix_lengths)} lengths"
+            raise ValueError(f"{counts} for a prefix of {len(self.prefix)} chunks: one of each for every chunk")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkVariant:
+    """One stored KV of a chunk. ``number`` tells it from the others of the same ``key`` and is never given again."""
+
+    key: ChunkKey
+    number: int
+    num_tokens: int
+    statistics: ChunkStatistics
+
+    def __post_init__(self) -> None:
+        if len(self.statistics.token_inter) != self.num_tokens:
+            measured = len(self.statistics.token_inter)
+            raise ValueError(f"statistics of {measured} tokens for a chunk of {self.num_tokens}: one for each token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """Where a chunk stands in a prompt: tokens ``[start, end)``."""
+
+    start: int
+    end: int
+    key: ChunkKey
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise PromptError(f"a chunk at tokens [{self.start}, {self.end}): it must hold at least one token")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk:
+    """A chunk whose stored KV is used: which variant, which of its tokens are computed all the same, and why so many.
+
+    ``recomputed`` are positions in the prompt, sorted. ``overhead`` is the CFO of the chosen variant (Eq. 12): the
+    fraction of the chunk that should be recomputed; rounding, ``max_recompute`` and the plan's borders may make the
+    actual one differ. Tokens of the span outside the plan's ``[start, end)`` are nobody's business here: they are
+    cached exactly, or computed by others.
+    """
+
+    span: ChunkSpan
+    variant: ChunkVariant
+    recomputed: tuple[int, ...]
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReusePlan:
+    """What becomes of the tokens ``[start, end)`` of a prompt: read from a stored chunk, or computed.
+
+    ``recomputed`` are all positions to compute, sorted: between chunks, in chunks that are not stored, and the
+    selected tokens of the chunks that are reused. Every other position of ``[start, end)`` lies in exactly one chunk
+    of ``reused``.
+    """
+
+    start: int
+    end: int
+    reused: tuple[PlannedChunk, ...]
+    recomputed: tuple[int, ...]
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Tokens whose KV is read and not computed."""
+        return self.end - self.start - len(self.recomputed)
