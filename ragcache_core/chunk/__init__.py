@@ -1,1 +1,42 @@
 """Reuse of a chunk's KV at any position behind any prefix, as pure decisions (Cache-Craft)."""
+
+from ragcache_core.chunk.calibration import AlphaPoint, choose_alpha
+from ragcache_core.chunk.focus import FocusedChunks
+from ragcache_core.chunk.preload import loading_pays, preload_depth, preload_steps
+from ragcache_core.chunk.recompute import plan_reuse, usable_spans
+from ragcache_core.chunk.relevance import lexical_relevance
+from ragcache_core.chunk.selection import SELECTIONS, SelectableChunk, TokenSelection, make_selection
+from ragcache_core.chunk.types import (
+    ChunkKey,
+    ChunkSpan,
+    ChunkStatistics,
+    ChunkVariant,
+    PlannedChunk,
+    ReusePlan,
+    chunk_key,
+)
+from ragcache_core.chunk.variants import VariantTable
+
+__all__ = [
+    "SELECTIONS",
+    "AlphaPoint",
+    "ChunkKey",
+    "ChunkSpan",
+    "ChunkStatistics",
+    "ChunkVariant",
+    "FocusedChunks",
+    "PlannedChunk",
+    "ReusePlan",
+    "SelectableChunk",
+    "TokenSelection",
+    "VariantTable",
+    "choose_alpha",
+    "chunk_key",
+    "lexical_relevance",
+    "loading_pays",
+    "make_selection",
+    "plan_reuse",
+    "preload_depth",
+    "preload_steps",
+    "usable_spans",
+]

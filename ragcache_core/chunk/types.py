@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ class ChunkStatistics:
 
     Masses are sums of softmaxed attention, averaged over layers and heads, so a row of the attention matrix adds up to
     1 over everything that the row sees.
+
+    Raises:
+        ValueError: the lengths do not match, or a mass is negative or not finite.
     """
 
     prefix: tuple[ChunkKey, ...]
@@ -45,6 +49,9 @@ class ChunkStatistics:
         if not len(self.inter) == len(self.prefix_lengths) == len(self.prefix):
             counts = f"{len(self.inter)} scores and {len(self.prefix_lengths)} lengths"
             raise ValueError(f"{counts} for a prefix of {len(self.prefix)} chunks: one of each for every chunk")
+        masses = (*self.inter, self.intra, *self.token_inter)
+        if not (min(masses) >= 0.0 and math.isfinite(sum(masses))):
+            raise ValueError("attention that is negative or not finite: this capture must not be kept")
 
 
 @dataclass(frozen=True, slots=True)

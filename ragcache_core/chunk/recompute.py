@@ -1,0 +1,149 @@
+"""The plan for a request: which stored variant of each chunk is used, and which tokens are computed all the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ragcache_core.chunk.scores import adjusted_overlap, context_impact, fix_overhead, num_selected
+from ragcache_core.chunk.selection import SelectableChunk, TokenSelection
+from ragcache_core.chunk.types import ChunkKey, ChunkSpan, ChunkVariant, PlannedChunk, ReusePlan
+from ragcache_core.errors import ConfigError
+
+
+def plan_reuse(
+    spans: Sequence[ChunkSpan],
+    stored: Mapping[ChunkKey, Sequence[ChunkVariant]],
+    *,
+    start: int,
+    end: int,
+    selection: TokenSelection,
+    alpha: float,
+    max_recompute: float = 1.0,
+    run_tokens: int = 1,
+    counts_unseen: bool = True,
+    relevance: Mapping[ChunkKey, Sequence[float]] | None = None,
+) -> ReusePlan:
+    """Return what becomes of the tokens ``[start, end)`` of a prompt (Cache-Craft §3.4.1).
+
+    Of each stored chunk the variant with the lowest ``CCI (1 - beta')`` is used (§3.3), the older of equals, and
+    ``selection`` names ``ceil(CFO |C|)`` of its tokens to be computed. So is whatever is in no chunk, and every chunk
+    that is not stored::
+
+        0 .. start            start                                                    end
+        | cached exactly      | chunk 2   : gap : chunk 3, not stored : chunk 4        | the question
+        | static, chunk 1     | KV, xx KV : xxx : xxxxxxxxxxxxxxxxxxx : KV, x KV, xx   |
+
+    Args:
+        spans: the chunks of the whole prompt in order; those before ``start`` count as prefix, and of one that
+            stands across a border only the part between the borders is planned.
+        stored: the variants that can be used, by chunk. One of another length than the span is not.
+        start: the first token that is not cached exactly.
+        end: one after the last token to plan.
+        selection: which tokens, given how many.
+        alpha: Eq. 12's factor; see ``calibration.py``.
+        max_recompute: at most this fraction of a chunk is computed, whatever its CFO. A selection that moves the
+            budget from chunk to chunk keeps to the sum.
+        run_tokens: computed tokens come in runs of so many, aligned within their chunk, for kernels that read a
+            stored key once a run; as few runs as the selected tokens fill.
+        counts_unseen: whether a chunk that came before another and was not there at its capture makes the other fit
+            less (see ``adjusted_overlap``); False is the paper's Eq. 6.
+        relevance: what the question asks for, a number for each token of a chunk, for a selection that needs it.
+
+    Raises:
+        ConfigError: ``alpha``, ``max_recompute`` or ``run_tokens`` cannot work.
+        ValueError: spans overlap or are out of order, or ``[start, end)`` is no range.
+    """
+    if not 0.0 <= max_recompute <= 1.0:
+        raise ConfigError(f"max_recompute is {max_recompute!r}; it must lie in [0, 1]")
+    if run_tokens < 1:
+        raise ConfigError(f"run_tokens is {run_tokens!r}; it must be 1 or more")
+    if not 0 <= start <= end:
+        raise ValueError(f"a plan for tokens [{start}, {end}): start must lie in [0, end]")
+    _check_order(spans)
+
+    chosen: list[tuple[ChunkSpan, ChunkVariant, float]] = []
+    for number, span in enumerate(spans):
+        if start < span.end and span.start < end:
+            usable = [variant for variant in stored.get(span.key, ()) if variant.num_tokens == span.num_tokens]
+            if usable:
+                chosen.append((span, *_best(usable, spans[:number], alpha, counts_unseen=counts_unseen)))
+
+    scores = relevance or {}
+    selectable = [
+        SelectableChunk(
+            variant=variant,
+            budget=num_selected(min(overhead, max_recompute), span.num_tokens),
+            relevance=scores.get(span.key),
+        )
+        for span, variant, overhead in chosen
+    ]
+    reused = []
+    for (span, variant, overhead), offsets in zip(chosen, selection.select(selectable), strict=True):
+        positions = (span.start + offset for offset in in_runs(offsets, span.num_tokens, run_tokens))
+        recomputed = tuple(position for position in positions if start <= position < end)
+        reused.append(PlannedChunk(span=span, variant=variant, recomputed=recomputed, overhead=overhead))
+    return ReusePlan(start=start, end=end, reused=tuple(reused), recomputed=_all_computed(reused, start, end))
+
+
+def in_runs(offsets: Sequence[int], num_tokens: int, run_tokens: int) -> tuple[int, ...]:
+    """Return about as many offsets in aligned runs of ``run_tokens``: the runs with the most of ``offsets``.
+
+    ``ceil(len(offsets) / run_tokens)`` runs, of equals the first; a chunk's last run may be shorter.
+    """
+    if run_tokens == 1 or not offsets:
+        return tuple(offsets)
+    hits = [0] * -(-num_tokens // run_tokens)
+    for offset in offsets:
+        hits[offset // run_tokens] += 1
+    runs = sorted(range(len(hits)), key=hits.__getitem__, reverse=True)[: -(-len(offsets) // run_tokens)]
+    return tuple(
+        offset for run in sorted(runs) for offset in range(run * run_tokens, min(num_tokens, (run + 1) * run_tokens))
+    )
+
+
+def usable_spans(spans: Sequence[ChunkSpan], num_tokens: int) -> tuple[ChunkSpan, ...]:
+    """Return the spans that can be planned for a prompt of ``num_tokens``, in order.
+
+    One that reaches beyond the prompt, or begins before the one before it has ended, is left out: its tokens are
+    computed, which is never wrong.
+    """
+    usable: list[ChunkSpan] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.end <= num_tokens and (not usable or usable[-1].end <= span.start):
+            usable.append(span)
+    return tuple(usable)
+
+
+def _check_order(spans: Sequence[ChunkSpan]) -> None:
+    for before, after in itertools.pairwise(spans):
+        if after.start < before.end:
+            places = f"[{before.start}, {before.end}) and [{after.start}, {after.end})"
+            raise ValueError(f"chunks at tokens {places} overlap or are out of order: pass usable_spans(spans)")
+
+
+def _best(
+    variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan], alpha: float, *, counts_unseen: bool
+) -> tuple[ChunkVariant, float]:
+    """Return the variant that fits best behind ``before``, and its CFO."""
+    prefix = [span.key for span in before]
+    candidates = []
+    for variant in variants:
+        seen = variant.statistics.prefix
+        unseen_tokens = sum(span.num_tokens for span in before if span.key not in seen) if counts_unseen else 0
+        overlap = adjusted_overlap(variant.statistics, prefix, unseen_tokens=unseen_tokens)
+        impact = context_impact(variant.statistics)
+        candidates.append((impact * (1.0 - overlap), variant.number, variant, fix_overhead(impact, overlap, alpha)))
+    _, _, variant, overhead = min(candidates, key=lambda candidate: candidate[:2])
+    return variant, overhead
+
+
+def _all_computed(reused: Sequence[PlannedChunk], start: int, end: int) -> tuple[int, ...]:
+    computed: list[int] = []
+    place = start
+    for chunk in reused:
+        computed += range(place, max(place, chunk.span.start))
+        computed += chunk.recomputed
+        place = chunk.span.end
+    computed += range(place, end)
+    return tuple(computed)

@@ -1,0 +1,94 @@
+"""How far a stored chunk fits a new prompt: overlap, order, context impact, and the overhead of fixing it.
+
+::
+
+    beta  (Eq. 6)   of what the chunk looked at when it was captured, how much stands before it now
+    gamma (Eq. 7)   how much of that stands in another order
+    beta' (Eq. 8)   beta (1 - gamma)
+    CCI   (Eq. 11)  how much of its KV comes from elsewhere: 1/2 nothing, 1 all
+    CFO   (Eq. 12)  the fraction of its tokens to recompute: alpha CCI (1 - beta')
+
+All of Cache-Craft §3.1 and §3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics
+from ragcache_core.errors import ConfigError
+
+
+def prefix_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
+    """Return beta in [0, 1]: the attention paid to chunks that are in ``prefix`` again, of all that was paid (Eq. 6).
+
+    A chunk that had looked at nothing fits a prefix that has nothing which it had not seen (1), and no other (0).
+    """
+    present = set(prefix)
+    total = math.fsum(statistics.inter)
+    if total <= 0.0:
+        return 1.0 if present <= set(statistics.prefix) else 0.0
+    common = math.fsum(mass for key, mass in zip(statistics.prefix, statistics.inter, strict=True) if key in present)
+    return min(1.0, common / total)
+
+
+def order_penalty(old: Sequence[ChunkKey], new: Sequence[ChunkKey]) -> float:
+    """Return gamma in [0, 1]: the normalised Kendall tau distance of the chunks that both prefixes have (Eq. 7).
+
+    A chunk that a prefix has twice counts where it stands first. Fewer than two common chunks are in no wrong order.
+    """
+    place = {key: number for number, key in reversed(list(enumerate(new)))}
+    places = [place[key] for key in dict.fromkeys(old) if key in place]
+    num_pairs = len(places) * (len(places) - 1) // 2
+    if not num_pairs:
+        return 0.0
+    num_discordant = sum(earlier > later for i, earlier in enumerate(places) for later in places[i + 1 :])
+    return num_discordant / num_pairs
+
+
+def adjusted_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey], *, unseen_tokens: int = 0) -> float:
+    """Return beta' in [0, 1], the overlap less what the order spoils (Eq. 8).
+
+    We differ if ``unseen_tokens`` is given. Eq. 6 asks what has gone and not what has come: behind ``[A, B]`` a chunk
+    that was captured behind ``[A]`` has beta 1, though it never saw B. Each of the ``unseen_tokens`` of such chunks is
+    expected to get the attention that a token of the old prefix got, which adds as much to Eq. 6's denominator.
+    """
+    overlap = prefix_overlap(statistics, prefix) * (1.0 - order_penalty(statistics.prefix, prefix))
+    num_seen = sum(statistics.prefix_lengths)
+    return overlap * num_seen / (num_seen + unseen_tokens) if unseen_tokens else overlap
+
+
+def context_impact(statistics: ChunkStatistics) -> float:
+    """Return the CCI in [1/2, 1] of a chunk: the sigmoid of outer over inner attention, per pair of tokens (Eq. 9-11).
+
+    Masses are averaged over layers already (Eq. 10). A chunk of one token, which has no inner attention, has 1 as soon
+    as it looked at anything.
+    """
+    num_tokens = len(statistics.token_inter)
+    lengths = statistics.prefix_lengths
+    outer = math.fsum(mass / (num_tokens * length) for mass, length in zip(statistics.inter, lengths, strict=True))
+    inner = statistics.intra / num_tokens**2
+    if outer <= 0.0:
+        return 0.5
+    return 1.0 / (1.0 + math.exp(-outer / inner)) if inner > 0.0 else 1.0
+
+
+def fix_overhead(impact: float, overlap: float, alpha: float) -> float:
+    """Return the CFO in [0, 1]: the fraction of a chunk to recompute, ``alpha * CCI * (1 - beta')`` (Eq. 12).
+
+    Raises:
+        ConfigError: ``alpha`` is negative or not a number.
+    """
+    if not alpha >= 0.0:
+        raise ConfigError(f"alpha is {alpha!r}; it must be 0 or more: 0 recomputes nothing, 2 or more all that changed")
+    missing = 1.0 - overlap
+    return min(1.0, alpha * impact * missing) if missing > 0.0 else 0.0
+
+
+def num_selected(overhead: float, num_tokens: int) -> int:
+    """Return N, how many of a chunk's tokens a fraction comes to: ``ceil(CFO * |C|)`` (§3.2.1).
+
+    A product that is whole but for rounding stays whole.
+    """
+    return min(num_tokens, math.ceil(overhead * num_tokens - 1e-9))

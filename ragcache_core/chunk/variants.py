@@ -1,0 +1,147 @@
+"""Which variants of which chunks are kept: every content once, a bounded number, the least reusable given up first."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant
+from ragcache_core.errors import ConfigError
+
+_MIN_ENTRIES = 64
+
+
+class VariantTable:
+    """The stored variants and their reuse frequencies f_r (Cache-Craft §3.3). It knows numbers; KV lies elsewhere.
+
+    At most ``max_instances`` variants (the paper's N x M) are kept, in whatever shape: many of one chunk, or one of
+    many chunks. ``max_variants`` bounds those of one chunk as well, which bounds what a plan looks through. A use of a
+    variant adds ``1 / CFO`` to its f_r; what has the lowest f_r goes first, the older of equals.
+
+    Whoever adds makes room before::
+
+        if not table.has_variant(key, prefix):
+            while table.is_full(key): remove(table.victim(key, is_evictable))
+            table.add(key, num_tokens, statistics)
+
+    Raises:
+        ConfigError: a bound is below 1.
+    """
+
+    def __init__(self, max_instances: int, max_variants: int | None = None) -> None:
+        if max_instances < 1 or (max_variants is not None and max_variants < 1):
+            raise ConfigError(
+                f"max_instances is {max_instances!r}, max_variants {max_variants!r}; both must be 1 or more"
+            )
+        self._max_instances = max_instances
+        self._max_variants = max_instances if max_variants is None else max_variants
+        self._variants: dict[ChunkKey, dict[int, ChunkVariant]] = {}
+        self._reuse: dict[int, float] = {}
+        self._heap: list[tuple[float, int, ChunkKey]] = []  # valid while its f_r is still the variant's
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        return len(self._reuse)
+
+    def __contains__(self, variant: ChunkVariant) -> bool:
+        return variant.number in self._variants.get(variant.key, {})
+
+    def variants(self, key: ChunkKey) -> tuple[ChunkVariant, ...]:
+        """Return the variants of a chunk, the oldest first."""
+        return tuple(self._variants.get(key, {}).values())
+
+    def has_variant(self, key: ChunkKey, prefix: Sequence[ChunkKey]) -> bool:
+        """Return whether the chunk is kept as it was captured behind this very prefix."""
+        wanted = tuple(prefix)
+        return any(variant.statistics.prefix == wanted for variant in self._variants.get(key, {}).values())
+
+    def reuse(self, variant: ChunkVariant) -> float:
+        """Return f_r of a variant that is kept."""
+        return self._reuse[variant.number]
+
+    def is_full(self, key: ChunkKey) -> bool:
+        """Return whether a variant has to go before another one of ``key`` is added."""
+        return len(self) >= self._max_instances or self._is_crowded(key)
+
+    def victim(
+        self, key: ChunkKey | None = None, is_evictable: Callable[[ChunkVariant], bool] = lambda _: True
+    ) -> ChunkVariant | None:
+        """Return the evictable variant with the lowest f_r, or None if there is none. Nothing is removed.
+
+        With ``key``, of which a variant is to be added: one of its own if it has as many as it may.
+        """
+        if key is not None and self._is_crowded(key):
+            own = [variant for variant in self._variants[key].values() if is_evictable(variant)]
+            return min(own, key=lambda variant: (self._reuse[variant.number], variant.number), default=None)
+        return self._lowest(is_evictable)
+
+    def add(self, key: ChunkKey, num_tokens: int, statistics: ChunkStatistics) -> ChunkVariant:
+        """Return the new variant of a chunk, with f_r 0 and a number that none ever had.
+
+        Raises:
+            ValueError: the table is full for that chunk, or has this variant already.
+        """
+        variant = ChunkVariant(key, self._next_number, num_tokens, statistics)
+        self.restore(variant, reuse=0.0)
+        return variant
+
+    def restore(self, variant: ChunkVariant, *, reuse: float) -> None:
+        """Keep a variant that a table kept before, with the f_r it then had.
+
+        Raises:
+            ValueError: the table is full for its chunk, has this variant already, or its number is another's.
+        """
+        if self.is_full(variant.key):
+            raise ValueError(
+                f"{len(self)} variants are kept, {len(self.variants(variant.key))} of this chunk: evict first"
+            )
+        if self.has_variant(variant.key, variant.statistics.prefix) or variant.number in self._reuse:
+            raise ValueError(f"variant {variant.number} of chunk {variant.key.hex()[:12]} is kept already")
+        self._variants.setdefault(variant.key, {})[variant.number] = variant
+        self._next_number = max(self._next_number, variant.number + 1)
+        self._rank(variant, reuse)
+
+    def remove(self, variant: ChunkVariant) -> None:
+        """Forget a variant; one that is not kept is forgotten already."""
+        if variant in self:
+            del self._reuse[variant.number]
+            of_chunk = self._variants[variant.key]
+            del of_chunk[variant.number]
+            if not of_chunk:
+                del self._variants[variant.key]
+
+    def record_use(self, variant: ChunkVariant, overhead: float) -> None:
+        """Count a use with that CFO: ``f_r += 1 / CFO``. A variant that is no longer kept is left alone.
+
+        A use that recomputed nothing counts as if it had been one token: 1 / CFO has no bound there.
+        """
+        if variant in self:
+            self._rank(variant, self._reuse[variant.number] + 1.0 / max(overhead, 1.0 / variant.num_tokens))
+
+    def _is_crowded(self, key: ChunkKey) -> bool:
+        return len(self._variants.get(key, {})) >= self._max_variants
+
+    def _rank(self, variant: ChunkVariant, reuse: float) -> None:
+        self._reuse[variant.number] = reuse
+        heapq.heappush(self._heap, (reuse, variant.number, variant.key))
+        if len(self._heap) > max(_MIN_ENTRIES, 4 * len(self)):
+            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
+            heapq.heapify(self._heap)
+
+    def _is_valid(self, entry: tuple[float, int, ChunkKey]) -> bool:
+        reuse, number, _ = entry
+        return self._reuse.get(number) == reuse
+
+    def _lowest(self, is_evictable: Callable[[ChunkVariant], bool]) -> ChunkVariant | None:
+        kept_back = []
+        lowest = None
+        while self._heap and lowest is None:
+            entry = heapq.heappop(self._heap)
+            if self._is_valid(entry):
+                kept_back.append(entry)
+                _, number, key = entry
+                variant = self._variants[key][number]
+                lowest = variant if is_evictable(variant) else None
+        for entry in kept_back:
+            heapq.heappush(self._heap, entry)
+        return lowest
