@@ -135,15 +135,19 @@ def make_embedder(name: EmbedderName | None) -> object | None:
 
 
 def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
-    """Refuse what follows ``--`` if it is no option, or one that RAGCache sets itself.
+    """Refuse what follows ``--`` if it is no option, or one that RAGCache sets itself or cannot do without.
 
     Raises:
-        click.UsageError: with the option to use instead.
+        click.UsageError: with what to do instead.
     """
-    from ragcache_core.client.arguments import check_extra_args
+    from ragcache_core.client.arguments import check_extra_args, check_needed
 
     if vllm_args and not vllm_args[0].startswith("-"):
         raise click.UsageError(f"Got unexpected argument {vllm_args[0]!r}: vLLM's own options follow '--'.")
+    try:
+        check_needed(vllm_args)
+    except ConfigError as error:
+        raise click.UsageError(f"{error}.") from error
     try:
         check_extra_args([argument.replace("_", "-") for argument in vllm_args])
     except ConfigError as error:

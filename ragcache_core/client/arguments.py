@@ -24,6 +24,10 @@ _RESERVED = {
     "kv_transfer_config": "cache=, which sets it",
     "scheduler_cls": "cache=, which sets it",
 }
+_REFUSED = {
+    "disable_log_stats": "it takes away the server's statistics, with which the engine tells what it has cached, what "
+    "was hidden and whether there is room for speculation: leave it out",
+}
 _MAX_LOGS = 50
 CPU_KV_CACHE_BYTES_ENV = "RAGCACHE_CPU_KV_CACHE_BYTES"
 """Tells the server how much KV memory to take where it runs on a CPU and nobody said how much: vLLM would take 92 % of
@@ -128,7 +132,7 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
     dictionary JSON.
 
     Raises:
-        ConfigError: a setting that has its own door.
+        ConfigError: a setting that has its own door, or that RAGCache cannot do without.
     """
     arguments: list[str] = []
     for name, value in vllm_args.items():
@@ -138,6 +142,8 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
         match value:
             case None:
                 continue
+            case True if name in _REFUSED:
+                raise ConfigError(f"{name}={value!r} is refused: {_REFUSED[name]}")
             case True:
                 arguments.append(flag)
             case False:
@@ -152,15 +158,27 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
 
 
 def check_extra_args(extra_args: Sequence[str]) -> None:
-    """Refuse raw arguments that would go past a setting with a door of its own.
+    """Refuse raw arguments that would go past a setting with a door of its own, or that RAGCache cannot do without.
 
     Raises:
-        ConfigError: with what to use instead.
+        ConfigError: with what to do instead.
     """
+    check_needed(extra_args)
     for argument in extra_args:
         name = argument.split("=")[0].removeprefix("--").replace("-", "_")
         if argument.startswith("--") and name in _RESERVED:
             raise ConfigError(f"{argument} cannot be passed to vLLM directly: use {_RESERVED[name]}")
+
+
+def check_needed(extra_args: Sequence[str]) -> None:
+    """Refuse raw arguments that take away what RAGCache cannot do without.
+
+    Raises:
+        ConfigError: with what it is.
+    """
+    for argument in extra_args:
+        if argument.startswith("--") and (why := _REFUSED.get(argument.removeprefix("--").replace("-", "_"))):
+            raise ConfigError(f"{argument} is refused: {why}")
 
 
 def server_environment(

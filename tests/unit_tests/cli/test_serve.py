@@ -140,6 +140,7 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--max-cached-documents", "0"], 1, "CacheConfig.max_cached_documents is 0"),
         (["--ghost-size", "-1"], 1, "CacheConfig.ghost_size is -1"),
         (["--", "--host", "0.0.0.0"], 2, "--host after '--'"),
+        (["--", "--disable-log-stats"], 2, "--disable-log-stats is refused"),
         (["nonsense"], 2, "unexpected argument 'nonsense'"),
         (["--kv-cache-bytes", "lots"], 1, "CacheConfig.kv_cache_bytes is 'lots'"),
         (["--block-size", "0"], 1, "CacheConfig.block_size is 0"),

@@ -79,6 +79,16 @@ def test_a_raw_argument_with_a_door_of_its_own_is_refused(argument: str) -> None
         check_extra_args([argument])
 
 
+@pytest.mark.parametrize("argument", ["--disable-log-stats", "--disable_log_stats"])
+def test_what_takes_away_the_statistics_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"{argument} is refused: .* leave it out"):
+        check_extra_args([argument])
+    with pytest.raises(ConfigError, match="disable_log_stats=True is refused: .* leave it out"):
+        vllm_arguments({"disable_log_stats": True})
+    assert vllm_arguments({"disable_log_stats": False}) == ["--no-disable-log-stats"]
+    check_extra_args(["--no-disable-log-stats"])
+
+
 def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
     assert cache_arguments(None, engine_id="me") == []
     cache = CacheConfig(kv_cache_bytes="1GiB", block_size=16, host_bytes=0, policy="lru", ghost_size=7)
