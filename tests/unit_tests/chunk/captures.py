@@ -94,6 +94,12 @@ def variant(
     return ChunkVariant(key(name), number, num_tokens, statistics(num_tokens, prefix, intra=intra))
 
 
+def token_scores(num_tokens: int) -> st.SearchStrategy[list[float]]:
+    """A score for each token, from a seed: drawing them one by one takes Hypothesis long."""
+    seeds = st.integers(0, 1 << 16)
+    return seeds.map(lambda seed: np.random.default_rng(seed).random(num_tokens).round(1).tolist())
+
+
 @st.composite
 def variants(draw: st.DrawFn, name: int, num_tokens: int, number: int = 0) -> ChunkVariant:
     """Any variant of a chunk: captured behind any of ten others, with any attention."""
@@ -104,6 +110,6 @@ def variants(draw: st.DrawFn, name: int, num_tokens: int, number: int = 0) -> Ch
         prefix_lengths=tuple(draw(st.integers(1, 20)) for _ in prefix),
         inter=tuple(draw(masses) for _ in prefix),
         intra=draw(masses),
-        token_inter=tuple(draw(st.lists(masses, min_size=num_tokens, max_size=num_tokens))),
+        token_inter=tuple(map(float, draw(token_scores(num_tokens)))),
     )
     return ChunkVariant(key(name), number, num_tokens, measured)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.chunk import SELECTIONS, ChunkSpan, ChunkVariant, ReusePlan, make_selection, plan_reuse, usable_spans
 from ragcache_core.chunk.recompute import in_runs
 from ragcache_core.chunk.scores import adjusted_overlap, context_impact
 from ragcache_core.errors import ConfigError, PromptError
-from tests.unit_tests.chunk.captures import key, prompt, spans, variant, variants
+from tests.unit_tests.chunk.captures import key, prompt, spans, token_scores, variant, variants
 
 CACHE_CRAFT = make_selection("cache_craft")
 
@@ -36,6 +36,7 @@ def plan(placed, stored, start, end, **options) -> ReusePlan:
     return plan_reuse(placed, stored, start=start, end=end, **settings)
 
 
+@settings(deadline=None)
 @given(
     scene=scenes(),
     name=st.sampled_from([*SELECTIONS]),
@@ -48,7 +49,7 @@ def test_every_token_of_the_range_is_either_read_once_or_computed(
     scene, name: str, alpha: float, max_recompute: float, run_tokens: int, data: st.DataObject
 ) -> None:
     placed, stored, start, end = scene
-    relevance = {span.key: [data.draw(st.floats(0.0, 1.0)) for _ in range(span.num_tokens)] for span in placed}
+    relevance = {span.key: data.draw(token_scores(span.num_tokens)) for span in placed}
     made = plan(
         placed, stored, start, end, selection=make_selection(name), alpha=alpha, max_recompute=max_recompute,
         run_tokens=run_tokens, relevance=relevance,
@@ -71,12 +72,14 @@ def test_every_token_of_the_range_is_either_read_once_or_computed(
         assert 0.0 <= chunk.overhead <= 1.0
 
 
+@settings(deadline=None)
 @given(scene=scenes(), alphas=st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 3.0)))
 def test_a_larger_alpha_computes_the_same_tokens_and_more(scene, alphas: tuple[float, float]) -> None:
     low, high = (set(plan(*scene, alpha=alpha).recomputed) for alpha in sorted(alphas))
     assert low <= high
 
 
+@settings(deadline=None)
 @given(scene=scenes())
 def test_what_is_new_in_front_only_ever_adds_to_what_is_computed(scene) -> None:
     with_unseen, by_the_letter = (plan(*scene, counts_unseen=counts) for counts in (True, False))
@@ -84,6 +87,7 @@ def test_what_is_new_in_front_only_ever_adds_to_what_is_computed(scene) -> None:
         assert set(by_the_letter.recomputed) <= set(with_unseen.recomputed)
 
 
+@settings(deadline=None)
 @given(scene=scenes())
 def test_the_variant_is_the_one_that_fits_best(scene) -> None:
     placed, stored, start, end = scene

@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.chunk import SELECTIONS, SelectableChunk, make_selection
 from ragcache_core.chunk.selection import RandomSelection
 from ragcache_core.errors import ConfigError
-from tests.unit_tests.chunk.captures import prompt, variant, variants
+from tests.unit_tests.chunk.captures import prompt, token_scores, variant, variants
 
 
 @st.composite
@@ -20,13 +20,13 @@ def selectable(draw: st.DrawFn) -> list[SelectableChunk]:
     chunks = []
     for name in range(draw(st.integers(0, 4))):
         num_tokens = draw(st.integers(1, 12))
-        relevance = draw(st.lists(st.floats(0.0, 1.0), min_size=num_tokens, max_size=num_tokens))
         chosen = draw(variants(name, num_tokens, number=name))
-        chunks.append(SelectableChunk(chosen, draw(st.integers(0, num_tokens)), relevance))
+        chunks.append(SelectableChunk(chosen, draw(st.integers(0, num_tokens)), draw(token_scores(num_tokens))))
     return chunks
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
+@settings(deadline=None)
 @given(chunks=selectable())
 def test_a_selection_spends_its_budget_within_the_chunks(name: str, chunks: list[SelectableChunk]) -> None:
     selected = make_selection(name).select(chunks)
@@ -39,6 +39,7 @@ def test_a_selection_spends_its_budget_within_the_chunks(name: str, chunks: list
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
+@settings(deadline=None)
 @given(chunks=selectable())
 def test_a_selection_chooses_the_same_tokens_again(name: str, chunks: list[SelectableChunk]) -> None:
     assert make_selection(name).select(chunks) == make_selection(name).select(chunks)
@@ -90,18 +91,15 @@ def test_random_tokens_depend_on_the_seed_and_on_the_chunk() -> None:
     assert draw(0, 0) != draw(0, 1)
 
 
-def test_random_tokens_are_the_same_in_every_process() -> None:
+def test_random_tokens_are_the_same_in_another_process() -> None:
     code = (
         "from tests.unit_tests.chunk.captures import variant\n"
         "from ragcache_core.chunk import SelectableChunk, make_selection\n"
         "print(make_selection('random').select([SelectableChunk(variant(0, 100), 10)]))"
     )
-    runs = [
-        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True)
-        for seed in ("1", "2")
-    ]
-    assert runs[0].returncode == 0, runs[0].stderr
-    assert runs[0].stdout == runs[1].stdout
+    there = subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": "7"}, capture_output=True, text=True)
+    here = make_selection("random").select([SelectableChunk(variant(0, 100), 10)])
+    assert there.stdout.strip() == str(here), there.stderr
 
 
 def test_an_unknown_selection_is_refused_with_those_that_there_are() -> None:

@@ -22,7 +22,7 @@ ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 OVERLAP = (DOCS / "overlap.md").read_text(encoding="utf-8")
 ROOMS = [
-    "policy", "tree", "sim", "chunkstore", "retrieval", "client", "vllm_plugin",
+    "policy", "tree", "chunk", "sim", "chunkstore", "retrieval", "client", "vllm_plugin",
     "bench", "bench/compare", "bench/paper",
 ]  # fmt: skip
 PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[3]
 WORDS = ["_version", "types", "errors", "config", "stats", "wire", "prompt"]
 FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
-    "algorithms": [f"ragcache_core.{name}" for name in ("policy", "tree", "queueing", "ordering", "speculation")],
+    "algorithms": [
+        f"ragcache_core.{name}" for name in ("policy", "tree", "chunk", "queueing", "ordering", "speculation")
+    ],
     "simulation": ["ragcache_core.sim"],
     "matter": ["ragcache_core.chunkstore", "ragcache_core.ingest", "ragcache_core.retrieval"],
     "client": ["ragcache_core.client"],

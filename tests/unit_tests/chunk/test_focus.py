@@ -1,0 +1,110 @@
+"""Focused chunks: Algorithm 1 of Cache-Craft, layer by layer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.chunk import FocusedChunks
+from ragcache_core.chunk.focus import entropy_cut, gap_cut
+from ragcache_core.errors import ConfigError
+
+CUTS = (gap_cut, entropy_cut)
+MASSES = st.integers(0, 8)  # whole numbers add up to the same in any order
+LAYERS = st.integers(1, 6).flatmap(
+    lambda chunks: st.lists(st.lists(MASSES, min_size=chunks, max_size=chunks), min_size=1, max_size=8)
+)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@given(layers=LAYERS, window=st.integers(1, 4))
+def test_the_set_is_settled_once_it_stood_for_a_window_of_layers(cut, layers: list[list[int]], window: int) -> None:
+    num_chunks = len(layers[0])
+    detector = FocusedChunks(num_chunks, window=window, cut=cut)
+    sets: list[frozenset[int]] = []
+    for number, layer in enumerate(layers, start=1):
+        cumulated = [sum(masses) for masses in zip(*layers[:number], strict=True)]
+        ranked = sorted(range(num_chunks), key=lambda chunk: -cumulated[chunk])
+        sets.append(frozenset(ranked[: cut([cumulated[chunk] for chunk in ranked])]))
+        focused = detector.observe(layer)
+        if number >= window and len({*sets[-window:]}) == 1:
+            assert detector.is_settled
+            assert detector.num_layers == number
+            assert focused == detector.focused == sets[-1]
+            assert detector.observe([0.0] * num_chunks) == sets[-1]
+            assert detector.num_layers == number
+            return
+        assert not detector.is_settled
+        assert focused == frozenset(range(num_chunks))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@given(scores=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=8))
+def test_a_cut_leaves_at_least_one_chunk(cut, scores: list[float]) -> None:
+    assert 1 <= cut(sorted(scores, reverse=True)) <= len(scores)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=2, max_size=8, unique=True))
+def test_the_gap_is_the_widest(scores: list[int]) -> None:
+    scores = sorted(scores, reverse=True)
+    widest = max(above - below for above, below in itertools.pairwise(scores))
+    cut = gap_cut(scores)
+    assert scores[cut - 1] - scores[cut] == widest
+
+
+@given(st.lists(st.integers(0, 1000), min_size=3, max_size=8, unique=True))
+def test_the_entropy_grows_most_at_its_cut(scores: list[int]) -> None:
+    scores = sorted(scores, reverse=True)
+    shares = [(above - below) / (scores[0] - scores[-1]) for above, below in itertools.pairwise(scores)]
+    entropy = [-math.fsum(p * math.log(p) for p in shares[:count]) for count in range(len(shares) + 1)]
+    growth = [after - before for before, after in itertools.pairwise(entropy)]
+    assert growth[entropy_cut(scores) - 1] == pytest.approx(max(growth))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_chunks_that_are_looked_at_alike_are_all_focused(cut) -> None:
+    assert cut([2.0, 2.0, 2.0]) == 3
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_of_two_chunks_the_higher_is_focused(cut) -> None:
+    assert cut([3.0, 1.0]) == 1
+    assert cut([3.0]) == 1
+
+
+def test_a_clear_separation_is_found_by_the_gap_and_missed_by_the_entropy() -> None:
+    clear = [10.0, 9.0, 0.5, 0.4]  # two chunks are far above the others
+    assert gap_cut(clear) == 2
+    assert entropy_cut(clear) == 1
+
+
+def test_the_sums_over_layers_decide_and_not_the_last_layer() -> None:
+    detector = FocusedChunks(3, window=2)
+    detector.observe([9.0, 1.0, 0.5])
+    assert detector.observe([1.0, 3.0, 0.5]) == {0}
+
+
+def test_a_set_that_never_settles_keeps_all_chunks() -> None:
+    detector = FocusedChunks(2, window=2)
+    for number in range(6):
+        detector.observe([(-2.0) ** number + 64.0, 64.0])
+    assert not detector.is_settled
+    assert detector.focused == {0, 1}
+
+
+def test_a_request_without_chunks_has_none_to_focus_on() -> None:
+    assert FocusedChunks(0, window=1).observe([]) == frozenset()
+
+
+def test_a_layer_of_other_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention to 2 chunks of 3"):
+        FocusedChunks(3).observe([1.0, 2.0])
+
+
+def test_a_window_of_no_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="window is 0; it must be 1 or more layers"):
+        FocusedChunks(3, window=0)

@@ -1,0 +1,91 @@
+"""Layer-wise preloading: the depth of Eq. 16 is the smallest that waits for nothing, and loading is compared fairly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.chunk import loading_pays, preload_depth, preload_steps
+from ragcache_core.chunk.preload import LayerStep, prefill_with_load_s
+
+LAYERS = st.integers(1, 80)
+SECONDS = st.floats(0.001, 10.0)
+
+
+def waits_s(num_layers: int, depth: int, prefill_s: float, load_s: float) -> float:
+    """Play it through: seconds that layers after the first wait for their KV, once ``depth`` layers are loaded."""
+    now_s, waited_s = depth * load_s / num_layers, 0.0
+    for layer in range(num_layers):
+        is_loaded_s = (layer + 1) * load_s / num_layers
+        waited_s += max(0.0, is_loaded_s - now_s)
+        now_s = max(now_s, is_loaded_s) + prefill_s / num_layers
+    return waited_s
+
+
+def test_the_papers_example_needs_three_of_five_layers() -> None:
+    assert preload_depth(5, prefill_s=1.0, load_s=2.0) == 3
+
+
+@given(LAYERS, SECONDS, SECONDS)
+def test_the_depth_is_the_smallest_that_waits_for_nothing(num_layers: int, prefill_s: float, load_s: float) -> None:
+    depth = preload_depth(num_layers, prefill_s=prefill_s, load_s=load_s)
+    assert 1 <= depth <= num_layers
+    assert waits_s(num_layers, depth, prefill_s, load_s) == pytest.approx(0.0, abs=1e-6)
+    if depth > 1:
+        assert depth - 1 < (num_layers - 1) * (1 - prefill_s / load_s) + 1
+        assert waits_s(num_layers, depth - 1, prefill_s, load_s) > 0.0
+
+
+def test_what_loads_faster_than_it_is_computed_needs_one_layer() -> None:
+    assert preload_depth(32, prefill_s=2.0, load_s=1.0) == 1
+    assert preload_depth(32, prefill_s=0.0, load_s=0.0) == 1
+
+
+def test_what_computes_nothing_loads_everything_first() -> None:
+    assert preload_depth(32, prefill_s=0.0, load_s=1.0) == 32
+
+
+@given(st.integers(0, 20), st.integers(1, 25))
+def test_every_layer_is_loaded_then_computed_then_released_once(num_layers: int, depth: int) -> None:
+    steps = list(preload_steps(num_layers, depth))
+    for action in ("load", "compute", "release"):
+        assert [step.layer for step in steps if step.action == action] == list(range(num_layers))
+    for layer in range(num_layers):
+        places = [steps.index(LayerStep(action, layer)) for action in ("load", "compute", "release")]
+        assert places == sorted(places)
+        asked = [step.layer for step in steps[: places[1]] if step.action == "load"]
+        assert max(asked) == min(layer + depth, num_layers - 1)
+
+
+@given(LAYERS, SECONDS, SECONDS, st.floats(0.0, 20.0))
+def test_a_prefill_that_loads_takes_what_its_layers_take(
+    num_layers: int, prefill_s: float, load_s: float, queued_s: float
+) -> None:
+    end_s = 0.0
+    for layer in range(num_layers):
+        is_loaded_s = (layer + 1) * load_s / num_layers - queued_s
+        end_s = max(end_s, is_loaded_s) + prefill_s / num_layers
+    found = prefill_with_load_s(num_layers, prefill_s=prefill_s, load_s=load_s, queued_s=queued_s)
+    assert found == pytest.approx(end_s)
+
+
+def test_a_slow_disk_pays_only_behind_a_queue() -> None:
+    times = {"full_prefill_s": 0.4, "partial_prefill_s": 0.1, "load_s": 0.6}
+    assert not loading_pays(32, **times)
+    assert loading_pays(32, **times, queued_s=0.32)  # the paper's queue, §3.5
+
+
+@pytest.mark.parametrize("times", [(-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0)])
+def test_a_negative_time_is_refused(times: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="no less than 0 s"):
+        preload_depth(3, prefill_s=times[0], load_s=times[1])
+
+
+def test_a_model_without_layers_and_a_depth_of_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 layers"):
+        preload_depth(0, prefill_s=1.0, load_s=1.0)
+    with pytest.raises(ValueError, match="a depth of 0 layers"):
+        list(preload_steps(3, 0))
