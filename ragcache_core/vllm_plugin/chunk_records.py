@@ -1,0 +1,101 @@
+"""What the library knows of a chunk, of each of its variants, and of what is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from ragcache_core.chunk.types import ChunkKey, ChunkVariant
+from ragcache_core.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages that a request may fill with a chunk's KV, which stood behind ``prefix``; ``number`` is its own."""
+
+    number: int
+    key: ChunkKey
+    num_tokens: int
+    prefix: tuple[ChunkKey, ...]
+    pages: tuple[int, ...]
+    request_id: str
+
+
+@dataclass(slots=True)
+class Variant:
+    """A stored KV of a chunk: where it is, and who holds it.
+
+    ``pages`` are empty where it lies on disk alone. A doomed one is found by nobody and goes when it is let go.
+    """
+
+    variant: ChunkVariant
+    num_pages: int
+    pages: tuple[int, ...] = ()
+    num_pins: int = 0
+    is_on_disk: bool = False
+    is_loading: bool = False
+    is_writing: bool = False
+    is_doomed: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither a request nor a transfer holds it."""
+        return not (self.num_pins or self.is_loading or self.is_writing)
+
+    def is_in(self, tier: Tier) -> bool:
+        """Return whether it takes place in a tier, and may be there before long."""
+        return bool(self.pages) if tier is Tier.HOST else self.is_on_disk
+
+    def num_idle_pages(self, tier: Tier) -> int:
+        """Return how many pages of a tier it would give up."""
+        return self.num_pages if self.is_idle and self.is_in(tier) else 0
+
+
+@dataclass(slots=True)
+class StoredVariants:
+    """A chunk: its token ids, 32 bits each, its variants by number, and the prefixes of those that are captured now."""
+
+    key: ChunkKey
+    token_ids: bytes
+    num_tokens: int
+    stored: dict[int, Variant] = field(default_factory=dict)
+    reserved: dict[int, tuple[ChunkKey, ...]] = field(default_factory=dict)
+
+    @property
+    def num_variants(self) -> int:
+        """Variants that are stored or on their way."""
+        return len(self.stored) + len(self.reserved)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A variant on its way to or from disk, and how many workers are done with it."""
+
+    chunk: StoredVariants
+    stored: Variant
+    num_done: int = 0
+    num_failed: int = 0
+
+
+@dataclass(slots=True)
+class ChunkCounters:
+    """What happened to chunks since the engine started.
+
+    ``num_mismatched_chunks`` were asked for with other tokens than stored, ``num_too_long_chunks`` are longer than the
+    memory, ``num_crowded_out_chunks`` found no room because the rest was in use; ``num_dropped_chunks`` were not
+    written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or gone when they were read (counted for each
+    worker), ``num_lost_chunks`` were given up for this or another reason.
+    """
+
+    num_reused_chunks: int = 0
+    num_captured_chunks: int = 0
+    num_evicted_chunks: int = 0
+    num_mismatched_chunks: int = 0
+    num_too_long_chunks: int = 0
+    num_crowded_out_chunks: int = 0
+    num_dropped_chunks: int = 0
+    num_corrupt_chunks: int = 0
+    num_lost_chunks: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Return them by name."""
+        return asdict(self)
