@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Protocol, get_origin
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 MIN_PREFILL_TOKENS = 16
 """Shorter beginnings are not worth a request: vLLM caches whole blocks, and this is the smallest usual one."""
+
+_REMADE_AFTER_S = 10.0
+"""What a prompt begins with may change (a date, say), and making it may have failed: it is made again then."""
 
 UNKNOWN = ("Xqz", "Jvw kuy")
 """Two texts in place of one that is not known yet: other first characters, other lengths."""
@@ -66,15 +71,16 @@ class BoundPrompt:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._warned = Lock()
-        self._is_made = False
+        self._made_s = -math.inf
         self._static_prefix: bytes | None = None
 
     def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
-        """Return what names the tokens before the documents in the engine's cache, as they were last; None: not known.
+        """Return what names the tokens before the documents in the cache, as they were of late; None: not known.
 
-        Cheap: the prompt is made by the first call alone, and whenever :meth:`prefix` is asked for.
+        Cheap: the prompt is made by the first call and every ten seconds or so, and whenever :meth:`prefix` is asked
+        for.
         """
-        if not self._is_made:
+        if time.monotonic() - self._made_s >= _REMADE_AFTER_S:
             self.prefix(shown_documents, documents)
         return self._static_prefix
 
@@ -84,7 +90,7 @@ class BoundPrompt:
         ``shown_documents`` are the framework's, for the user's own formatting; ``documents`` are the same ones. None
         where nothing is worth a prefill. Never fails: a prompt that cannot be made is not speculated on, and said once.
         """
-        self._is_made = True
+        self._made_s = time.monotonic()
         if self._tokenizer is None:
             return None
         try:

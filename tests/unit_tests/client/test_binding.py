@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from ragcache_core.client import ModelTokenizer
+from ragcache_core.client import ModelTokenizer, binding
 from ragcache_core.client.binding import MIN_PREFILL_TOKENS, BoundPrompt, bind
 from ragcache_core.client.learning import LayoutLearner
 from ragcache_core.client.plan import RememberedDocuments
@@ -456,3 +456,24 @@ def test_shorter_beginnings_than_a_block_are_not_worth_a_request() -> None:
     assert prefix is not None
     assert len(prefix.token_ids) >= MIN_PREFILL_TOKENS
     assert bound(PromptLayout("Answer."), None).prefix([], []) is None
+
+
+def test_what_a_prompt_begins_with_is_made_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    days: list[str] = []
+
+    def prompt(context: str, question: str) -> list[ChatMessage]:
+        return [
+            {"role": "system", "content": f"Answer in a word or two. Today is {days[0]}."},
+            {"role": "user", "content": f"{context}\n\n{question}"},
+        ]
+
+    it = bound(prompt, joined)
+    assert it.static_prefix(DOCUMENTS, DOCUMENTS) is None, "it cannot be made yet"
+    days.append("Monday")
+    assert it.static_prefix(DOCUMENTS, DOCUMENTS) is None, "nor is it made for each search"
+    monkeypatch.setattr(binding, "_REMADE_AFTER_S", 0.0)
+    monday = it.static_prefix(DOCUMENTS, DOCUMENTS)
+    days[0] = "Tuesday"
+    tuesday = it.static_prefix(DOCUMENTS, DOCUMENTS)
+    assert len({None, monday, tuesday}) == 3
+    assert it.static_prefix(DOCUMENTS, DOCUMENTS) == tuesday
