@@ -156,7 +156,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
     ) -> AIMessage:
         asked = await self._aasked(given, kwargs, {"async_api": True, "run_manager": run_manager})
         try:
-            prompt = await self.prompt.ainvoke(asked.values(await self._aretrieve(asked, config)), config)
+            prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
             with asked.asking():
                 answer = await self.llm.ainvoke(prompt, config, **kwargs)
             return asked.reported(answer, is_whole=True)
@@ -189,7 +189,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
     ) -> AsyncIterator[AIMessage]:
         asked = await self._aasked(_sum([part async for part in inputs]), kwargs, {"async_api": True, "stream": True})
         try:
-            prompt = await self.prompt.ainvoke(asked.values(await self._aretrieve(asked, config)), config)
+            prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
             parts = _generator(self.llm.astream(prompt, config, **kwargs))
             async with aclosing(asked.aasked_parts(parts)) as chunks:
                 async for chunk in chunks:
@@ -260,6 +260,10 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             return await self.retriever.ainvoke(asked.question, config, overlap=overlap)
         on_event = async_dispatcher(asked.question, config)
         return await self._search_at_once(asked, lambda: self.retriever.ainvoke(asked.question, config), on_event)
+
+    async def _avalues(self, asked: AskedQuestion, config: RunnableConfig) -> dict[str, Any]:
+        """Return what the prompt is made of; ``format_docs`` runs where a chain runs a function, in the executor."""
+        return await run_in_executor(config, asked.values, await self._aretrieve(asked, config))
 
     def _is_staged(self) -> bool:
         return isinstance(_unbound(self.retriever)[0], RAGCacheRetriever)

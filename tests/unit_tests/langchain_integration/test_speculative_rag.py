@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -379,6 +380,16 @@ async def test_any_retriever_is_one_stage(way: Any, make_rag: Any, generations: 
     report = report_of(await rag.ainvoke(QUESTION))
     assert report["hidden_search_s"] == 0
     assert "one stage only" in report["skipped_because"]
+
+
+@each_way
+async def test_format_docs_holds_up_no_event_loop(way: Any, make_rag: Any) -> None:
+    threads: list[int] = []
+    stages = Stage("moon"), Stage("moon")
+    rag = make_rag(*stages, format_docs=lambda docs: threads.append(threading.get_ident()) or format_documents(docs))
+    assert await answered(way, rag) == expected("moon")
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_it_is_part_of_a_chain_and_says_what_it_takes(make_rag: Any) -> None:
