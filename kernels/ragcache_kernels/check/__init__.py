@@ -1,0 +1,1 @@
+"""Builds, checks and times the kernels on a GPU: ``python kernels/gpu_check.py``."""

@@ -1,0 +1,29 @@
+"""Where the kernels run, and cases of prime sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ragcache_kernels.check.cases import Case, Shape, make_case
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device(os.environ["RAGCACHE_KERNELS_ON"])
+
+
+@pytest.fixture
+def make(device: torch.device) -> Callable[..., Case]:
+    """A case of 37 tokens in float32, three heads of keys with two of queries each; whatever is named is different."""
+
+    def made(**changes: Any) -> Case:
+        return make_case(
+            Shape(**{"num_heads": 6, "num_kv_heads": 3, "head_dim": 22, "num_keys": 37, **changes}), device
+        )
+
+    return made

@@ -1,0 +1,170 @@
+"""Scattered attention and chunk masses: what must hold whatever the twin says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ragcache_kernels.check.cases import Case, largest_error
+from ragcache_kernels.chunk_mass import chunk_attention_mass
+from ragcache_kernels.scattered_attention import Tiles, scattered_attention
+
+Make = Callable[..., Case]
+SCALE = 0.2
+
+
+def _query(case: Case, positions: torch.Tensor) -> torch.Tensor:
+    return case.random(len(positions), case.shape.num_heads, case.shape.head_dim)
+
+
+def _attend(case: Case, query: torch.Tensor, positions: torch.Tensor, **options: object) -> torch.Tensor:
+    caches = case.key_cache, case.value_cache
+    return scattered_attention(query, positions, *caches, case.block_table, SCALE, **options)  # type: ignore[arg-type]
+
+
+def _mass(case: Case, query: torch.Tensor, positions: torch.Tensor, edges: list[int]) -> torch.Tensor:
+    starts, ends = (torch.tensor(each, dtype=torch.int32, device=query.device) for each in (edges[:-1], edges[1:]))
+    return chunk_attention_mass(query, positions, case.key_cache, case.block_table, starts, ends, SCALE)
+
+
+def _all(case: Case) -> torch.Tensor:
+    return torch.arange(case.shape.num_keys, device=case.key_cache.device)
+
+
+def _cached(case: Case, cache: torch.Tensor) -> torch.Tensor:
+    return cache[case.block_table.long()].flatten(0, 1)[: case.shape.num_keys].transpose(0, 1)
+
+
+@pytest.mark.parametrize("heads", [(5, 5), (6, 3), (7, 1)])
+def test_all_positions_are_plain_causal_attention(make: Make, heads: tuple[int, int]) -> None:
+    case = make(num_heads=heads[0], num_kv_heads=heads[1])
+    query = _query(case, _all(case))
+    keys, values = (_cached(case, cache)[None] for cache in (case.key_cache, case.value_cache))
+    queries = query.transpose(0, 1)[None]
+    plain = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=SCALE, enable_gqa=True)
+    assert largest_error(_attend(case, query, _all(case)), plain[0].transpose(0, 1)) < 1e-5
+
+
+def test_some_positions_are_some_rows_of_all(make: Make) -> None:
+    case = make()
+    query = _query(case, _all(case))
+    whole = _attend(case, query, _all(case))
+    some = case.scattered(11).long()
+    assert largest_error(_attend(case, query[some], some), whole[some]) < 1e-5
+
+
+def test_the_order_of_queries_changes_nothing(make: Make) -> None:
+    case = make()
+    positions = case.scattered(23)
+    query = _query(case, positions)
+    order = torch.randperm(23, generator=case.generator, device=query.device)
+    shuffled = _attend(case, query[order], positions[order])
+    assert largest_error(shuffled, _attend(case, query, positions)[order]) < 1e-5
+
+
+def test_keys_behind_a_query_do_not_count(make: Make) -> None:
+    case = make()
+    positions = torch.tensor([3, 17], device=case.key_cache.device)
+    query = _query(case, positions)
+    before = _attend(case, query, positions), _mass(case, query, positions, [0, 18])
+    slots = case.slots(torch.arange(18, 37, device=positions.device))
+    blocks, offsets = slots // case.shape.block_size, slots % case.shape.block_size
+    case.key_cache[blocks, offsets] = 1e4
+    case.value_cache[blocks, offsets] = float("nan")
+    assert torch.equal(_attend(case, query, positions), before[0])
+    assert torch.equal(_mass(case, query, positions, [0, 18]), before[1])
+
+
+@pytest.mark.parametrize("tiles", [Tiles(1, 16), Tiles(2, 32), Tiles(16, 64)])
+def test_tiles_of_every_size_agree(make: Make, tiles: Tiles) -> None:
+    case = make()
+    positions = case.scattered(19)
+    query = _query(case, positions)
+    assert largest_error(_attend(case, query, positions, tiles=tiles), _attend(case, query, positions)) < 1e-5
+
+
+def test_scores_of_any_size_stay_finite(make: Make) -> None:
+    case = make()
+    positions = case.scattered(7)
+    query = 1e4 * _query(case, positions)
+    assert torch.isfinite(_attend(case, query, positions)).all()
+    assert largest_error(_mass(case, query, positions, [0, 37]), torch.ones(7, 1, device=query.device)) < 1e-5
+
+
+def test_sequences_attend_to_their_own_blocks_and_may_have_no_queries(make: Make) -> None:
+    case = make()
+    positions = case.scattered(13)
+    query = _query(case, positions)
+    tables = torch.stack((case.block_table, case.block_table, case.block_table.roll(1)))
+    starts = torch.tensor([0, 5, 5, 13], device=query.device)
+    caches = case.key_cache, case.value_cache
+    both = scattered_attention(query, positions, *caches, tables, SCALE, query_starts=starts)
+    alone = [
+        scattered_attention(query[start:end], positions[start:end], *caches, table, SCALE)
+        for table, start, end in ((tables[0], 0, 5), (tables[2], 5, 13))
+    ]
+    assert torch.equal(both, torch.cat(alone))
+
+
+def test_a_result_may_be_written_in_place_of_another(make: Make) -> None:
+    case = make()
+    positions = case.scattered(7)
+    query = _query(case, positions)
+    out = torch.full_like(query, float("nan"))
+    assert _attend(case, query, positions, out=out) is out
+    assert torch.equal(out, _attend(case, query, positions))
+
+
+def test_chunks_that_cover_a_prompt_have_all_of_the_mass(make: Make) -> None:
+    case = make()
+    mass = _mass(case, _query(case, _all(case)), _all(case), [0, 5, 5, 17, 30, 37])
+    assert largest_error(mass.sum(1), torch.ones(37, device=mass.device)) < 1e-5
+    assert (mass[:, 1] == 0).all()
+
+
+def test_a_chunk_has_nothing_of_tokens_before_it(make: Make) -> None:
+    case = make()
+    mass = _mass(case, _query(case, _all(case)), _all(case), [0, 11, 23, 37])
+    for chunk, start in enumerate((0, 11, 23)):
+        assert (mass[:start, chunk] == 0).all()
+        assert (mass[start:, chunk] > 0).all()
+
+
+def test_more_chunks_than_a_program_holds(make: Make) -> None:
+    case = make(num_keys=71)
+    positions = case.scattered(5)
+    query = _query(case, positions)
+    by_token = _mass(case, query, positions, list(range(72)))
+    assert by_token.shape == (5, 71)
+    wide = _mass(case, query, positions, [0, 29, 71])
+    assert largest_error(torch.stack((by_token[:, :29].sum(1), by_token[:, 29:].sum(1)), 1), wide) < 1e-5
+
+
+def test_no_queries_and_no_chunks_are_empty(make: Make) -> None:
+    case = make()
+    none = _all(case)[:0]
+    assert _attend(case, _query(case, none), none).shape == (0, 6, 22)
+    assert _mass(case, _query(case, none), none, [0, 37]).shape == (0, 1)
+    assert _mass(case, _query(case, _all(case)), _all(case), [0]).shape == (37, 0)
+
+
+def test_what_a_kernel_cannot_attend_with_is_refused(make: Make) -> None:
+    case = make()
+    positions = case.scattered(7)
+    query = _query(case, positions)
+    with pytest.raises(ValueError, match=r"the query is \[7, 5, 22\]: give \[num_tokens, a multiple of 3, 22\]"):
+        _attend(case, query[:, :5], positions)
+    with pytest.raises(ValueError, match=r"the query is torch.float16, the cache torch.float32: convert"):
+        _attend(case, query.half(), positions)
+    with pytest.raises(ValueError, match="positions are"):
+        _mass(case, query, positions[1:], [0, 37])
+    with pytest.raises(ValueError, match="the block table is torch.float32"):
+        scattered_attention(query, positions, case.key_cache, case.value_cache, case.block_table.float(), SCALE)
+    with pytest.raises(ValueError, match="out is torch.float32"):
+        _attend(case, query, positions, out=query[:3])
+    with pytest.raises(ValueError, match="give both as bfloat16"):
+        eight_bits = case.key_cache.to(torch.uint8), case.value_cache.to(torch.uint8)
+        scattered_attention(query, positions, *eight_bits, case.block_table, SCALE)
