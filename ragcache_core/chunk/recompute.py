@@ -5,7 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ragcache_core.chunk.scores import adjusted_overlap, context_impact, fix_overhead, num_selected
+from ragcache_core.chunk.scores import (
+    adjusted_overlap,
+    context_impact,
+    fix_overhead,
+    lost_attention,
+    neighbour_overlap,
+    num_selected,
+    outward_attention,
+)
 from ragcache_core.chunk.selection import SelectableChunk, TokenSelection
 from ragcache_core.chunk.types import ChunkKey, ChunkSpan, ChunkVariant, PlannedChunk, ReusePlan
 from ragcache_core.errors import ConfigError
@@ -28,7 +36,8 @@ def plan_reuse(
 
     Of each stored chunk the variant with the lowest ``CCI (1 - beta')`` is used (§3.3), the older of equals, and
     ``selection`` names ``ceil(CFO |C|)`` of its tokens to be computed. So is whatever is in no chunk, and every chunk
-    that is not stored::
+    that is not stored. A selection of whole chunks has the variant that keeps most of its neighbours, and all tokens of
+    a chunk are computed where ``alpha`` times the attention that it has lost reaches 1::
 
         0 .. start            start                                                    end
         | cached exactly      | chunk 2   : gap : chunk 3, not stored : chunk 4        | the question
@@ -43,7 +52,7 @@ def plan_reuse(
         selection: which tokens, given how many.
         alpha: Eq. 12's factor; see ``calibration.py``.
         max_recompute: at most this fraction of a chunk is computed, whatever its CFO. A selection that moves the
-            budget from chunk to chunk keeps to the sum.
+            budget from chunk to chunk keeps to the sum; one that takes whole chunks, to that fraction of them all.
         run_tokens: computed tokens come in runs of so many, aligned within their chunk, for kernels that read a
             stored key once a run; as few runs as the selected tokens fill.
         counts_unseen: whether a chunk that came before another and was not there at its capture makes the other fit
@@ -67,22 +76,24 @@ def plan_reuse(
         if start < span.end and span.start < end:
             usable = [variant for variant in stored.get(span.key, ()) if variant.num_tokens == span.num_tokens]
             if usable:
-                chosen.append((span, *_best(usable, spans[:number], alpha, counts_unseen=counts_unseen)))
+                if selection.is_all_or_nothing:
+                    chosen.append((span, *_best_neighbours(usable, spans[:number], alpha)))
+                else:
+                    chosen.append((span, *_best(usable, spans[:number], alpha, counts_unseen=counts_unseen)))
 
+    budgets_of = _whole_budgets if selection.is_all_or_nothing else _budgets
+    budgets = budgets_of([(span.num_tokens, overhead) for span, _, overhead in chosen], max_recompute)
     scores = relevance or {}
     selectable = [
-        SelectableChunk(
-            variant=variant,
-            budget=num_selected(min(overhead, max_recompute), span.num_tokens),
-            relevance=scores.get(span.key),
-        )
-        for span, variant, overhead in chosen
+        SelectableChunk(variant=variant, budget=budget, relevance=scores.get(span.key))
+        for (span, variant, _), budget in zip(chosen, budgets, strict=True)
     ]
     reused = []
     for (span, variant, overhead), offsets in zip(chosen, selection.select(selectable), strict=True):
         positions = (span.start + offset for offset in in_runs(offsets, span.num_tokens, run_tokens))
         recomputed = tuple(position for position in positions if start <= position < end)
-        reused.append(PlannedChunk(span=span, variant=variant, recomputed=recomputed, overhead=overhead))
+        cfo = float(overhead >= 1.0) if selection.is_all_or_nothing else overhead
+        reused.append(PlannedChunk(span=span, variant=variant, recomputed=recomputed, overhead=cfo))
     return ReusePlan(start=start, end=end, reused=tuple(reused), recomputed=_all_computed(reused, start, end))
 
 
@@ -136,6 +147,43 @@ def _best(
         candidates.append((impact * (1.0 - overlap), variant.number, variant, fix_overhead(impact, overlap, alpha)))
     _, _, variant, overhead = min(candidates, key=lambda candidate: candidate[:2])
     return variant, overhead
+
+
+def _best_neighbours(
+    variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan], alpha: float
+) -> tuple[ChunkVariant, float]:
+    """Return the variant that keeps most of its old neighbours, and ``alpha`` times the attention that it has lost.
+
+    How much a chunk looks outwards is a matter of the chunk: what counts is the most that any variant shows. One that
+    was captured behind no chunk had nothing to look at, so a chunk known only from there is taken to look outwards
+    wholly; it is computed once more where it moves to, and known from then on.
+    """
+    prefix = [span.key for span in before]
+    shown = [outward_attention(variant.statistics) for variant in variants if variant.statistics.prefix]
+    outward = max(shown, default=1.0)
+    overlaps = [neighbour_overlap(variant.statistics, prefix) for variant in variants]
+    best = max(range(len(variants)), key=lambda place: (overlaps[place], -variants[place].number))
+    return variants[best], lost_attention(outward, overlaps[best], alpha)
+
+
+def _budgets(chunks: Sequence[tuple[int, float]], max_recompute: float) -> list[int]:
+    """Return how many tokens to recompute of each chunk, given as (tokens, CFO)."""
+    return [num_selected(min(overhead, max_recompute), num_tokens) for num_tokens, overhead in chunks]
+
+
+def _whole_budgets(chunks: Sequence[tuple[int, float]], max_recompute: float) -> list[int]:
+    """Return all or none of each chunk's tokens: all where what is lost reaches 1, the most first while room lasts.
+
+    Chunks are given as (tokens, what is lost). The room is ``max_recompute`` of the tokens of all of them together.
+    """
+    budgets = [0] * len(chunks)
+    room = num_selected(max_recompute, sum(num_tokens for num_tokens, _ in chunks))
+    for place in sorted(range(len(chunks)), key=lambda place: -chunks[place][1]):
+        num_tokens, lost = chunks[place]
+        if lost >= 1.0 and num_tokens <= room:
+            budgets[place] = num_tokens
+            room -= num_tokens
+    return budgets
 
 
 def _all_computed(reused: Sequence[PlannedChunk], start: int, end: int) -> tuple[int, ...]:

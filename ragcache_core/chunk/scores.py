@@ -8,7 +8,10 @@
     CCI   (Eq. 11)  how much of its KV comes from elsewhere: 1/2 nothing, 1 all
     CFO   (Eq. 12)  the fraction of its tokens to recompute: alpha CCI (1 - beta')
 
-All of Cache-Craft §3.1 and §3.2.
+All of Cache-Craft §3.1 and §3.2. Ours, for chunks that are recomputed wholly or not at all::
+
+    outward            of all its attention, how much leaves the chunk
+    neighbour overlap  of what it paid to other chunks, how much went to those that stand right before it again
 """
 
 from __future__ import annotations
@@ -74,16 +77,56 @@ def context_impact(statistics: ChunkStatistics) -> float:
     return 1.0 / (1.0 + math.exp(-outer / inner)) if inner > 0.0 else 1.0
 
 
+def outward_attention(statistics: ChunkStatistics) -> float:
+    """Return in [0, 1] how much of a chunk's attention leaves it, the static prefix and a token itself included.
+
+    ``1 - intra / |C|``. CCI divides by lengths and lies close to 1/2 for whatever is captured behind long prefixes;
+    this tells a chunk that begins with "It" from one that names what it is about.
+    """
+    return max(0.0, 1.0 - statistics.intra / len(statistics.token_inter))
+
+
+def neighbour_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
+    """Return in [0, 1] the attention paid to chunks that stand right before the chunk again, of all paid to chunks.
+
+    Only the longest common ending of both prefixes counts: what "It" means is decided by what stands before it, so a
+    chunk that came between an old neighbour and this one ends the context that was captured. Equal prefixes have 1.
+    """
+    old = statistics.prefix
+    if tuple(prefix) == old:
+        return 1.0
+    num_common = 0
+    for before, now in zip(reversed(old), reversed(prefix), strict=False):
+        if before != now:
+            break
+        num_common += 1
+    total = math.fsum(statistics.inter)
+    return min(1.0, math.fsum(statistics.inter[len(old) - num_common :]) / total) if total > 0.0 else 0.0
+
+
 def fix_overhead(impact: float, overlap: float, alpha: float) -> float:
     """Return the CFO in [0, 1]: the fraction of a chunk to recompute, ``alpha * CCI * (1 - beta')`` (Eq. 12).
 
     Raises:
         ConfigError: ``alpha`` is negative or not a number.
     """
+    return min(1.0, _scaled(impact, overlap, alpha))
+
+
+def lost_attention(outward: float, overlap: float, alpha: float) -> float:
+    """Return ``alpha * outward * (1 - neighbour overlap)``: from 1 on, a chunk is recomputed wholly.
+
+    Raises:
+        ConfigError: ``alpha`` is negative or not a number.
+    """
+    return _scaled(outward, overlap, alpha)
+
+
+def _scaled(weight: float, overlap: float, alpha: float) -> float:
     if not alpha >= 0.0:
         raise ConfigError(f"alpha is {alpha!r}; it must be 0 or more: 0 recomputes nothing, 2 or more all that changed")
     missing = 1.0 - overlap
-    return min(1.0, alpha * impact * missing) if missing > 0.0 else 0.0
+    return alpha * weight * missing if weight > 0.0 and missing > 0.0 else 0.0
 
 
 def num_selected(overhead: float, num_tokens: int) -> int:

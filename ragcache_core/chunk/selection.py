@@ -34,6 +34,8 @@ class TokenSelection(Protocol):
     name: ClassVar[str]
     needs_relevance: ClassVar[bool]
     """Whether it asks for ``SelectableChunk.relevance``."""
+    is_all_or_nothing: ClassVar[bool]
+    """Whether a chunk's budget is all of its tokens or none: ``recompute.py`` weighs chunks otherwise then."""
 
     def select(self, chunks: Sequence[SelectableChunk]) -> list[tuple[int, ...]]:
         """Return the offsets to recompute within each of ``chunks``, sorted; parallel to them."""
@@ -45,9 +47,25 @@ class CacheCraftSelection:
 
     name: ClassVar[str] = "cache_craft"
     needs_relevance: ClassVar[bool] = False
+    is_all_or_nothing: ClassVar[bool] = False
 
     def select(self, chunks: Sequence[SelectableChunk]) -> list[tuple[int, ...]]:
         return [_highest(chunk.variant.statistics.token_inter, chunk.budget) for chunk in chunks]
+
+
+class WholeChunksSelection:
+    """All tokens of the chunks that depend on neighbours they have lost, none of the others (ours).
+
+    Where a chunk says only "It", every later token of it has taken in what "It" was, and a few recomputed ones mend
+    nothing; a chunk that names what it is about needs none. So the budget goes to few chunks wholly.
+    """
+
+    name: ClassVar[str] = "whole_chunks"
+    needs_relevance: ClassVar[bool] = False
+    is_all_or_nothing: ClassVar[bool] = True
+
+    def select(self, chunks: Sequence[SelectableChunk]) -> list[tuple[int, ...]]:
+        return [tuple(range(chunk.budget)) for chunk in chunks]
 
 
 class FirstTokensSelection:
@@ -55,6 +73,7 @@ class FirstTokensSelection:
 
     name: ClassVar[str] = "first_tokens"
     needs_relevance: ClassVar[bool] = False
+    is_all_or_nothing: ClassVar[bool] = False
 
     def select(self, chunks: Sequence[SelectableChunk]) -> list[tuple[int, ...]]:
         return [tuple(range(chunk.budget)) for chunk in chunks]
@@ -73,6 +92,7 @@ class QuestionDrivenSelection:
 
     name: ClassVar[str] = "question_driven"
     needs_relevance: ClassVar[bool] = True
+    is_all_or_nothing: ClassVar[bool] = False
 
     def select(self, chunks: Sequence[SelectableChunk]) -> list[tuple[int, ...]]:
         scores: list[float] = []
@@ -95,6 +115,7 @@ class RandomSelection:
 
     name: ClassVar[str] = "random"
     needs_relevance: ClassVar[bool] = False
+    is_all_or_nothing: ClassVar[bool] = False
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -115,6 +136,7 @@ def _highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
 
 SELECTIONS: dict[str, Callable[[], TokenSelection]] = {
     "cache_craft": CacheCraftSelection,
+    "whole_chunks": WholeChunksSelection,
     "first_tokens": FirstTokensSelection,
     "question_driven": QuestionDrivenSelection,
     "random": RandomSelection,

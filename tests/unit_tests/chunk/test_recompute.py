@@ -8,13 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.chunk import SELECTIONS, ChunkSpan, ChunkVariant, ReusePlan, make_selection, plan_reuse, usable_spans
+from ragcache_core.chunk import (
+    SELECTIONS,
+    ChunkSpan,
+    ChunkVariant,
+    ReusePlan,
+    TokenSelection,
+    make_selection,
+    plan_reuse,
+    usable_spans,
+)
 from ragcache_core.chunk.recompute import in_runs
 from ragcache_core.chunk.scores import adjusted_overlap, context_impact
 from ragcache_core.errors import ConfigError, PromptError
 from tests.unit_tests.chunk.captures import key, prompt, spans, token_scores, variant, variants
 
 CACHE_CRAFT = make_selection("cache_craft")
+WHOLE_CHUNKS = make_selection("whole_chunks")
 
 
 @st.composite
@@ -73,9 +83,15 @@ def test_every_token_of_the_range_is_either_read_once_or_computed(
 
 
 @settings(deadline=None)
-@given(scene=scenes(), alphas=st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 3.0)))
-def test_a_larger_alpha_computes_the_same_tokens_and_more(scene, alphas: tuple[float, float]) -> None:
-    low, high = (set(plan(*scene, alpha=alpha).recomputed) for alpha in sorted(alphas))
+@given(
+    scene=scenes(),
+    alphas=st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 3.0)),
+    selection=st.sampled_from([CACHE_CRAFT, WHOLE_CHUNKS]),
+)
+def test_a_larger_alpha_computes_the_same_tokens_and_more(
+    scene, alphas: tuple[float, float], selection: TokenSelection
+) -> None:
+    low, high = (set(plan(*scene, alpha=alpha, selection=selection).recomputed) for alpha in sorted(alphas))
     assert low <= high
 
 
@@ -124,6 +140,42 @@ def test_a_chunk_behind_the_same_chunks_is_read_as_it_is() -> None:
     made = plan(spans((0, 6), (1, 8)), stored, 0, 14, alpha=100.0)
     assert made.recomputed == ()
     assert [chunk.overhead for chunk in made.reused] == [0.0, 0.0]
+
+
+@settings(deadline=None)
+@given(scene=scenes(), alpha=st.floats(0.0, 3.0), max_recompute=st.floats(0.0, 1.0))
+def test_a_selection_of_whole_chunks_splits_none_and_keeps_to_its_share(scene, alpha, max_recompute: float) -> None:
+    made = plan(*scene, alpha=alpha, max_recompute=max_recompute, selection=WHOLE_CHUNKS)
+    planned = [set(range(made.start, made.end)) & set(range(c.span.start, c.span.end)) for c in made.reused]
+    computed = [chunk.span.num_tokens for chunk, part in zip(made.reused, planned, strict=True) if chunk.recomputed]
+    assert all(set(c.recomputed) in (set(), part) for c, part in zip(made.reused, planned, strict=True))
+    assert sum(computed) <= math.ceil(max_recompute * sum(chunk.span.num_tokens for chunk in made.reused))
+
+
+def test_of_whole_chunks_that_is_computed_which_looks_outwards_and_lost_its_neighbour() -> None:
+    asks = variant(1, 8, [(0, 6, 4.0)], intra=2.0)  # three quarters of its attention leave it
+    tells = variant(2, 8, [(0, 6, 4.0)], intra=6.0)  # one quarter
+    stored = {key(1): [asks], key(2): [tells]}
+    beside = plan(spans((9, 6), (1, 8), (2, 8)), stored, 6, 22, alpha=2.0, selection=WHOLE_CHUNKS)
+    assert [bool(chunk.recomputed) for chunk in beside.reused] == [True, False]
+    assert [chunk.overhead for chunk in beside.reused] == [1.0, 0.0]
+    behind = plan(spans((0, 6), (1, 8)), stored, 6, 14, alpha=2.0, selection=WHOLE_CHUNKS)
+    assert behind.recomputed == ()
+
+
+def test_a_chunk_known_only_from_the_beginning_of_prompts_is_computed_once_where_it_moves_to() -> None:
+    first = variant(1, 8, intra=8.0)
+    moved = plan(spans((0, 6), (1, 8)), {key(1): [first]}, 6, 14, alpha=1.5, selection=WHOLE_CHUNKS)
+    assert moved.reused[0].recomputed == tuple(range(6, 14))
+    known = [first, variant(1, 8, [(0, 6, 1.0)], number=1, intra=6.0)]
+    again = plan(spans((7, 6), (1, 8)), {key(1): known}, 6, 14, alpha=1.5, selection=WHOLE_CHUNKS)
+    assert again.recomputed == ()
+
+
+def test_where_not_all_may_be_computed_those_that_lost_most_are() -> None:
+    stored = {key(n): [variant(n, 8, [(0, 6, 1.0)], intra=float(n))] for n in (1, 2, 3)}
+    made = plan(spans((3, 8), (2, 8), (1, 8)), stored, 0, 24, alpha=9.0, max_recompute=0.5, selection=WHOLE_CHUNKS)
+    assert [bool(chunk.recomputed) for chunk in made.reused] == [False, False, True]
 
 
 def test_separators_and_chunks_that_are_not_stored_are_computed() -> None:

@@ -15,8 +15,11 @@ from ragcache_core.chunk.scores import (
     adjusted_overlap,
     context_impact,
     fix_overhead,
+    lost_attention,
+    neighbour_overlap,
     num_selected,
     order_penalty,
+    outward_attention,
     prefix_overlap,
 )
 from ragcache_core.errors import ConfigError
@@ -157,3 +160,42 @@ def test_attention_that_is_no_attention_is_no_statistics(bad: float, place: str)
 def test_scores_must_be_as_many_as_the_chunks_before() -> None:
     with pytest.raises(ValueError, match="1 scores and 2 lengths for a prefix of 2 chunks"):
         ChunkStatistics((key(1), key(2)), (4, 5), (1.0,), 1.0, (1.0,))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_does_not_look_inwards_looks_outwards(seed: int) -> None:
+    captured = prompt([5, 7, 11], seed=seed)
+    own = captured.spans[2]
+    rows = captured.averaged()[own.start : own.end]
+    before, itself = rows[:, : own.start].sum(), np.diagonal(rows[:, own.start :]).sum()
+    assert outward_attention(captured.statistics(2)) == pytest.approx((before + itself) / own.num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("now", "kept"),
+    [
+        ([1, 2], 1.0),
+        ([9, 2], 0.75),
+        ([2], 0.75),
+        ([1, 2, 9], 0.0),
+        ([1], 0.0),
+        ([2, 1], 0.0),
+        ([9, 1, 2], 1.0),
+        ([], 0.0),
+    ],
+)
+def test_a_neighbour_counts_as_long_as_nothing_new_stands_between(now: list[int], kept: float) -> None:
+    captured = statistics(8, [(1, 5, 1.0), (2, 5, 3.0)])
+    assert neighbour_overlap(captured, keys(now)) == pytest.approx(kept)
+
+
+@given(variants(0, 4), NAMES)
+def test_neighbours_are_kept_between_not_at_all_and_wholly(variant, names: list[int]) -> None:
+    assert 0.0 <= neighbour_overlap(variant.statistics, keys(names)) <= 1.0
+    assert neighbour_overlap(variant.statistics, variant.statistics.prefix) == 1.0
+
+
+def test_lost_attention_has_no_bound_but_where_nothing_is_lost() -> None:
+    assert lost_attention(0.5, 0.5, 8.0) == 2.0
+    assert lost_attention(0.5, 1.0, math.inf) == 0.0
+    assert lost_attention(0.5, 0.0, math.inf) == math.inf

@@ -65,6 +65,11 @@ def test_first_tokens_are_the_first() -> None:
     assert make_selection("first_tokens").select([SelectableChunk(variant(0, 6), 3)]) == [(0, 1, 2)]
 
 
+def test_whole_chunks_takes_all_that_it_may_of_each_chunk() -> None:
+    chunks = [SelectableChunk(variant(0, 3), 0), SelectableChunk(variant(1, 4), 4)]
+    assert make_selection("whole_chunks").select(chunks) == [(), (0, 1, 2, 3)]
+
+
 def test_the_question_moves_the_budget_to_where_it_looks() -> None:
     dull = SelectableChunk(variant(0, 3), 2, [0.1, 0.2, 0.1])
     asked = SelectableChunk(variant(1, 4), 1, [0.0, 0.9, 0.8, 0.7])
@@ -103,5 +108,5 @@ def test_random_tokens_are_the_same_in_another_process() -> None:
 
 
 def test_an_unknown_selection_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="selection is 'best'; choose one of cache_craft, first_tokens"):
+    with pytest.raises(ConfigError, match="selection is 'best'; choose one of cache_craft, whole_chunks, first_tokens"):
         make_selection("best")
