@@ -72,9 +72,11 @@ class PipelineReport:
 
     ``search_s`` is from the start of the search to its final documents, in ``num_stages`` stages. ``num_started``
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
-    one was right. ``unhidden_search_s`` is the part of the search before the engine began the confirmed speculation,
-    and all of it without one, or until the engine has told when it began. ``skipped_because`` says why nothing was
-    sent; ``None`` where something was.
+    one was right. ``unhidden_search_s`` is by how much later the answer was begun than if the documents had been known
+    when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent, and
+    what it then waited in the engine for room, at first and whenever it was preempted unasked for. It is all of the
+    search without one, or until the engine has told. ``skipped_because`` says why nothing was sent; ``None`` where
+    something was.
     """
 
     search_s: float
@@ -87,7 +89,7 @@ class PipelineReport:
 
     @property
     def hidden_search_s(self) -> float:
-        """The part of the search during which the engine worked on the answer."""
+        """The part of the search during which the answer was on its way."""
         return self.search_s - self.unhidden_search_s
 
     def to_dict(self) -> dict[str, object]:

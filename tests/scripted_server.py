@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 _CONFIRM = re.compile(r"/v1/ragcache/speculations/([^/]+)/confirm")
-_ADMISSION = re.compile(r"/v1/ragcache/speculations/([^/]+)")
+_WAIT = re.compile(r"/v1/ragcache/speculations/([^/?]+)\?after=(\d+)")
 _PATIENCE_S = 0.5
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 1024
@@ -117,6 +117,8 @@ class ScriptedServer:
     """Ids of the speculations that were confirmed."""
     admits_after_s: float | None = 0.0
     """Seconds before a speculation is begun with, as far as it says; ``None`` says nothing of it."""
+    paused_s: list[float] = field(default_factory=list)
+    """Seconds of each pause of a speculation that it tells of afterwards."""
     aborted: list[Seen] = field(default_factory=list)
     """Requests whose client hung up before the end."""
 
@@ -223,15 +225,16 @@ class ScriptedServer:
             return None
         return self.cache if question == "stats" else self._figures.get(question.removeprefix("requests/"))
 
-    def _admitted_ago_s(self, speculation: str) -> float | None:
-        """Return how long ago a speculation was begun with, for which it waits a little."""
+    def _wait(self, speculation: str, *, after: int) -> JsonObject:
+        """Return how long a speculation has waited, and how often that was told; until ``after`` times it waits."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while (now_s := time.monotonic()) < deadline_s:
-            arrived_s, after_s = self._arrived_s.get(speculation), self.admits_after_s
-            if arrived_s is not None and after_s is not None and now_s >= arrived_s + after_s:
-                return now_s - arrived_s - after_s
+            arrived_s, after_s, pauses_s = self._arrived_s.get(speculation), self.admits_after_s, self.paused_s[:]
+            has_news = arrived_s is not None and len(pauses_s) >= after
+            if has_news and after_s is not None and now_s >= arrived_s + after_s:
+                return {"waited_s": after_s + sum(pauses_s), "num_told": len(pauses_s) + 1}
             time.sleep(0.005)
-        return None
+        return {"waited_s": None, "num_told": after}
 
     def _metrics(self) -> str:
         values = {
@@ -286,10 +289,10 @@ class _Handler(BaseHTTPRequestHandler):
             case "/v1/models":
                 if self._is_allowed():
                     self._send(200, {"object": "list", "data": [card]})
-            case path if (found := _ADMISSION.fullmatch(path)) and self.server_of.load is not None:
+            case path if (found := _WAIT.fullmatch(path)) and self.server_of.load is not None:
                 if self._is_allowed():
                     with contextlib.suppress(OSError):
-                        self._send(owner.cache_status, {"admitted_ago_s": owner._admitted_ago_s(found[1])})
+                        self._send(owner.cache_status, owner._wait(found[1], after=int(found[2])))
             case "/v1/ragcache/cached_paths" if owner.cached_paths is not None:
                 if self._is_allowed():
                     self._stream_paths(owner.cached_paths)

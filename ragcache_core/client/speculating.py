@@ -46,7 +46,8 @@ class Speculation:
         key: that of the real requests that may join it.
         asker: in whose name it was sent; only a request in nobody's name or theirs joins it.
         sent_s: when it was sent, by ``time.perf_counter()``.
-        started_s: when the engine began with it, once it has told: rather a little late than early.
+        started_s: when it was sent, and as much later as it has waited in the engine for room, once that has told. The
+            way there is not counted: a request that is made when the search has ended has it before it as well.
         is_claimable: whether a real request may join it.
         error: why it failed.
     """
@@ -303,7 +304,7 @@ class Speculations:
     # In the background
 
     async def _send(self, speculation: Speculation, request: httpx.Request) -> None:
-        noting = asyncio.create_task(self._note_start(speculation))
+        noting = asyncio.create_task(self._note_wait(speculation))
         try:
             await receive(self._transport(), request, speculation.response, is_promised=lambda: speculation._is_claimed)
         except asyncio.CancelledError:
@@ -320,10 +321,11 @@ class Speculations:
         speculation._end(None)
         await noting
 
-    async def _note_start(self, speculation: Speculation) -> None:
-        speculation.started_s = await self._routes.started_s(
-            self._transport(), speculation.id, is_over=lambda: speculation.is_done
-        )
+    async def _note_wait(self, speculation: Speculation) -> None:
+        def note(waited_s: float) -> None:
+            speculation.started_s = speculation.sent_s + waited_s
+
+        await self._routes.follow_wait(self._transport(), speculation.id, note, is_over=lambda: speculation.is_done)
 
     async def _send_confirmation(self, speculation: Speculation) -> None:
         await self._routes.confirm(self._transport(), speculation.id, is_over=lambda: speculation.is_done)

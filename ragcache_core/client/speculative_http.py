@@ -1,4 +1,4 @@
-"""What a speculation says to the server: its marked request, its confirmation, and a question when it began.
+"""What a speculation says to the server: its marked request, its confirmation, and a question how long it waited.
 
 All of it is sent by the event loop that its ``transport`` belongs to, and only the confirmation more than once.
 """
@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import re
-import time
 from collections.abc import Callable
 from itertools import chain, repeat
 
@@ -26,7 +25,7 @@ _SHORT_TIMEOUT = httpx.Timeout(5.0)
 _CONFIRM_PAUSES_S = (0.05, 0.2, 1.0, 2.0, 5.0)
 """Before a confirmation that did not arrive is repeated; the last one from then on."""
 _ASK_AGAIN_S = 0.05
-"""Before the server is asked again when a speculation began; it waits for that itself."""
+"""Before a server that had no news is asked again how long a speculation has waited; it waits for that itself."""
 _ERROR_EVENT = re.compile(rb'data:\s*\{\s*"error"\s*:')
 _LONGEST_CUT = 32
 """The beginning of an event may arrive apart from its rest; so much of it is looked at again."""
@@ -120,27 +119,36 @@ class SpeculationRoutes:
             if is_over():
                 return
 
-    async def started_s(
-        self, transport: httpx.AsyncBaseTransport, speculation_id: str, *, is_over: Callable[[], bool]
-    ) -> float | None:
-        """Wait until the engine tells when it began with a speculation, and return that by ``time.perf_counter()``.
+    async def follow_wait(
+        self,
+        transport: httpx.AsyncBaseTransport,
+        speculation_id: str,
+        note: Callable[[float], None],
+        *,
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Call ``note`` with the seconds that a speculation has waited for room, each time the engine tells.
 
-        It tells how long ago, so it is rather a little late than early: the way of the answer is not counted. ``None``
-        for a server that does not tell, and if it has not done so once the speculation ``is_over``.
+        It does so when it begins, and when it goes on after a pause. Returns when the speculation ``is_over``,
+        or when the server is one that does not tell.
         """
+        num_told = 0
         while True:
             was_over = is_over()
-            answer = await self._ask(transport, "GET", f"speculations/{speculation_id}")
+            after = 0 if was_over else num_told  # in the end nobody waits for what is known
+            answer = await self._ask(transport, "GET", f"speculations/{speculation_id}?after={after}")
             if answer is not None and answer.status_code < 500:
                 match _json(answer):
-                    case {"admitted_ago_s": float() | int() as ago_s}:
-                        return time.perf_counter() - ago_s
-                    case {"admitted_ago_s": None}:
+                    case {"waited_s": float() | int() as waited_s, "num_told": int() as num_told}:
+                        note(float(waited_s))
+                        if not was_over:
+                            continue
+                    case {"waited_s": None}:
                         pass  # it waited for the engine, in vain
                     case _:
-                        return None
+                        return
             if was_over:
-                return None
+                return
             await asyncio.sleep(_ASK_AGAIN_S)
 
     async def _ask(self, transport: httpx.AsyncBaseTransport, method: str, route: str) -> httpx.Response | None:

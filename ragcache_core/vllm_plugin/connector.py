@@ -36,6 +36,7 @@ from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.disk import DiskTier
 from ragcache_core.vllm_plugin.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
+from ragcache_core.vllm_plugin.records import arrived_s
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
@@ -60,6 +61,8 @@ class _DocumentAware:
     """What both connectors do on the scheduler's side: tell the controller of each request's life."""
 
     controller: CacheController | None = None
+    last_step = (0.0, 0.0)
+    """The first and the last moment of the engine's last step, which the scheduler tells."""
     _num_local_tokens: dict[str, int]
     _reported_s = 0.0
     _num_reported_pending = 0
@@ -89,8 +92,9 @@ class _DocumentAware:
             metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
         if not self.controller.settings.max_prefill_bs:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
+        since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.last_step)
         self.controller.on_new_request(
-            request.request_id, metadata, request.block_hashes, request.num_prompt_tokens, time.monotonic()
+            request.request_id, metadata, request.block_hashes, request.num_prompt_tokens, since_s
         )
         is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
         if request.prompt_token_ids and is_like_others:  # else the same tokens are not the same KV
@@ -138,7 +142,7 @@ class _DocumentAware:
             engine=self.controller.take_report() if is_due else None,
             offload=self._stats_below() if is_due else None,
             paths=paths,
-            admitted=self.controller.speculations.take_admitted(now_s),
+            waited_s=self.controller.speculations.take_waited_s(),
             num_pending_prefills=None if pending == self._num_reported_pending else pending,
             has_room=None if has_room == self._reported_room else has_room,
         )

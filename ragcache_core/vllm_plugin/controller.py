@@ -101,16 +101,31 @@ class CacheController:
         """Count a request's access, as it gets its blocks for the first time (RAGCache Algorithm 1)."""
         self.waiting.remove(request_id)
         record = self._requests.get(request_id)
-        if record is None or record.admitted_s is not None:
+        if record is None:
+            return
+        if record.admitted_s is not None:
+            self._on_resumed(request_id, record, now_s)
             return
         record.admitted_s = now_s
-        self.speculations.on_admitted(record, now_s)
+        self.speculations.on_admitted(request_id, record)
         self.note_change()
         for tier, num_tokens in num_tokens_by_tier.items():
             record.num_tokens_by_tier[tier] = num_tokens
             self.counters.num_tokens_by_tier[tier] += num_tokens
         if not record.is_speculative:
             self._count_access(record, keys)
+
+    def on_preempted(self, request_id: str, now_s: float) -> None:
+        """Take note that a request lost its blocks; where nobody asks for it, that is a pause of its speculation."""
+        record = self._requests.get(request_id)
+        if record is not None and record.is_speculative:
+            record.preempted_s = now_s
+
+    def _on_resumed(self, request_id: str, record: RequestRecord, now_s: float) -> None:
+        if record.preempted_s is not None:
+            record.paused_s += now_s - record.preempted_s
+            record.preempted_s = None
+            self.speculations.on_admitted(request_id, record)
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
         """Take note of a request's first token."""

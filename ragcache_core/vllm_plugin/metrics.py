@@ -7,9 +7,9 @@ figures of requests that ended, a report of the tiers, and what has changed of t
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import (
@@ -19,6 +19,7 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadPromMetrics,
 )
 from ragcache_core.vllm_plugin.mirroring import PathFeed
+from ragcache_core.vllm_plugin.news import News
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
@@ -52,14 +53,14 @@ _TIER_GAUGES = {
     "is_enabled": ("ragcache_tier_enabled", "Whether a tier works: 1 or 0."),
 }
 _LOAD = ("num_pending_prefills", "has_room")
-_PARTS = ("requests", "engine", "paths", "offload", "admitted")
+_PARTS = ("requests", "engine", "paths", "offload", "waited_s")
 
 
 class RAGCacheStats(KVConnectorStats):
     """What a step has to say.
 
     ``data`` holds ``requests`` by id, the latest ``engine`` report or None, deltas of the cached ``paths`` in order,
-    the data of vLLM's offloading, the speculations that were ``admitted`` and how many seconds ago, and
+    the data of vLLM's offloading, how long each speculation that was admitted has ``waited_s``, and
     ``num_pending_prefills`` and ``has_room`` where they have changed.
     """
 
@@ -71,7 +72,7 @@ class RAGCacheStats(KVConnectorStats):
         engine: dict[str, Any] | None,
         offload: KVConnectorStats | None,
         paths: Sequence[dict[str, object]] = (),
-        admitted: Mapping[str, float] | None = None,
+        waited_s: Mapping[str, float] | None = None,
         num_pending_prefills: int | None = None,
         has_room: bool | None = None,
     ) -> RAGCacheStats:
@@ -83,7 +84,7 @@ class RAGCacheStats(KVConnectorStats):
                 "engine": engine,
                 "paths": list(paths),
                 "offload": below,
-                "admitted": dict(admitted or {}),
+                "waited_s": dict(waited_s or {}),
                 "num_pending_prefills": num_pending_prefills,
                 "has_room": has_room,
             }
@@ -103,9 +104,9 @@ class RAGCacheStats(KVConnectorStats):
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
         engine = other.data.get("engine") or self.data.get("engine")
         paths = [*(self.data.get("paths") or ()), *(other.data.get("paths") or ())]
-        admitted = {**(other.data.get("admitted") or {}), **(self.data.get("admitted") or {})}
+        waited_s = {**(self.data.get("waited_s") or {}), **(other.data.get("waited_s") or {})}
         load = {part: self.data.get(part) if (said := other.data.get(part)) is None else said for part in _LOAD}
-        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, admitted=admitted, **load)
+        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, waited_s=waited_s, **load)
 
     def reduce(self) -> dict[str, int | float]:
         """Return a line for vLLM's log."""
@@ -114,19 +115,34 @@ class RAGCacheStats(KVConnectorStats):
         return {**line, "ragcache_requests": len(self.data.get("requests") or {})}
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long a speculation has waited for room in an engine, which has told that ``num_told`` times.
+
+    It tells when it begins, and whenever it goes on after a pause. Of several engines that have requests of one
+    speculation, the first that tells counts.
+    """
+
+    engine_index: int
+    num_told: int
+    waited_s: float
+
+
 class Received:
     """What the server's process knows of the engines; the newest ``max_requests`` requests.
 
-    ``paths`` are those of the first data-parallel engine: nobody can choose which of them serves a request.
+    ``paths`` are those of the first data-parallel engine: nobody can choose which of them serves a request. ``news``
+    wakes those who wait for a request's figures, or for a speculation's wait.
     """
 
     def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
         self.paths = PathFeed()
+        self.news = News()
         self._max_requests = max_requests
         self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._engines: dict[int, dict[str, Any]] = {}
         self._before_the_first: dict[str, Any] | None = None
-        self._admitted_s: OrderedDict[str, float] = OrderedDict()
+        self._waits: OrderedDict[str, Wait] = OrderedDict()
         self._num_pending: dict[int, int] = {}
         self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
@@ -169,10 +185,14 @@ class Received:
                 self._requests[_response_id(request_id)] = figures
             while len(self._requests) > self._max_requests:
                 self._requests.popitem(last=False)
-            for speculation, ago_s in (data.get("admitted") or {}).items():
-                self._admitted_s.setdefault(speculation, time.monotonic() - ago_s)
-            while len(self._admitted_s) > _MAX_ADMITTED:
-                self._admitted_s.popitem(last=False)
+            for speculation, waited_s in (data.get("waited_s") or {}).items():
+                before = self._waits.get(speculation, Wait(engine_index, 0, 0.0))
+                if before.engine_index == engine_index:
+                    self._waits[speculation] = Wait(engine_index, before.num_told + 1, waited_s)
+            while len(self._waits) > _MAX_ADMITTED:
+                self._waits.popitem(last=False)
+        if data.get("requests") or data.get("waited_s"):
+            self.news.tell()
 
     def request(self, response_id: str) -> dict[str, Any] | None:
         """Return the figures of an answered request by the ``id`` of its response.
@@ -185,11 +205,14 @@ class Received:
                     return figures
         return None
 
-    def admitted_ago_s(self, speculation: str) -> float | None:
-        """Return how long ago an engine began with a speculation; None until it has said so, and long afterwards."""
+    def wait_of(self, speculation: str, *, after: int = 0) -> Wait | None:
+        """Return how long a speculation has waited; None until that was told more than ``after`` times.
+
+        None long afterwards as well.
+        """
         with self._lock:
-            admitted_s = self._admitted_s.get(speculation)
-        return None if admitted_s is None else time.monotonic() - admitted_s
+            wait = self._waits.get(speculation)
+        return None if wait is None or wait.num_told <= after else wait
 
     def engine(self) -> dict[str, Any] | None:
         """Return the latest report; of several data-parallel engines, that of the first."""

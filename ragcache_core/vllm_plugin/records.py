@@ -17,7 +17,8 @@ class RequestRecord:
     """What a request found, cost and waited for. Times are seconds of a monotonic clock.
 
     ``keys`` are its blocks' as vLLM has them: they grow with its answer. ``num_speculative_tokens`` of its prompt were
-    computed before anybody asked for its answer.
+    computed before anybody asked for its answer; until then it was ``paused_s`` in all, and is now since
+    ``preempted_s``.
     """
 
     num_prompt_tokens: int
@@ -31,12 +32,19 @@ class RequestRecord:
     is_confirmed: bool = False
     admitted_s: float | None = None
     first_token_s: float | None = None
+    preempted_s: float | None = None
+    paused_s: float = 0.0
     retained: Key | None = None
 
     @property
     def is_speculative(self) -> bool:
         """Whether nobody has asked for its answer yet."""
         return self.metadata.speculation is not None and not self.is_confirmed
+
+    @property
+    def waited_s(self) -> float | None:
+        """How long it waited for room, at first and whenever it was preempted unasked for; None before it got any."""
+        return None if self.admitted_s is None else self.admitted_s - self.arrived_s + self.paused_s
 
     @property
     def num_cached_tokens(self) -> int:
@@ -54,6 +62,17 @@ class RequestRecord:
             "is_speculative": self.metadata.speculation is not None,
             "is_confirmed": self.is_confirmed,
         }
+
+
+def arrived_s(now_s: float, age_s: float, last_step: tuple[float, float]) -> float:
+    """Return since when a request waits that an engine takes in now, ``age_s`` after its server had it.
+
+    An engine takes requests in between two steps. What came during the ``last_step``, given by its first and its last
+    moment, waited for its end; the rest of its age was its way. The server's clock may differ: an age below 0 is none,
+    and no age makes more of the wait than the step was long.
+    """
+    began_s, ended_s = last_step
+    return now_s - max(0.0, ended_s - max(began_s, now_s - max(age_s, 0.0)))
 
 
 @dataclass(slots=True)

@@ -5,7 +5,6 @@ They lie under ``/v1`` so that the server's API key protects them.
 
 from __future__ import annotations
 
-import asyncio
 from argparse import Namespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from ragcache_core.vllm_plugin.compat import call_confirm
 from ragcache_core.vllm_plugin.metrics import received
 
 _PATIENCE_S = 0.5
-_POLL_S = 0.005
 
 router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
 
@@ -27,10 +25,10 @@ async def request_figures(response_id: str) -> dict[str, Any]:
 
     They may arrive a moment after the answer: it waits for them a little.
     """
-    for _ in range(int(_PATIENCE_S / _POLL_S) if received.engine() is not None else 0):
-        if (figures := received.request(response_id)) is not None:
+    if received.engine() is not None:
+        figures = await received.news.wait_for(lambda: received.request(response_id), _PATIENCE_S)
+        if figures is not None:
             return figures
-        await asyncio.sleep(_POLL_S)
     raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
 
 
@@ -69,18 +67,18 @@ async def load() -> dict[str, Any]:
 
 
 @router.get("/speculations/{speculation_id}")
-async def speculation(speculation_id: str) -> dict[str, float | None]:
-    """Return how long ago the engine began with a speculation; null if it has not said so, for which it waits a little.
+async def speculation(speculation_id: str, after: int = 0) -> dict[str, Any]:
+    """Return how long a speculation has waited for room, at first and whenever it was preempted.
 
-    It is a duration, so that nobody's clocks have to agree. The engine says so after the first step.
+    The engine tells it with the step in which it begins, and goes on. Null until it has told more than ``after`` times,
+    for which this waits a little.
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    for _ in range(int(_PATIENCE_S / _POLL_S)):
-        if (ago_s := received.admitted_ago_s(speculation_id)) is not None:
-            return {"admitted_ago_s": ago_s}
-        await asyncio.sleep(_POLL_S)
-    return {"admitted_ago_s": None}
+    wait = await received.news.wait_for(lambda: received.wait_of(speculation_id, after=after), _PATIENCE_S)
+    if wait is None:
+        return {"waited_s": None, "num_told": after}
+    return {"waited_s": wait.waited_s, "num_told": wait.num_told}
 
 
 @router.post("/speculations/{speculation_id}/confirm", status_code=204)

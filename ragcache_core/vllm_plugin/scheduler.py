@@ -54,7 +54,6 @@ class _TreeScheduling:
     max_num_encoder_input_tokens: int
     need_mamba_block_aligned_split: bool
     _inflight_prefills: set[Request]
-    _preempt_request: Callable[[Request, float], None]
     _free_request_blocks: Callable[[Request], None]
     _handle_blocked_waiting_request: Callable[[Request], bool]
 
@@ -68,6 +67,7 @@ class _TreeScheduling:
             )
         self._controller = controller
         self._queue: CacheAwareRequestQueue | None = None
+        self._step_began_s = 0.0
         self._speculates_beside_answers = not current_platform.is_cpu()
         if len(self.kv_cache_config.kv_cache_groups) == 1:
             TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
@@ -78,6 +78,7 @@ class _TreeScheduling:
             self._take_over_queue(settings.queue_window if settings.is_queue_cache_aware else 0)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._step_began_s = time.monotonic()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -105,6 +106,7 @@ class _TreeScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        self.connector.last_step = self._step_began_s, time.monotonic()
         return outputs
 
     def confirm(self, speculation: str) -> dict[str, object] | None:
@@ -128,6 +130,10 @@ class _TreeScheduling:
             return False
         num_speculative = len(self.running) - len(running) + self._queue.num_speculative + len(self._loading())
         return num_speculative < self._controller.settings.max_prefill_bs
+
+    def _preempt_request(self, request: Request, timestamp: float, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, timestamp, *args, **kwargs)  # type: ignore[misc]
+        self._controller.on_preempted(request.request_id, timestamp)
 
     def _take_over_queue(self, window: int) -> None:
         if self.policy.value != "fcfs":
@@ -192,6 +198,7 @@ class _TreeScheduling:
         self._free_request_blocks(request)
         request.num_computed_tokens = 0
         self.waiting.prepend_request(request)
+        self._controller.on_preempted(request.request_id, time.monotonic())
 
     def _count_speculation(self, output: SchedulerOutput) -> None:
         for request in self.running:

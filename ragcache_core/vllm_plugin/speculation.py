@@ -33,7 +33,8 @@ class Speculations:
         self._requests: dict[str, dict[str, RequestRecord]] = {}
         self._confirmed_early: OrderedDict[str, None] = OrderedDict()
         self._ended: OrderedDict[str, list[RequestRecord]] = OrderedDict()
-        self._admitted_s: dict[str, float] = {}
+        self._first_admitted: OrderedDict[str, str] = OrderedDict()
+        self._waited_s: dict[str, float] = {}
         self.num_requests = 0
         self.num_confirmed = 0
         self.num_tokens = 0
@@ -66,15 +67,20 @@ class Speculations:
             self._confirm(record)
         return confirmed
 
-    def on_admitted(self, record: RequestRecord, now_s: float) -> None:
-        """Take note that the engine begins with a request; of several of one speculation, the first counts."""
-        if record.metadata.speculation is not None:
-            self._admitted_s.setdefault(record.metadata.speculation, now_s)
+    def on_admitted(self, request_id: str, record: RequestRecord) -> None:
+        """Take note that a request begins, or goes on; of several of one speculation, the first counts."""
+        speculation = record.metadata.speculation
+        if speculation is None or record.waited_s is None:
+            return
+        if self._first_admitted.setdefault(speculation, request_id) == request_id:
+            self._waited_s[speculation] = record.waited_s
+        if len(self._first_admitted) > self._max_remembered:
+            self._first_admitted.popitem(last=False)
 
-    def take_admitted(self, now_s: float) -> dict[str, float]:
-        """Return the speculations that were admitted since the last call, and how many seconds ago."""
-        admitted_s, self._admitted_s = self._admitted_s, {}
-        return {speculation: now_s - then_s for speculation, then_s in admitted_s.items()}
+    def take_waited_s(self) -> dict[str, float]:
+        """Return the speculations that were admitted since the last call, and how long each has waited for room."""
+        waited_s, self._waited_s = self._waited_s, {}
+        return waited_s
 
     def on_computed(self, record: RequestRecord, num_tokens: int) -> None:
         """Count prompt tokens that are computed for a request that nobody has asked for."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,53 @@ def test_a_request_that_joins_its_speculation_gives_the_tokens_of_one_that_does_
     assert until(lambda: speculation.started_s is not None)
     assert speculation.started_s is not None
     assert speculation.started_s >= speculation.sent_s
+
+
+def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None:
+    real = engine.stream("Tenrik", **LONG)
+    next(real)
+    if (load := engine.pending_prefills()) is None or load.has_room:
+        pytest.skip("a GPU has room beside an answer")
+    speculation = engine.speculate(lambda: engine.generate("Zorval of Tenrik", max_tokens=4))
+    waited_s = _while_waiting(engine, 1, real)
+    assert speculation.started_s is None
+    real.close()
+    assert until(lambda: speculation.started_s is not None)
+    assert speculation.started_s is not None
+    assert speculation.started_s - speculation.sent_s >= waited_s
+    speculation.cancel()  # else its whole answer is kept for a while
+    assert becomes_idle(engine)
+
+
+def test_a_speculation_that_is_preempted_pauses_until_there_is_room_again(engine: Engine) -> None:
+    speculation = engine.speculate(lambda: engine.generate("Zorval", **LONG))
+    assert until(lambda: speculation.started_s is not None)
+    began_s = speculation.started_s or 0.0
+    assert not speculation.is_done
+    real = engine.stream("Tenrik", **LONG)
+    next(real)
+    if (load := engine.pending_prefills()) is None or load.has_room:
+        pytest.skip("a GPU has room beside an answer")
+    paused_s = _while_waiting(engine, LONG["n"], real)
+    real.close()
+    assert until(lambda: speculation.started_s != began_s)
+    assert (speculation.started_s or 0.0) - began_s >= paused_s
+    speculation.cancel()
+    assert becomes_idle(engine)
+
+
+def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> float:
+    """Return for how many seconds at least so many requests waited, while some of a real answer came."""
+
+    def is_waiting() -> bool:
+        stats = engine.stats()
+        return (stats.num_running, stats.num_waiting) == (LONG["n"], num_waiting)
+
+    assert until(is_waiting)
+    since_s = time.perf_counter()
+    for _ in range(10):
+        next(real)
+    return time.perf_counter() - since_s
 
 
 def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:

@@ -129,10 +129,10 @@ def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) 
     assert not full.is_empty()
     assert full.aggregate(step).data["has_room"] is False
     assert step.aggregate(full).data["num_pending_prefills"] == 3
-    began, again = (RAGCacheStats.of(requests={}, engine=None, offload=None, admitted={"s": ago}) for ago in (2.0, 1.0))
+    began, again = (RAGCacheStats.of(requests={}, engine=None, offload=None, waited_s={"s": s}) for s in (0.5, 2.5))
     assert not began.is_empty()
-    assert began.aggregate(again).data["admitted"] == {"s": 2.0}
-    assert began.aggregate(RAGCacheStats()).data["admitted"] == RAGCacheStats().aggregate(began).data["admitted"]
+    assert began.aggregate(again).data["waited_s"] == {"s": 2.5}
+    assert began.aggregate(RAGCacheStats()).data["waited_s"] == RAGCacheStats().aggregate(began).data["waited_s"]
     received.add(full.aggregate(step).data, 0)
     received.add(step.data, 1)
     received.add(none_left.data, 0)

@@ -147,7 +147,8 @@ def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> No
     assert vllm_facts["scheduled"], "speculative tokens are counted from a step's num_scheduled_tokens"
     assert vllm_facts["request"] == [
         *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
-    ], "_TreeScheduling reads them: find their new names"
+        "arrival_time",
+    ], "_TreeScheduling reads them, the connector the last one: find their new names"
     assert vllm_facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
 
 

@@ -142,6 +142,7 @@ def facts() -> dict[str, object]:
         "request": sets(
             Request,
             *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
+            "arrival_time",
         ),
         "request_states": [compat.RequestStatus.PREEMPTED.name, compat.RequestStatus.WAITING_FOR_STREAMING_REQ.name],
         "utility": [

@@ -598,15 +598,34 @@ def test_a_confirmation_is_not_repeated_in_vain(
     speculation.abort()
 
 
-def test_the_engine_tells_when_it_began_while_it_still_answers(server: ScriptedServer, engine: Engine) -> None:
+def test_a_speculation_starts_as_much_later_than_it_was_sent_as_it_waited(
+    server: ScriptedServer, engine: Engine
+) -> None:
     server.script(NEVER)
     server.admits_after_s = 0.1
     speculation = engine.speculate(lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s is not None)
     assert not speculation.is_done
-    assert speculation.started_s is not None
-    assert speculation.sent_s + 0.1 <= speculation.started_s <= time.perf_counter()
+    assert speculation.started_s == speculation.sent_s + 0.1, "the way to the engine is not counted"
     speculation.abort()
+
+
+@pytest.mark.parametrize("is_told_late", [False, True])
+def test_a_pause_is_not_hidden_search_time(
+    server: ScriptedServer, engine: Engine, is_told_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.05)
+    if is_told_late:
+        monkeypatch.setattr(speculative_http, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
+    server.script(Reply("one two", wait_s=0.1))
+    speculation = engine.speculate(lambda: of_the_engine(engine))
+    assert until(lambda: speculation.started_s == speculation.sent_s)
+    server.paused_s += [0.25, 0.5]
+    assert until(lambda: speculation.started_s == speculation.sent_s + 0.75)
+    assert done(speculation)
+    assert speculation._work is not None
+    speculation._work.result(5.0)  # nobody goes on asking
+    speculation.cancel()
 
 
 def test_an_engine_that_begins_late_is_asked_again(

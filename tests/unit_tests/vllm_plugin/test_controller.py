@@ -83,8 +83,29 @@ def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
     assert counts() == [3, 30, 3]
 
 
+def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebody_asks() -> None:
+    it = controller()
+    it.on_new_request("s", RequestMetadata(segments((None, 10)), "s"), keys(2), 10, 10.0)
+    it.on_new_request("real", RequestMetadata(segments((None, 10))), keys(2), 10, 10.0)
+    it.on_admitted("s", keys(2), {}, 10.5)
+    it.on_admitted("s", keys(2), {}, 12.0)  # its blocks were loaded until then
+    assert it.speculations.take_waited_s() == {"s": 0.5}
+    it.on_preempted("s", 13.0)
+    assert it.speculations.take_waited_s() == {}
+    it.on_admitted("s", keys(2), {}, 15.0)
+    assert it.speculations.take_waited_s() == {"s": 2.5}
+    it.confirm("s")
+    it.on_preempted("s", 16.0)
+    it.on_admitted("s", keys(2), {}, 17.0)
+    for request_id in ("real", "real", "s"):
+        it.on_admitted(request_id, keys(2), {}, 18.0)
+        it.on_preempted(request_id, 18.0)
+    assert it.speculations.take_waited_s() == {}, "a real request's pauses are no search's"
+
+
 def test_unknown_request_ids_are_no_error() -> None:
     it = controller()
+    it.on_preempted("nobody", 1.0)
     it.on_admitted("nobody", keys(2), {Tier.GPU: 8}, 1.0)
     it.on_first_token("nobody", 1.0)
     it.on_loaded("nobody", 5)

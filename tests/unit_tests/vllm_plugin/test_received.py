@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ragcache_core.vllm_plugin.metrics import Received
+import asyncio
+
+from ragcache_core.vllm_plugin.metrics import Received, Wait
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 
@@ -51,16 +53,35 @@ def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_says_so() 
     assert has_room() is True
 
 
-def test_how_long_ago_a_speculation_was_begun_with_counts_from_the_first_word_of_it() -> None:
+def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> None:
     received = Received()
-    assert received.admitted_ago_s("s") is None
-    received.add({"admitted": {"s": 100.0}}, engine_index=0)
-    received.add({"admitted": {"s": 1.0}}, engine_index=1)
-    assert 100.0 <= (received.admitted_ago_s("s") or 0.0) < 110.0
+    assert received.wait_of("s") is None
+    received.add({"waited_s": {"s": 0.25}}, engine_index=0)
+    received.add({"waited_s": {"s": 100.0}}, engine_index=1)
+    assert received.wait_of("s") == Wait(0, 1, 0.25)
+    assert received.wait_of("s", after=1) is None, "that is known"
+    received.add({"waited_s": {"s": 1.5}}, engine_index=0)
+    assert received.wait_of("s", after=1) == received.wait_of("s") == Wait(0, 2, 1.5)
     for i in range(1100):
-        received.add({"admitted": {f"s{i}": 0.0}}, engine_index=0)
-    assert received.admitted_ago_s("s") is None, "the newest are remembered"
-    assert received.admitted_ago_s("s1099") is not None
+        received.add({"waited_s": {f"s{i}": 0.0}}, engine_index=0)
+    assert received.wait_of("s") is None, "the newest are remembered"
+    assert received.wait_of("s1099") is not None
+
+
+async def test_whoever_waits_for_figures_gets_them_when_they_arrive() -> None:
+    received = Received()
+    waiting = [
+        asyncio.create_task(received.news.wait_for(lambda: received.request("cmpl-1"), 5.0)),
+        asyncio.create_task(received.news.wait_for(lambda: received.wait_of("s"), 5.0)),
+        asyncio.create_task(received.news.wait_for(lambda: received.wait_of("nobody"), 0.0)),
+    ]
+    await asyncio.sleep(0)
+    received.add({"requests": {"cmpl-1": {"queue_s": 0.5}}}, engine_index=0)
+    assert await waiting[0] == {"queue_s": 0.5}
+    assert not waiting[1].done()
+    await asyncio.to_thread(received.add, {"waited_s": {"s": 0.25}}, 0)
+    assert await waiting[1] == Wait(0, 1, 0.25)
+    assert await waiting[2] is None
 
 
 def test_where_speculation_is_off_there_is_no_room() -> None:

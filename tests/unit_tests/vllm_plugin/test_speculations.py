@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.records import RequestRecord
+from ragcache_core.vllm_plugin.records import RequestRecord, arrived_s
 from ragcache_core.vllm_plugin.speculation import Speculations
 from ragcache_core.wire import RequestMetadata
 
 
 def record(speculation: str | None) -> RequestRecord:
     return RequestRecord(10, 0.0, RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 10),), speculation), [])
+
+
+def admitted(speculation: str | None, waited_s: float) -> RequestRecord:
+    return replace(record(speculation), admitted_s=waited_s)
 
 
 def test_a_request_is_real_unless_it_says_otherwise() -> None:
@@ -79,12 +87,37 @@ def test_memory_is_bounded_and_what_it_lets_go_stays_wasted() -> None:
     assert forgotten.is_speculative
 
 
-def test_it_is_told_once_how_long_ago_a_speculation_was_admitted_first() -> None:
-    it = Speculations()
-    it.on_admitted(record("s"), 2.0)
-    it.on_admitted(record("s"), 5.0)
-    it.on_admitted(record(None), 5.0)
+def test_of_a_speculation_it_is_told_how_long_the_request_waited_that_was_admitted_first() -> None:
+    it = Speculations(max_remembered=2)
+    first, second = admitted("s", 2.0), admitted("s", 5.0)
+    it.on_admitted("first", first)
+    it.on_admitted("second", second)
+    it.on_admitted("real", admitted(None, 5.0))
     it.confirm("early")
-    it.on_admitted(record("early"), 6.0)
-    assert it.take_admitted(7.0) == {"s": 5.0, "early": 1.0}
-    assert it.take_admitted(8.0) == {}
+    it.on_admitted("soon", admitted("early", 6.0))
+    assert it.take_waited_s() == {"s": 2.0, "early": 6.0}
+    assert it.take_waited_s() == {}
+    first.paused_s, second.paused_s = 0.5, 8.0
+    it.on_admitted("second", second)
+    it.on_admitted("first", first)
+    assert it.take_waited_s() == {"s": 2.5}, "it goes on after a pause"
+    it.on_admitted("other", admitted("other", 1.0))
+    it.on_admitted("second", second)
+    assert it.take_waited_s() == {"other": 1.0, "s": 13.0}, "what was first is forgotten in the end"
+
+
+@pytest.mark.parametrize(
+    ("age_s", "last_step", "waited_s", "why"),
+    [
+        (0.003, (9.0, 9.5), 0.0, "the engine was idle when it came"),
+        (0.3, (9.5, 9.999), 0.299, "it came during the step, which took that long to end"),
+        (2.0, (9.5, 9.999), 0.499, "it was on its way before the step, too, during which it waited"),
+        (2.0, (0.0, 0.0), 0.0, "there was no step yet"),
+        (2.0, (9.9, 9.5), 0.0, "the step has not ended: the next one is scheduled meanwhile"),
+        (-5.0, (9.5, 9.999), 0.0, "the server's clock is ahead"),
+    ],
+)
+def test_a_request_that_came_during_a_step_waited_for_its_end(
+    age_s: float, last_step: tuple[float, float], waited_s: float, why: str
+) -> None:
+    assert 10.0 - arrived_s(10.0, age_s, last_step) == pytest.approx(waited_s), why
