@@ -202,7 +202,7 @@ def _toy_shapes() -> Any:
 
     from ragcache_kernels.check.cases import Shape
 
-    return (Shape(6, 3, 16, 41, 16, 10, False, 1.3), Shape(4, 2, 16, 37, dtype=torch.bfloat16))
+    return (Shape(4, 2, 16, 23, 16, 10, False, 1.3), Shape(3, 1, 16, 19, dtype=torch.bfloat16))
 
 
 def _finite(error: float) -> float | None:

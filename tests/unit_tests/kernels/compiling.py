@@ -27,10 +27,10 @@ ATTENDING = {
     "GROUP": 4,
     "GROUP_PADDED": 4,
     "BLOCK_SIZE": 16,
-    "HEAD_DIM": 32,
-    "HEAD_PADDED": 32,
+    "HEAD_DIM": 16,
+    "HEAD_PADDED": 16,
     "ROWS": 64,
-    "KEYS": 32,
+    "KEYS": 16,
     "DOT": tl.bfloat16,
 }
 

@@ -19,11 +19,11 @@ def device() -> torch.device:
 
 @pytest.fixture
 def make(device: torch.device) -> Callable[..., Case]:
-    """A case of 37 tokens in float32, three heads of keys with two of queries each; whatever is named is different."""
+    """A case of 23 tokens in float32, two heads of keys with two of queries each; whatever is named is different."""
 
     def made(**changes: Any) -> Case:
         return make_case(
-            Shape(**{"num_heads": 6, "num_kv_heads": 3, "head_dim": 22, "num_keys": 37, **changes}), device
+            Shape(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 22, "num_keys": 23, **changes}), device
         )
 
     return made
