@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline bench-compare bench-simulation clean
+.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline bench-compare bench-simulation gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -66,6 +66,9 @@ bench-simulation: $(READY) ## simulate policies, orders and queues; writes build
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)
+
+gpu-check: ## build, check and time the kernels on this machine's GPU; writes build/gpu-check.json; needs no setup
+	$(PYTHON) kernels/gpu_check.py --json build/gpu-check.json --cost-model build/gpu-cost-model.json $(ARGS)
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
