@@ -45,6 +45,7 @@ class Shares(click.ParamType[Any]):
     examples=[
         "ragcache simulate mmlu.jsonl --policy pgdsf --host-tokens 262144 --json out.json",
         "ragcache simulate mmlu.jsonl --order cache_aware --queue cache-aware --per-request --json out.json",
+        "ragcache simulate sysx.jsonl --chunk-reuse 0.3 --host-tokens 262144",
         "ragcache simulate mine.jsonl --granularity block --max-batch 4 --cost-model profile.json",
         "ragcache simulate mmlu.jsonl --policy belady --warm-up 3000 --json - | jq .summary",
         "ragcache simulate sweep --help      (several policies and capacities at a time)",
@@ -134,6 +135,20 @@ class Shares(click.ParamType[Any]):
     "--max-prefill-bs", type=int, default=4, show_default=True, metavar="N", help="Requests that leave none room."
 )
 @click.option(
+    "--chunk-reuse",
+    type=float,
+    metavar="FRACTION",
+    help="Reuse documents behind any others and compute this fraction of them again: approximate. [default: off]",
+)
+@click.option(
+    "--chunk-share",
+    type=float,
+    default=0.5,
+    show_default=True,
+    metavar="SHARE",
+    help="Of host and disk, for documents that may be reused so.",
+)
+@click.option(
     "--warm-up", type=int, default=0, show_default=True, metavar="N", help="Requests at the start that do not count."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of when candidates settle.")
@@ -208,11 +223,20 @@ def table(result: SimulationResult) -> str:
         ("hit rate", f"{summary.token_hit_rate:.3f} of tokens, {summary.document_hit_rate:.3f} of documents"),
         ("hits", shares),
         ("TTFT", f"mean {summary.mean_ttft_s:.3f} s, p50 {summary.p50_ttft_s:.3f}, p99 {summary.p99_ttft_s:.3f}"),
+        *_chunk_rows(result),
         ("moved", f"{summary.swapped_out_tokens:,} tokens to the host, {summary.loaded_tokens:,} to the GPU"),
         ("reordered", f"documents of {summary.reordered_share:.1%}; overtaken at most {summary.max_overtaken} times"),
         ("decisions", f"p50 {summary.p50_decision_s * 1e6:.0f} us, p99 {summary.p99_decision_s * 1e6:.0f} us"),
     ]
     return "\n".join(f"{name:11}{value}" for name, value in rows)
+
+
+def _chunk_rows(result: SimulationResult) -> list[tuple[str, str]]:
+    options, summary = result.options, result.summary
+    if options.chunk_reuse is None:
+        return []
+    counts = f"{summary.chunk_reused_tokens:,} tokens reused, {summary.chunk_recomputed_tokens:,} of theirs recomputed"
+    return [("chunks", f"{counts}; {options.chunk_share:g} of host and disk are theirs")]
 
 
 @contextmanager

@@ -113,6 +113,8 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     type=click.Choice(["cached", "ghost"]),
     help="Whether uses count beyond eviction. [default: cached for pgdsf, ghost for others]",
 )
+@click.option("--chunk-reuse", type=float, metavar="FRACTION", help="Computed of reused documents. [default: off]")
+@click.option("--chunk-share", type=float, metavar="SHARE", help="Of host and disk, for these. [default: 0.5]")
 @click.option("--warm-up", type=int, metavar="N", help="Requests at the beginning that do not count. [default: 0]")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ from ragcache_core.ordering import CachedPaths, PathChange, arrange
 from ragcache_core.policy import PrefillCost, make_policy
 from ragcache_core.sim.block_tiers import DiskChunks, GPUBlocks, HostChunks
 from ragcache_core.sim.bound import BeladyPolicy
-from ragcache_core.sim.cache import Served, SimulatedCache
+from ragcache_core.sim.cache import NO_REUSE, Reuse, Served, SimulatedCache
+from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.options import INFINITE, SimulationOptions
 from ragcache_core.sim.prompt_blocks import PromptBlocks, cut_into_blocks
 from ragcache_core.sim.trace import TracedRequest
@@ -29,12 +31,16 @@ class _Run:
         tiers: where the blocks lay that it hit.
         num_named: of its blocks are full, and can be found by others.
         num_stored: of its blocks were copied to the host.
+        reuse: what it takes from chunks.
+        num_exact: of its blocks may be found by others, once they are full.
     """
 
     prompt: PromptBlocks
     tiers: list[Tier]
     num_named: int = 0
     num_stored: int = 0
+    reuse: Reuse = NO_REUSE
+    num_exact: int = sys.maxsize
 
 
 class BlockCache(SimulatedCache):
@@ -64,8 +70,9 @@ class BlockCache(SimulatedCache):
         belady: BeladyPolicy | None = None,
         *,
         max_cached_documents: int | None = None,
+        chunks: StoredChunks | None = None,
     ) -> None:
-        """Begin empty.
+        """Begin empty; ``chunks`` are reused beyond exact prefixes.
 
         Raises:
             ConfigError: the policy is the offline bound, or a tier is smaller than a block.
@@ -80,6 +87,7 @@ class BlockCache(SimulatedCache):
         self._system_tokens = options.system_tokens
         self._max_cached_documents = max_cached_documents
         self._cost = cost
+        self._chunks = chunks
         gpu_tokens = _UNBOUNDED_TOKENS if is_infinite else options.gpu_tokens
         num_gpu = self._num_blocks("gpu_tokens", gpu_tokens, least=2)
         num_host = self._num_blocks("host_tokens", 0 if is_infinite else options.host_tokens)
@@ -124,7 +132,7 @@ class BlockCache(SimulatedCache):
         last = prompt.path[-1].keys[-1] if prompt.path else None
         if last is not None:
             self._tree.retain(last)
-        run = self._admit(prompt)
+        run = self._admit(prompt, request, number)
         self._prefill(run)
         self._answer(run)
         if last is not None:
@@ -134,7 +142,7 @@ class BlockCache(SimulatedCache):
 
     # A request's way
 
-    def _admit(self, prompt: PromptBlocks) -> _Run:
+    def _admit(self, prompt: PromptBlocks, request: TracedRequest, number: int) -> _Run:
         """Return a request whose hits are on the GPU, and whose access is counted."""
         num_tokens, size = prompt.num_prompt_tokens, self._block_size
         keys = prompt.keys[: num_tokens // size]
@@ -144,6 +152,7 @@ class BlockCache(SimulatedCache):
         num_local = self._gpu.num_leading(keys[: (num_tokens - 1) // size])
         below = [] if self._host is None else self._host.look_up(keys[num_local:])
         run = _Run(prompt, [Tier.GPU] * num_local + below, num_named=num_local)
+        self._reuse(run, request, number)
         self._gpu.use(keys[:num_local])
         if below:  # they are loaded first, and the rest of the prompt gets its blocks afterwards
             self._gpu.take(len(below))
@@ -159,8 +168,15 @@ class BlockCache(SimulatedCache):
             self._name(run, len(run.tiers))
         return run
 
+    def _reuse(self, run: _Run, request: TracedRequest, number: int) -> None:
+        """Take what chunks have; blocks from the first approximate token on are named for nobody else."""
+        if self._chunks is not None:
+            run.reuse = self._chunks.serve(request, number, len(run.tiers) * self._block_size)
+        if run.reuse.first_token is not None:
+            run.num_exact = run.reuse.first_token // self._block_size
+
     def _count_access(self, run: _Run) -> None:
-        num_cached = len(run.tiers) * self._block_size
+        num_cached = len(run.tiers) * self._block_size + run.reuse.num_tokens
         num_missed = run.prompt.num_prompt_tokens - num_cached
         self._tree.record_access(
             self._tree.insert(run.prompt.path),
@@ -177,7 +193,8 @@ class BlockCache(SimulatedCache):
         if self._host is not None:
             is_loaded = len(run.tiers) > run.tiers.count(Tier.GPU)
             first = len(run.tiers) if is_loaded else 0  # vLLM passes over all that was hit, on the GPU too
-            run.num_stored = self._host.store(run.prompt.keys[first : self._num_storable_blocks(run.prompt)])
+            last = min(self._num_storable_blocks(run.prompt), run.num_exact)
+            run.num_stored = self._host.store(run.prompt.keys[first:last])
 
     def _answer(self, run: _Run) -> None:
         """Compute the answer: in each step a token, from the second on; the last one's KV is never needed."""
@@ -203,6 +220,7 @@ class BlockCache(SimulatedCache):
             self._host.settle()
 
     def _name(self, run: _Run, num_full: int) -> None:
+        num_full = min(num_full, run.num_exact)
         self._gpu.name(run.prompt.keys, run.num_named, num_full)
         run.num_named = max(run.num_named, num_full)
 
@@ -233,9 +251,10 @@ class BlockCache(SimulatedCache):
                 for document in prompt.documents
             ),
             num_cached_tokens_by_tier=(by_tier[0], by_tier[1], by_tier[2]),
-            num_new_tokens=prompt.num_prompt_tokens - sum(by_tier),
+            num_new_tokens=prompt.num_prompt_tokens - sum(by_tier) - run.reuse.num_tokens,
             num_loaded_tokens=by_tier[Tier.HOST] + by_tier[Tier.DISK],
             num_swapped_out_tokens=run.num_stored * self._block_size,
+            reuse=run.reuse,
         )
 
     def _num_cached_units(self, keys: Sequence[int]) -> int:

@@ -10,6 +10,33 @@ from ragcache_core.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a prompt takes from stored chunks, behind its exact prefix.
+
+    Attributes:
+        documents: those that are reused, by their places in the prompt.
+        first_token: where the first of them begins, or the exact prefix ends; from there on KV is approximate, and
+            nobody else's. None: nothing is reused.
+        num_host_tokens, num_disk_tokens: read from there, and not computed.
+        num_recomputed_tokens: of the reused documents, computed all the same.
+    """
+
+    documents: frozenset[int] = frozenset()
+    first_token: int | None = None
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_recomputed_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt that are read from chunks."""
+        return self.num_host_tokens + self.num_disk_tokens
+
+
+NO_REUSE = Reuse()
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """What a request found, and what was moved for it.
 
@@ -18,8 +45,9 @@ class Served:
         num_cached_tokens_by_tier: of the prompt, indexed by :class:`~ragcache_core.types.Tier`; those that always lie
             on the GPU (a system prompt that is not counted against its capacity) included.
         num_new_tokens: of the prompt, to be computed.
-        num_loaded_tokens: copied to the GPU, and so waited for.
+        num_loaded_tokens: copied to the GPU from the tiers below, and so waited for.
         num_swapped_out_tokens: copied from the GPU to the host.
+        reuse: what is neither cached nor computed, but read from chunks.
     """
 
     tiers: tuple[Tier | None, ...]
@@ -27,10 +55,11 @@ class Served:
     num_new_tokens: int
     num_loaded_tokens: int
     num_swapped_out_tokens: int
+    reuse: Reuse = NO_REUSE
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that need not be computed."""
+        """Tokens of the prompt that are cached exactly."""
         return sum(self.num_cached_tokens_by_tier)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ragcache_core.ordering import CachedPaths, PathChange, arrange
 from ragcache_core.policy import PrefillCost, ReplacementPolicy, make_policy
 from ragcache_core.sim.bound import BeladyPolicy
-from ragcache_core.sim.cache import Served, SimulatedCache
+from ragcache_core.sim.cache import NO_REUSE, Served, SimulatedCache
+from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
 from ragcache_core.sim.trace import TracedRequest
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
@@ -38,13 +39,29 @@ class DocumentCache(SimulatedCache):
     The system prompt is the root: it always lies on the GPU, and takes nothing of its capacity.
     """
 
-    def __init__(self, options: SimulationOptions, cost: PrefillCost, belady: BeladyPolicy | None = None) -> None:
-        """Begin empty; ``belady`` knows the future, where the options ask for that bound."""
+    def __init__(
+        self,
+        options: SimulationOptions,
+        cost: PrefillCost,
+        belady: BeladyPolicy | None = None,
+        *,
+        chunks: StoredChunks | None = None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            options: of the run.
+            cost: of a prefill.
+            belady: knows the future, where the options ask for that bound.
+            chunks: what is reused beyond exact prefixes. The documents from the first reused one on are counted, but
+                not placed: their KV is approximate.
+        """
         is_infinite = options.policy == INFINITE
         gpu_tokens = _UNBOUNDED if is_infinite else options.gpu_tokens
         self._capacities = (gpu_tokens, options.host_tokens, options.disk_tokens)
         self._num_tokens = [0, 0, 0]
         self._cost = cost
+        self._chunks = chunks
         self._system_tokens = options.system_tokens
         self._belady = belady if options.policy == BELADY else None
         self._tree = KnowledgeTree(
@@ -98,14 +115,15 @@ class DocumentCache(SimulatedCache):
                 break
             by_tier[tier] += node.num_tokens
             num_hits += 1
-        num_new_tokens = sum(request.doc_tokens[num_hits:]) + request.question_tokens
-        cost_s = self._cost.estimate_s(sum(by_tier), num_new_tokens)
+        reuse = NO_REUSE if self._chunks is None else self._chunks.serve(request, number, sum(by_tier))
+        num_new_tokens = sum(request.doc_tokens[num_hits:]) + request.question_tokens - reuse.num_tokens
+        cost_s = self._cost.estimate_s(sum(by_tier) + reuse.num_tokens, num_new_tokens)
         if self._belady is not None:
             self._belady.begin(number)
         tree.pin(path)
         tree.record_access(path, num_hit_units=num_hits, num_missed_tokens=num_new_tokens, cost_s=cost_s)
         self._swapped_out_tokens = 0
-        self._place(path)
+        self._place(path[: min(reuse.documents, default=len(path))])
         tree.unpin(path)
         return Served(
             tiers=tiers,
@@ -113,6 +131,7 @@ class DocumentCache(SimulatedCache):
             num_new_tokens=num_new_tokens,
             num_loaded_tokens=by_tier[Tier.HOST] + by_tier[Tier.DISK],
             num_swapped_out_tokens=self._swapped_out_tokens,
+            reuse=reuse,
         )
 
     def changed_prefixes(self) -> set[tuple[str, ...]] | None:

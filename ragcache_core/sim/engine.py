@@ -53,7 +53,9 @@ class EngineModel:
         transfer = host tokens / host link + disk tokens / disk link, of those that are admitted
         iteration = max(compute, transfer) if transfers are overlapped, else compute + transfer
 
-    The base, reading the weights, is shared by all. A single request thus has its first token T(alpha, beta) after it
+    alpha are the tokens whose KV is there, cached or read from chunks, beta those that are computed: a partial prefill
+    of tokens that lie scattered costs what one behind everything else would. The base, reading the weights, is shared
+    by all. A single request thus has its first token T(alpha, beta) after it
     was admitted, or later by its transfers. Overlapping is ideal: layers are loaded while those before are computed,
     and the first layer's wait is not counted. Copies to the host take no time, since the link has two directions, and
     the KV of what runs is not counted against the cache.
@@ -77,15 +79,17 @@ class EngineModel:
         for job in self.running:
             if (served := job.served) is None or job.num_output_tokens:
                 continue
-            compute_s += testbed.cost.estimate_s(served.num_cached_tokens, max(served.num_new_tokens, 1))
-            num_host_tokens += served.num_cached_tokens_by_tier[Tier.HOST]
-            num_disk_tokens += served.num_cached_tokens_by_tier[Tier.DISK]
+            reuse = served.reuse
+            num_known_tokens = served.num_cached_tokens + reuse.num_tokens
+            compute_s += testbed.cost.estimate_s(num_known_tokens, max(served.num_new_tokens, 1))
+            num_host_tokens += served.num_cached_tokens_by_tier[Tier.HOST] + reuse.num_host_tokens
+            num_disk_tokens += served.num_cached_tokens_by_tier[Tier.DISK] + reuse.num_disk_tokens
         if len(admitted) < len(self.running):
             for job in self.running:
                 if job.num_output_tokens and job.served is not None:
                     served = job.served
-                    context = served.num_cached_tokens + served.num_new_tokens + job.num_output_tokens
-                    compute_s += testbed.decode_s(context)
+                    num_prompt_tokens = served.num_cached_tokens + served.reuse.num_tokens + served.num_new_tokens
+                    compute_s += testbed.decode_s(num_prompt_tokens + job.num_output_tokens)
         if not num_host_tokens and not num_disk_tokens:
             return compute_s
         transfer_s = testbed.transfer_s(num_host_tokens, num_disk_tokens)

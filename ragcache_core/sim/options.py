@@ -46,6 +46,9 @@ class SimulationOptions:
         settle_shares: for each stage of a search, the share of searches whose candidates are the final ones from then
             on; what is missing to 1 settles with the last stage.
         max_prefill_bs: requests in the engine that leave no room for a speculative one.
+        chunk_reuse: the fraction of a document to compute that is reused behind others than it was computed behind;
+            None: documents are cached after exact prefixes alone.
+        chunk_share: of host and disk, for chunks that may be reused so; the rest is for exact prefixes.
         warm_up: requests at the beginning that are served and not counted.
         seed: of what is drawn besides the trace: when candidates settle.
 
@@ -73,6 +76,8 @@ class SimulationOptions:
     speculation: Speculation = "none"
     settle_shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
     max_prefill_bs: int = 4
+    chunk_reuse: float | None = None
+    chunk_share: float = 0.5
     warm_up: int = 0
     seed: int = 0
 
@@ -101,10 +106,25 @@ class SimulationOptions:
             raise ConfigError(
                 f"settle_shares are {shares!r}; give a share of 0 or more for each stage, together at most 1"
             )
+        self._check_chunks()
         if self.policy == BELADY and self.order == "cache_aware":
             raise ConfigError(
                 "belady knows when an order of documents comes again, and cache_aware orders are not known ahead: "
                 "choose order retrieval or canonical, or another policy"
+            )
+
+    def _check_chunks(self) -> None:
+        for name, value in (("chunk_reuse", self.chunk_reuse), ("chunk_share", self.chunk_share)):
+            if value is not None and not (_is_number(value) and value <= 1.0):
+                raise ConfigError(f"{name} is {value!r}; it must be a fraction from 0 to 1")
+        if self.chunk_reuse is None:
+            return
+        if self.policy == BELADY:
+            raise ConfigError("belady knows when an order of documents comes again, and not a document: choose another")
+        if not int(self.host_tokens * self.chunk_share):
+            raise ConfigError(
+                f"chunk_reuse keeps chunks in host memory, and chunk_share {self.chunk_share:g} of host_tokens "
+                f"{self.host_tokens:,} has no room for any: raise them, or leave chunk_reuse out"
             )
 
     @property

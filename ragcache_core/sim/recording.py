@@ -14,6 +14,7 @@ from ragcache_core.sim.trace import Trace
 from ragcache_core.types import Tier
 
 _MISS = "miss"
+_CHUNK = "chunk"
 _LABELS: dict[Tier | None, str] = {None: _MISS, **{tier: tier.label for tier in Tier}}
 
 
@@ -33,6 +34,7 @@ class Recorder:
         self._hits = [0] * len(Tier)
         self._hit_tokens = [0] * len(Tier)
         self._num_reordered = self._swapped_out_tokens = self._loaded_tokens = 0
+        self._computed_tokens = self._chunk_reused_tokens = self._chunk_recomputed_tokens = 0
         self._last_s = -math.inf
         self._records: list[RequestRecord | None] | None = [None] * len(trace) if keeps_requests else None
 
@@ -46,8 +48,8 @@ class Recorder:
         ttft_s = max(job.first_token_s, job.ready_s) - self._arrival_s[job.number]
         if self._records is not None:
             documents = [_MISS] * len(job.order)
-            for index, tier in zip(job.order, served.tiers, strict=True):
-                documents[index] = _LABELS[tier]
+            for place, (index, tier) in enumerate(zip(job.order, served.tiers, strict=True)):
+                documents[index] = _CHUNK if tier is None and place in served.reuse.documents else _LABELS[tier]
             self._records[job.number] = RequestRecord(ttft_s, tuple(documents), served.num_cached_tokens)
         if job.number < self._options.warm_up:
             return
@@ -65,6 +67,9 @@ class Recorder:
         self._num_reordered += any(i != index for i, index in enumerate(job.order))
         self._swapped_out_tokens += served.num_swapped_out_tokens
         self._loaded_tokens += served.num_loaded_tokens
+        self._computed_tokens += served.num_new_tokens
+        self._chunk_reused_tokens += served.reuse.num_tokens
+        self._chunk_recomputed_tokens += served.reuse.num_recomputed_tokens
         self._last_s = max(self._last_s, job.done_s)
 
     def result(self, notes: tuple[str, ...]) -> SimulationResult:
@@ -87,6 +92,9 @@ class Recorder:
             max_overtaken=self.max_overtaken,
             swapped_out_tokens=self._swapped_out_tokens,
             loaded_tokens=self._loaded_tokens,
+            computed_tokens=self._computed_tokens,
+            chunk_reused_tokens=self._chunk_reused_tokens,
+            chunk_recomputed_tokens=self._chunk_recomputed_tokens,
             p50_decision_s=float(np.percentile(decision_s, 50)),
             p99_decision_s=float(np.percentile(decision_s, 99)),
         )

@@ -10,9 +10,10 @@ from ragcache_core.sim.options import SimulationOptions
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request: its time to first token, and ``gpu``, ``host``, ``disk`` or ``miss`` for each of its documents.
+    """One request: its time to first token, and ``gpu``, ``host``, ``disk``, ``chunk`` or ``miss`` for each document.
 
-    Documents stand as in the trace, whatever order the prompt showed.
+    Documents stand as in the trace, whatever order the prompt showed. A ``chunk`` is one that is read from a stored
+    chunk, but for what is computed again; ``cached_tokens`` are those of exact prefixes alone.
     """
 
     ttft_s: float
@@ -37,6 +38,9 @@ class Summary:
         max_overtaken: how often the request was overtaken that was overtaken most, of all requests.
         swapped_out_tokens: copied from GPU to host.
         loaded_tokens: copied from host or disk to the GPU.
+        computed_tokens: of all prompts.
+        chunk_reused_tokens: read from stored chunks, behind other documents than those they were computed behind.
+        chunk_recomputed_tokens: of the documents that were reused so, computed all the same.
         p50_decision_s, p99_decision_s: real time to look up, count, order, evict and place, for a request.
     """
 
@@ -53,6 +57,9 @@ class Summary:
     max_overtaken: int
     swapped_out_tokens: int
     loaded_tokens: int
+    computed_tokens: int
+    chunk_reused_tokens: int
+    chunk_recomputed_tokens: int
     p50_decision_s: float
     p99_decision_s: float
 

@@ -15,6 +15,7 @@ from ragcache_core.ordering import arrange
 from ragcache_core.queueing import CacheAwareQueue, order_priority
 from ragcache_core.sim.bound import BeladyPolicy, in_canonical_order
 from ragcache_core.sim.cache import Served, SimulatedCache
+from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.documents import DocumentCache
 from ragcache_core.sim.engine import EngineModel, Job
 from ragcache_core.sim.options import BELADY, SimulationOptions
@@ -64,14 +65,35 @@ def simulate(
 
 def make_cache(trace: Trace, options: SimulationOptions, testbed: Testbed) -> SimulatedCache:
     """Return the cache that the options ask for, which has seen nothing of the trace but, for the bound, its future."""
+    exact, chunks = _share_out(options, testbed)
     belady = None
     if options.policy == BELADY:
         belady = BeladyPolicy(in_canonical_order(trace) if options.order == "canonical" else trace)
     if options.granularity == "block":
         from ragcache_core.sim.blocks import BlockCache
 
-        return BlockCache(options, testbed.cost, belady)
-    return DocumentCache(options, testbed.cost, belady)
+        return BlockCache(exact, testbed.cost, belady, chunks=chunks)
+    return DocumentCache(exact, testbed.cost, belady, chunks=chunks)
+
+
+def _share_out(options: SimulationOptions, testbed: Testbed) -> tuple[SimulationOptions, StoredChunks | None]:
+    """Return the options of what is kept for exact prefixes, and the chunks that get the rest of host and disk."""
+    if options.chunk_reuse is None:
+        return options, None
+    num_host, num_disk = (int(num * options.chunk_share) for num in (options.host_tokens, options.disk_tokens))
+    exact = replace(
+        options,
+        host_tokens=options.host_tokens - num_host,
+        disk_tokens=options.disk_tokens - num_disk,
+        chunk_reuse=None,
+    )
+    alone = replace(exact, order="retrieval", gpu_tokens=num_host, host_tokens=num_disk, disk_tokens=0, system_tokens=0)
+    return exact, StoredChunks(
+        DocumentCache(alone, testbed.cost),
+        options.chunk_reuse,
+        system_tokens=options.system_tokens,
+        page_tokens=options.block_size if options.granularity == "block" else 1,
+    )
 
 
 def _check_lengths(trace: Trace, testbed: Testbed, options: SimulationOptions) -> tuple[str, ...]:

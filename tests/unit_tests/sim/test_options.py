@@ -11,7 +11,9 @@ from ragcache_core.sim.options import SIMULATED_POLICIES, SimulationOptions
 
 
 def test_options_survive_json() -> None:
-    options = SimulationOptions(policy="lru", settle_shares=(0.5, 0.25), host_tokens=0, frequency="cached")
+    options = SimulationOptions(
+        policy="lru", settle_shares=(0.5, 0.25), host_tokens=9, frequency="cached", chunk_reuse=0.3
+    )
     assert SimulationOptions.from_dict(json.loads(json.dumps(options.to_dict()))) == options
 
 
@@ -22,7 +24,7 @@ def test_the_defaults_are_those_of_the_command_line() -> None:
     for name, value in SimulationOptions().to_dict().items():
         if name == "settle_shares":
             assert typed[name] == "0.25,0.25,0.25,0.25"
-        elif name not in ("frequency", "ghost_size"):
+        elif name not in ("frequency", "ghost_size", "chunk_reuse"):
             assert typed[name] == value, name
 
 

@@ -163,12 +163,12 @@ def test_what_is_finished_survives_the_end_of_the_sweep_and_no_process_does(
 ) -> None:
     script, long, journal = tmp_path / "run.py", tmp_path / "long.jsonl", Journal(tmp_path / "journal.jsonl")
     script.write_text(_SWEEP)
-    write_trace(make_trace(WORKLOADS["mmlu"], 200_000, seed=1), long)
+    write_trace(make_trace(WORKLOADS["mmlu"], 40_000, seed=1), long)
     process = subprocess.Popen(
         [sys.executable, script, trace, long, journal.path], stderr=subprocess.PIPE, start_new_session=True
     )
     _wait_until(lambda: bool(journal.read()), process)
-    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    workers = _workers(process.pid)
     assert workers
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=30)
@@ -179,6 +179,19 @@ def test_what_is_finished_survives_the_end_of_the_sweep_and_no_process_does(
     assert [run.trace for run in journal.read().values()] == [str(trace)]
 
 
+def test_ctrl_c_leaves_a_process_that_is_still_starting_to_its_owner(tmp_path: Path, trace: Path) -> None:
+    script, other, journal = tmp_path / "run.py", tmp_path / "other.jsonl", Journal(tmp_path / "journal.jsonl")
+    script.write_text(_SWEEP)
+    write_trace(make_trace(WORKLOADS["nq-small"], 200, seed=2), other)
+    process = subprocess.Popen([sys.executable, script, trace, other, journal.path], stderr=subprocess.PIPE)
+    _wait_until(lambda: bool(_workers(process.pid)), process)
+    for worker in _workers(process.pid):
+        worker.send_signal(signal.SIGINT)  # as a terminal does, to every process
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    assert len(journal.read()) == 2
+
+
 def _wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     deadline_s = time.monotonic() + 60
     while not is_so():
@@ -187,5 +200,5 @@ def _wait_until(is_so: Callable[[], bool], process: subprocess.Popen[bytes]) -> 
         time.sleep(0.05)  # a poll: another process or thread makes it true
 
 
-def _workers() -> set[psutil.Process]:
-    return {child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())}
+def _workers(owner: int | None = None) -> set[psutil.Process]:
+    return {child for child in psutil.Process(owner).children() if "spawn_main" in " ".join(child.cmdline())}
