@@ -195,7 +195,8 @@ def test_a_terminal_is_redrawn_in_place_within_its_size(server: ScriptedServer, 
     if pid == 0:  # the child: its standard streams are the terminal
         os.chdir(ROOT)
         arguments = ["stats", "--url", server.url, "--api-key", "secret", "--watch", "0.1"]
-        environment = dict(os.environ)  # not the C library's, in which readline wrote the size of another terminal
+        # Not the size of another terminal, which readline writes into what is inherited.
+        environment = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
         os.execve(sys.executable, [sys.executable, "-m", "ragcache_core", *arguments], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     shown = read_until(terminal, lambda text: text.count("\x1b[J") >= 3)
