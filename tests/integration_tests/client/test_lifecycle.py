@@ -73,6 +73,7 @@ def engine_core(engine: Engine) -> psutil.Process:
 
 
 def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_token_are_retried(tmp_path: Path) -> None:
+    """Also one that waits for the tokens of its speculation, which fails."""
     shared: set[Path] = set()
 
     async def scenario() -> None:
@@ -88,12 +89,16 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
             core = engine_core(engine)
             core.suspend()  # nothing answers any more, so the next request cannot have its first token
             waiting = asyncio.create_task(engine.agenerate("Document: Zorval", max_tokens=5))
-            await asyncio.sleep(0.5)
+            ahead = engine.speculate(lambda: engine.generate("Document: Tenrik", max_tokens=5))
+            joined = asyncio.create_task(engine.agenerate("Document: Tenrik", max_tokens=5))
+            await asyncio.sleep(0.5)  # it has joined what gives no token
             core.kill()
             with pytest.raises(EngineDiedError, match="ask again"):
                 while True:
                     await anext(stream)
             assert (await waiting).text == expected
+            assert (await joined).text == (await engine.agenerate("Document: Tenrik", max_tokens=5)).text
+            assert ahead.is_failed
             assert (await engine.astats()).num_restarts == 1
             assert (engine.api_key, engine.base_url) == (key, url)
             assert engine.pid != session

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from ragcache_core.client import Engine
 from ragcache_core.client.speculating import Speculation
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
-from tests.conftest import DEMO_MODEL, ENGINE_ARGS
-from tests.integration_tests.client.test_lifecycle import engine_core
 from tests.integration_tests.search_scene import becomes_idle
 from tests.waiting import until
 
@@ -171,22 +168,3 @@ def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(e
     load = engine.pending_prefills()
     assert load is not None
     assert load.num_pending_prefills == 0
-
-
-def test_the_answer_comes_although_the_engine_dies_during_the_speculation(tmp_path: Path) -> None:
-    with Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **ENGINE_ARGS) as engine:
-        prompt = LAYOUT.render(engine.tokenizer, documents("Emil"), "Who founded Zorval?")
-        core = engine_core(engine)
-        core.suspend()  # no token comes from now on
-        speculation = engine.speculate(lambda: engine.generate(prompt, max_tokens=8))
-        answer = asyncio.run(_ask_and_kill(engine, prompt, core.kill))
-        assert speculation.is_failed
-        assert engine.num_restarts() == 1
-        assert answer == engine.generate(prompt, max_tokens=8).text
-
-
-async def _ask_and_kill(engine: Engine, prompt: Any, kill: Callable[[], None]) -> str:
-    asking = asyncio.create_task(engine.agenerate(prompt, max_tokens=8))
-    await asyncio.sleep(0.5)  # the request has joined what gives no token
-    kill()
-    return (await asking).text
