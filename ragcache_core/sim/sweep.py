@@ -174,7 +174,8 @@ def run_all(
         counter: Synchronized[int] = context.Value("q", 0)
         num_reported = 0
         with _workers(min(jobs, len(to_do)), counter) as executor:
-            pending: set[Future[FinishedRun]] = {executor.submit(_simulate, run) for run in to_do.values()}
+            with _without_interrupts():
+                pending: set[Future[FinishedRun]] = {executor.submit(_simulate, run) for run in to_do.values()}
             while pending:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -200,6 +201,19 @@ def _workers(jobs: int, counter: Synchronized[int]) -> Iterator[ProcessPoolExecu
         executor.shutdown()
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back, here until the block ends and in the processes that it starts for good: their owner ends them.
+
+    A terminal's Ctrl-C reaches all its processes, also one that is still importing what would have it ignored.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # In a worker
 
 _counter: Synchronized[int] | None = None
@@ -208,7 +222,6 @@ _counter: Synchronized[int] | None = None
 def _start_worker(counter: Synchronized[int]) -> None:
     global _counter  # a task cannot be given it: it is inherited
     _counter = counter
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the owner ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
