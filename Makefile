@@ -10,6 +10,8 @@ PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH  := 2.13.0
 VLLM   := 0.32.0
 READY  := $(VENV)/.ragcache-ready
+# Processes that run tests; what needs an engine is one after the other in one of them. 0: all in one.
+WORKERS ?= 2
 
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -38,10 +40,10 @@ demo: $(READY) ## answer questions from documents through LangChain and LlamaInd
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
 test: lint ## lint, types and every test
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(WORKERS)
 
 test-quick: $(READY) ## the tests that need no engine
-	$(VENV)/bin/python -m pytest tests/unit_tests tests/contracts
+	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
 
 lint: $(READY) ## ruff and mypy
 	$(VENV)/bin/ruff check .

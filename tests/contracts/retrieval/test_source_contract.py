@@ -101,7 +101,7 @@ def test_what_the_only_stage_raises_is_raised() -> None:
         asyncio.run(_all(one_stage(find)))
 
 
-@pytest.mark.parametrize("other", ["a string", 3, None, DocumentStore, object()], ids=lambda other: type(other).__name__)
+@pytest.mark.parametrize("other", ["a string", 3, None, DocumentStore, object()], ids=lambda it: type(it).__name__)
 def test_what_has_no_stages_is_refused(other: object) -> None:
     with pytest.raises(ConfigError, match="is no source of stages: pass a DocumentStore"):
         as_source(other)
