@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from ragcache_core.errors import PromptError
 
 ChunkKey = bytes
-"""SHA-256 of a chunk's token ids: its content and nothing else, so that equal chunks are one wherever they stand."""
+"""SHA-256 of a chunk's token ids, and of the static prefix's: equal chunks are one wherever they stand among others."""
 
 
-def chunk_key(token_ids: Sequence[int]) -> ChunkKey:
-    """Return the key of a chunk: SHA-256 over its token ids, eight bytes each."""
-    return hashlib.sha256(array.array("q", token_ids).tobytes()).digest()
+def chunk_key(token_ids: Sequence[int], *, behind: ChunkKey = b"") -> ChunkKey:
+    """Return the key of a chunk: SHA-256 over its token ids, eight bytes each.
+
+    ``behind`` is the key of what stands before all chunks, a system prompt for one. Every chunk looks at that, and
+    neither overlap nor CFO knows of it: so a chunk behind another static prefix is another chunk.
+    """
+    return hashlib.sha256(behind + array.array("q", token_ids).tobytes()).digest()
 
 
 @dataclass(frozen=True, slots=True)
