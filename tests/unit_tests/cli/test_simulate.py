@@ -60,6 +60,17 @@ def test_every_request_has_a_record_if_asked(trace: Path) -> None:
         assert set(record["documents"]) <= {"gpu", "host", "disk", "miss"}
 
 
+def test_reused_documents_are_counted_and_shown(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(trace, "--chunk-reuse", "0.3", "--chunk-share", "0.25", "--host-tokens", "200000", "--json", out)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(out.read_text())["summary"]
+    counts = [summary[name] for name in ("chunk_reused_tokens", "chunk_recomputed_tokens")]
+    assert min(counts) > 0
+    assert "{:,} tokens reused, {:,} of theirs recomputed; 0.25 of host and disk".format(*counts) in result.stdout
+    assert "chunks" not in run(trace).stdout
+
+
 @pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_every_policy_can_be_simulated(trace: Path, policy: str) -> None:
     assert run(trace, "--policy", policy).exit_code == 0
@@ -142,7 +153,7 @@ def test_help_names_the_defaults_and_the_sweep() -> None:
 def test_an_interrupted_run_leaves_one_line_and_its_status(tmp_path: Path) -> None:
     path, out = tmp_path / "long.jsonl", tmp_path / "out.json"
     one = TracedRequest(0.0, ("a", "b"), (10, 10), 1, 1)
-    write_trace(Trace.from_requests([one] * 300_000), path)
+    write_trace(Trace.from_requests([one] * 2_000), path)
     command = [sys.executable, "-c", _INTERRUPTED, "simulate", str(path), "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 130
