@@ -2,8 +2,8 @@
 
 from ragcache_core.chunk.calibration import AlphaPoint, choose_alpha
 from ragcache_core.chunk.focus import FocusedChunks
-from ragcache_core.chunk.preload import loading_pays, preload_depth, preload_steps
-from ragcache_core.chunk.recompute import plan_reuse, usable_spans
+from ragcache_core.chunk.preload import loading_pays, preload_depth
+from ragcache_core.chunk.recompute import plan_reuse
 from ragcache_core.chunk.relevance import lexical_relevance
 from ragcache_core.chunk.selection import SELECTIONS, SelectableChunk, TokenSelection, make_selection
 from ragcache_core.chunk.types import (
@@ -37,6 +37,4 @@ __all__ = [
     "make_selection",
     "plan_reuse",
     "preload_depth",
-    "preload_steps",
-    "usable_spans",
 ]

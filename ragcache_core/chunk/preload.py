@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStep:
-    """One step of a prefill that loads as it goes; layers count from 0."""
-
-    action: Literal["load", "compute", "release"]
-    layer: int
 
 
 def preload_depth(num_layers: int, *, prefill_s: float, load_s: float) -> int:
@@ -29,26 +18,6 @@ def preload_depth(num_layers: int, *, prefill_s: float, load_s: float) -> int:
     if load_s <= prefill_s:
         return 1
     return min(num_layers, math.ceil((num_layers - 1) * (1.0 - prefill_s / load_s) + 1.0 - 1e-9))
-
-
-def preload_steps(num_layers: int, depth: int) -> Iterator[LayerStep]:
-    """Yield a prefill's steps (Algorithm 2): before a layer is computed, the ``depth`` layers behind it are asked for.
-
-    Each layer is loaded once. Loads go into a queue of their own and the computation of a layer waits for its load, so
-    the order says what is asked for when, and that a buffer of ``depth + 1`` layers will do.
-
-    Raises:
-        ValueError: ``depth`` is below 1.
-    """
-    if depth < 1:
-        raise ValueError(f"a depth of {depth} layers; it must be 1 or more")
-    num_asked = 0
-    for layer in range(num_layers):
-        asked = min(layer + depth + 1, num_layers)
-        yield from (LayerStep("load", number) for number in range(num_asked, asked))
-        num_asked = asked
-        yield LayerStep("compute", layer)
-        yield LayerStep("release", layer)
 
 
 def prefill_with_load_s(num_layers: int, *, prefill_s: float, load_s: float, queued_s: float = 0.0) -> float:

@@ -113,24 +113,11 @@ def in_runs(offsets: Sequence[int], num_tokens: int, run_tokens: int) -> tuple[i
     )
 
 
-def usable_spans(spans: Sequence[ChunkSpan], num_tokens: int) -> tuple[ChunkSpan, ...]:
-    """Return the spans that can be planned for a prompt of ``num_tokens``, in order.
-
-    One that reaches beyond the prompt, or begins before the one before it has ended, is left out: its tokens are
-    computed, which is never wrong.
-    """
-    usable: list[ChunkSpan] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.end <= num_tokens and (not usable or usable[-1].end <= span.start):
-            usable.append(span)
-    return tuple(usable)
-
-
 def _check_order(spans: Sequence[ChunkSpan]) -> None:
     for before, after in itertools.pairwise(spans):
         if after.start < before.end:
             places = f"[{before.start}, {before.end}) and [{after.start}, {after.end})"
-            raise ValueError(f"chunks at tokens {places} overlap or are out of order: pass usable_spans(spans)")
+            raise ValueError(f"chunks at tokens {places} overlap or are out of order: plan each token in one chunk")
 
 
 def _best(

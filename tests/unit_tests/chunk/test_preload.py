@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.chunk import loading_pays, preload_depth, preload_steps
-from ragcache_core.chunk.preload import LayerStep, prefill_with_load_s
+from ragcache_core.chunk import loading_pays, preload_depth
+from ragcache_core.chunk.preload import prefill_with_load_s
 
 LAYERS = st.integers(1, 80)
 SECONDS = st.floats(0.001, 10.0)
@@ -48,18 +48,6 @@ def test_what_computes_nothing_loads_everything_first() -> None:
     assert preload_depth(32, prefill_s=0.0, load_s=1.0) == 32
 
 
-@given(st.integers(0, 20), st.integers(1, 25))
-def test_every_layer_is_loaded_then_computed_then_released_once(num_layers: int, depth: int) -> None:
-    steps = list(preload_steps(num_layers, depth))
-    for action in ("load", "compute", "release"):
-        assert [step.layer for step in steps if step.action == action] == list(range(num_layers))
-    for layer in range(num_layers):
-        places = [steps.index(LayerStep(action, layer)) for action in ("load", "compute", "release")]
-        assert places == sorted(places)
-        asked = [step.layer for step in steps[: places[1]] if step.action == "load"]
-        assert max(asked) == min(layer + depth, num_layers - 1)
-
-
 @given(LAYERS, SECONDS, SECONDS, st.floats(0.0, 20.0))
 def test_a_prefill_that_loads_takes_what_its_layers_take(
     num_layers: int, prefill_s: float, load_s: float, queued_s: float
@@ -84,8 +72,6 @@ def test_a_negative_time_is_refused(times: tuple[float, float]) -> None:
         preload_depth(3, prefill_s=times[0], load_s=times[1])
 
 
-def test_a_model_without_layers_and_a_depth_of_none_are_refused() -> None:
+def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="0 layers"):
         preload_depth(0, prefill_s=1.0, load_s=1.0)
-    with pytest.raises(ValueError, match="a depth of 0 layers"):
-        list(preload_steps(3, 0))

@@ -16,7 +16,6 @@ from ragcache_core.chunk import (
     TokenSelection,
     make_selection,
     plan_reuse,
-    usable_spans,
 )
 from ragcache_core.chunk.recompute import in_runs
 from ragcache_core.chunk.scores import adjusted_overlap, context_impact
@@ -258,17 +257,6 @@ def test_overlapping_spans_are_refused_and_named() -> None:
     placed = [ChunkSpan(0, 5, key(0)), ChunkSpan(4, 8, key(1))]
     with pytest.raises(ValueError, match=r"\[0, 5\) and \[4, 8\) overlap"):
         plan(placed, {}, 0, 8)
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 8)), max_size=8), st.integers(0, 25))
-def test_spans_that_cannot_be_planned_are_left_out(places: list[tuple[int, int]], num_tokens: int) -> None:
-    given_ = [ChunkSpan(start, start + length, key(n)) for n, (start, length) in enumerate(places)]
-    usable = usable_spans(given_, num_tokens)
-    assert set(usable) <= set(given_)
-    assert all(span.end <= num_tokens for span in usable)
-    plan(usable, {}, 0, num_tokens)
-    for span in set(given_) - set(usable):
-        assert span.end > num_tokens or any(other.start < span.end and span.start < other.end for other in usable)
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3)])
