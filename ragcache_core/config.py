@@ -13,6 +13,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
 """What decides which document leaves a full tier."""
@@ -45,6 +46,59 @@ Bytes = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(gt=0)]
 """A positive number of bytes: 1073741824, "1GiB", "512 MiB"."""
 BytesOrNone = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(ge=0)]
 """A number of bytes; 0 is none."""
+
+
+class ChunkReuse(BaseModel):
+    """Reuse of a document's KV behind other documents than it was computed behind (Cache-Craft). **Approximate.**
+
+    The KV of a document depends on what stood before it. Reused elsewhere, some of its tokens are computed anew, and
+    answers may differ from those of a full prefill: ``ragcache quality`` measures by how much, on your model.
+
+    Raises:
+        ConfigError: a field has a value that cannot work, or two contradict each other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    quality: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
+    """The quality of answers that is wanted, as ``ragcache calibrate`` measured it on this model: it chooses
+    ``alpha``."""
+
+    selection: SelectionName = "cache_craft"
+    """Which tokens of a reused document are computed all the same: ``cache_craft`` those that had looked most at other
+    documents (Cache-Craft Eq. 14), ``whole_chunks`` all of the documents that depend on what is missing and none of the
+    others, ``first_tokens`` each document's first ones (EPIC), ``question_driven`` those that the question asks for,
+    ``random`` any, to compare with."""
+
+    alpha: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)] | None = None
+    """How many: Eq. 12's factor, in place of ``quality``. ``None`` without ``quality`` is 1."""
+
+    max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] = 1.0
+    """The largest share of a reused document that is computed."""
+
+    share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
+    """Of ``host_bytes`` and ``disk_bytes``, the share for what is reused this way. The rest stays with documents that
+    are cached exactly, behind what stands before them."""
+
+    max_variants: Annotated[int, Field(ge=1, strict=True)] = 5
+    """Of one document, how many KVs are kept that were computed behind different ones."""
+
+    is_default: bool = True
+    """Whether requests that do not say so reuse chunks. With ``False`` only those do that ask for it."""
+
+    def __init__(self, **data: object) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(_first_problem(error, type(self))) from error
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.quality is not None and self.alpha is not None:
+            raise ValueError(
+                f"ChunkReuse.quality is {self.quality:g} and alpha {self.alpha:g}: quality chooses alpha, so give one"
+            )
+        return self
 
 
 class CacheConfig(BaseModel):
@@ -103,11 +157,15 @@ class CacheConfig(BaseModel):
     """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3). 0
     switches speculation off."""
 
+    chunk_reuse: ChunkReuse | None = None
+    """Whether, and how, documents are reused behind others than they were computed behind: **approximate**, so it is
+    off by default. In a TOML file it is the table ``[cache.chunk_reuse]``."""
+
     def __init__(self, **data: object) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(_first_problem(error)) from error
+            raise ConfigError(_first_problem(error, type(self))) from error
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
@@ -120,6 +178,11 @@ class CacheConfig(BaseModel):
             raise ValueError(
                 f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)} but host_bytes is 0: documents reach the disk "
                 "through host memory, so set host_bytes or leave disk_bytes out"
+            )
+        if self.chunk_reuse is not None and self.host_bytes == 0:
+            raise ValueError(
+                "CacheConfig.chunk_reuse is set but host_bytes is 0: what is reused lies in host memory, so set "
+                "host_bytes or leave chunk_reuse out"
             )
         return self
 
@@ -169,6 +232,11 @@ class CacheConfig(BaseModel):
         """
         _check_kv_cache_bytes(self.kv_cache_bytes)
         decided: dict[str, object] = {"host_bytes": _host_bytes(self.host_bytes)}
+        if self.chunk_reuse is not None and not decided["host_bytes"]:
+            raise ConfigError(
+                f"CacheConfig.chunk_reuse is set, but {_SHARED_MEMORY} has no room for host memory: set host_bytes, or "
+                "make room there"
+            )
         if self.disk_bytes:
             if not decided["host_bytes"]:
                 raise ConfigError(
@@ -180,7 +248,7 @@ class CacheConfig(BaseModel):
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
     first = error.errors()[0]
     said = first["msg"]
     if isinstance(cause := first.get("ctx", {}).get("error"), ValueError):
@@ -188,8 +256,8 @@ def _first_problem(error: ValidationError) -> str:
     if not first["loc"]:
         return said
     if first["type"] == "extra_forbidden":
-        said = f"there is no such setting, use one of {', '.join(CacheConfig.model_fields)}"
-    return f"CacheConfig.{first['loc'][0]} is {first['input']!r:.80}: {said}"
+        said = f"there is no such setting, use one of {', '.join(model.model_fields)}"
+    return f"{model.__name__}.{first['loc'][0]} is {first['input']!r:.80}: {said}"
 
 
 def _shown(num_bytes: int) -> str:

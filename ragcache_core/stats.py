@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
 
@@ -18,6 +19,25 @@ class DocumentStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkReuseStats:
+    """What chunk reuse did for a request: it answered from KV that was computed behind other documents.
+
+    ``num_chunks`` documents were reused, ``num_reused_tokens`` of them as they were stored, ``num_recomputed_tokens``
+    computed anew. ``num_computed_tokens`` were computed on the way, those between the reused documents included: vLLM
+    reports them as cached, ``RequestStats.num_cached_tokens`` is without them. ``fix_overhead`` is the estimated share
+    of the reused documents that has to be computed (CFO, Cache-Craft Eq. 12; the mean over them), and ``variants`` say
+    which stored KV was chosen for each of them, by its number.
+    """
+
+    num_chunks: int
+    num_reused_tokens: int
+    num_recomputed_tokens: int
+    num_computed_tokens: int
+    fix_overhead: float
+    variants: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """What one request cost: tokens by origin, bytes moved, and times in seconds.
 
@@ -28,6 +48,8 @@ class RequestStats:
 
     ``ttft_s`` is measured at the client, from sending the request to its first token. Where the answer was not
     streamed it is the engine's own figure, from the request's arrival there; ``None`` without one.
+
+    ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says.
     """
 
     num_prompt_tokens: int
@@ -42,6 +64,7 @@ class RequestStats:
     num_loaded_bytes: int | None = None
     num_stored_bytes: int | None = None
     queue_s: float | None = None
+    chunk_reuse: ChunkReuseStats | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -73,8 +96,8 @@ class PipelineReport:
     ``search_s`` is from the start of the search to its final documents, in ``num_stages`` stages. ``num_started``
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
     one was right. ``unhidden_search_s`` is by how much later the answer was begun than if the documents had been known
-    when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent, and
-    what it then waited in the engine for room, at first and whenever it was preempted unasked for. It is all of the
+    when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent,
+    and what it then waited in the engine for room, at first and whenever it was preempted unasked for. It is all of the
     search without one, or until the engine has told. ``skipped_because`` says why nothing was sent; ``None`` where
     something was.
     """
@@ -130,6 +153,40 @@ class DocumentUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkStats:
+    """The chunks that an engine keeps for reuse anywhere, and what happened to them since it started.
+
+    ``num_chunks`` contents are stored as ``num_variants``, on ``used_tokens`` of ``capacity_tokens`` in host memory and
+    ``used_disk_tokens`` of ``disk_capacity_tokens`` on disk, in whole pages. ``num_requests`` reused
+    ``num_reused_chunks``: ``num_reused_tokens`` as they were stored, ``num_recomputed_tokens`` computed anew.
+
+    ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were longer than the memory,
+    ``num_crowded_out_chunks`` found no room that nobody used: they were computed exactly. ``num_dropped_chunks`` were
+    not written to disk, ``num_corrupt_chunks`` were damaged or gone there, ``num_lost_chunks`` given up for it.
+    """
+
+    num_chunks: int
+    num_variants: int
+    capacity_tokens: int
+    used_tokens: int
+    disk_capacity_tokens: int
+    used_disk_tokens: int
+    is_disk_enabled: bool
+    num_requests: int = 0
+    num_reused_chunks: int = 0
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_captured_chunks: int = 0
+    num_evicted_chunks: int = 0
+    num_mismatched_chunks: int = 0
+    num_too_long_chunks: int = 0
+    num_crowded_out_chunks: int = 0
+    num_dropped_chunks: int = 0
+    num_corrupt_chunks: int = 0
+    num_lost_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A reading of the server's counters since it started.
 
@@ -147,6 +204,8 @@ class EngineStats:
     Of ``num_speculative_requests``, which came before anybody asked for them, ``num_confirmed_speculations`` were asked
     for in the end; ``num_speculative_tokens`` of their prompts were computed until then, and ``num_wasted_tokens`` of
     these for requests that ended unasked for.
+
+    ``chunks`` is ``None`` in an engine without chunk reuse.
     """
 
     num_running: int
@@ -173,6 +232,7 @@ class EngineStats:
     num_confirmed_speculations: int = 0
     num_speculative_tokens: int = 0
     num_wasted_tokens: int = 0
+    chunks: ChunkStats | None = None
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -209,7 +269,13 @@ def request_stats_from_dict(data: Mapping[str, object]) -> RequestStats:
     for beside in ("num_computed_tokens", "pipeline"):  # derived; the report of a search
         fields.pop(beside, None)
     documents = fields.pop("documents", [])
+    reuse: Any = fields.pop("chunk_reuse", None)
     try:
-        return RequestStats(**fields, documents=tuple(DocumentStats(**d) for d in documents))  # type: ignore[arg-type, attr-defined]
-    except TypeError as error:
+        chunk_reuse = None if reuse is None else ChunkReuseStats(**{**reuse, "variants": tuple(reuse["variants"])})
+        return RequestStats(
+            **fields,  # type: ignore[arg-type]
+            documents=tuple(DocumentStats(**d) for d in documents),  # type: ignore[attr-defined]
+            chunk_reuse=chunk_reuse,
+        )
+    except (TypeError, KeyError) as error:
         raise ValueError(f"not the statistics of a RAGCache request: {error}") from error

@@ -9,6 +9,7 @@
             "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],
             "speculation": "3f2a...",              # only if nobody has asked for the answer yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
+            "chunk_reuse": {"max_recompute": 0.3}, # or true, or false; only if it is not to be as the engine does
         },
     }
 
@@ -21,16 +22,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.types import ChunkReuseRequest, PromptSegment, SegmentKind
 
 WIRE_VERSION = 1
 KEY = "ragcache"
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64
+ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | bool | None
+"""What a request may say of chunk reuse: yes (with which settings), no, or as the engine does."""
 _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it is part of a path
 
 
@@ -40,11 +44,13 @@ class RequestMetadata:
 
     ``segments`` tile its prompt. ``speculation`` names it while nobody has asked for its answer yet: it must not delay
     a request that somebody waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
+    ``chunk_reuse`` is ``None`` where it is left to the engine.
     """
 
     segments: tuple[PromptSegment, ...]
     speculation: str | None = None
     is_reordered: bool = False
+    chunk_reuse: ChunkReuseRequest | Literal[False] | None = None
 
 
 def encode_kv_transfer_params(
@@ -53,19 +59,28 @@ def encode_kv_transfer_params(
     *,
     speculation: str | None = None,
     is_reordered: bool = False,
+    chunk_reuse: ChunkReuseOption = None,
 ) -> dict[str, object]:
     """Return the ``kv_transfer_params`` of a request.
 
     ``prompt_token_ids`` is for the chat endpoint only, where the messages would be tokenised again; the completions
     endpoint takes the ids as its prompt.
+
+    Raises:
+        ConfigError: ``chunk_reuse`` is none.
     """
     params: dict[str, object] = {} if prompt_token_ids is None else {"prompt_token_ids": list(prompt_token_ids)}
-    documents = [{"id": s.doc_id, "start": s.start, "end": s.end} for s in segments if s.kind is SegmentKind.DOCUMENT]
+    documents = [
+        {"id": s.doc_id, "start": s.start, "end": s.end if s.text_end is None else s.text_end}
+        for s in segments
+        if s.kind is SegmentKind.DOCUMENT
+    ]
     params[KEY] = {
         "version": WIRE_VERSION,
         "documents": documents,
         **({} if speculation is None else {"speculation": speculation}),
         **({"reordered": True} if is_reordered else {}),
+        **_encoded(read_chunk_reuse(chunk_reuse)),
     }
     return params
 
@@ -93,7 +108,24 @@ def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: i
         tile([_document(d, i) for i, d in enumerate(documents)], num_prompt_tokens),
         _speculation(raw.get("speculation")),
         _is_reordered(raw.get("reordered", False)),
+        read_chunk_reuse(raw.get("chunk_reuse")),
     )
+
+
+def read_chunk_reuse(option: object) -> ChunkReuseRequest | Literal[False] | None:
+    """Return what somebody says of chunk reuse: how, no, or nothing. ``True`` is with the engine's own settings.
+
+    Raises:
+        ConfigError: it is something else, or holds a setting that does not exist or cannot work.
+    """
+    if option is None or option is False or isinstance(option, ChunkReuseRequest):
+        return option
+    if option is True:
+        return ChunkReuseRequest()
+    names = [field.name for field in fields(ChunkReuseRequest)]
+    if not isinstance(option, Mapping) or not set(option).issubset(names):
+        raise ConfigError(f"chunk_reuse is {option!r:.120}; it must be true, false, or a mapping of {', '.join(names)}")
+    return ChunkReuseRequest(**option)
 
 
 def decode_speculation(params: Mapping[str, object]) -> str | None:
@@ -108,7 +140,8 @@ def decode_speculation(params: Mapping[str, object]) -> str | None:
 def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:
     """Return prefix, documents and question, without gaps, as segments of a whole prompt.
 
-    Tokens between two documents (a separator) go to the earlier one, so a document keeps what follows it.
+    Tokens between two documents (a separator) go to the earlier one, so a document keeps what follows it; its
+    ``text_end`` is before them.
 
     Raises:
         ConfigError: documents overlap, are out of order, empty, or reach outside the prompt.
@@ -127,10 +160,19 @@ def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[Pr
             )
         position = document.end
         end = documents[i + 1].start if i + 1 < len(documents) else document.end
-        segments.append(PromptSegment(SegmentKind.DOCUMENT, document.start, max(end, document.end), document.doc_id))
+        segments.append(
+            PromptSegment(SegmentKind.DOCUMENT, document.start, max(end, document.end), document.doc_id, document.end)
+        )
     if position < num_prompt_tokens:
         segments.append(PromptSegment(SegmentKind.QUESTION, position, num_prompt_tokens))
     return tuple(segments)
+
+
+def _encoded(chunk_reuse: ChunkReuseRequest | Literal[False] | None) -> dict[str, object]:
+    if chunk_reuse is None:
+        return {}
+    given = {name: value for name, value in asdict(chunk_reuse).items() if value is not None} if chunk_reuse else False
+    return {"chunk_reuse": True if given == {} else given}
 
 
 def _document(raw: object, index: int) -> PromptSegment:

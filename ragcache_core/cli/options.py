@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -83,8 +84,38 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     click.option(
         "--max-prefill-bs", type=int, metavar="N", help="Speculative requests at a time; 0 for none. [default: 4]"
     ),
+    click.option(
+        "--chunk-reuse",
+        is_flag=False,
+        flag_value="",
+        metavar="[KEY=VALUE,...]",
+        callback=lambda _context, _option, text: None if text is None else _chunk_reuse(text),
+        help="Reuse documents behind others than they were computed behind: APPROXIMATE. With the settings of "
+        "ChunkReuse, as selection=first_tokens,max_recompute=0.3. [default: off]",
+    ),
 )
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
+
+
+def _chunk_reuse(text: str) -> dict[str, object]:
+    """Return the settings in ``quality=0.95,selection=first_tokens``; what they mean is checked where they are used."""
+    settings: dict[str, object] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not (name and equals and value):
+            raise click.BadParameter(f"{part!r} is no setting: write KEY=VALUE, as max_recompute=0.3")
+        settings[name.replace("-", "_")] = _plain_value(value)
+    return settings
+
+
+def _plain_value(text: str) -> object:
+    """Return a number or a truth value where a text is one."""
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
 
 
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:

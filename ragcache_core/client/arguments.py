@@ -7,12 +7,14 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import platformdirs
 
+from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client.offload import VLLMOffload
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -60,7 +62,11 @@ def check_model(model: str) -> None:
 
 
 def cache_arguments(
-    cache: CacheConfig | VLLMOffload | None, *, engine_id: str, profile: Path | None = None
+    cache: CacheConfig | VLLMOffload | None,
+    *,
+    engine_id: str,
+    profile: Path | None = None,
+    alphas: Sequence[AlphaPoint] = (),
 ) -> list[str]:
     """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
 
@@ -68,15 +74,18 @@ def cache_arguments(
         cache: what to keep, resolved for this machine.
         engine_id: names the host tier's region of shared memory, so that a restart finds it.
         profile: measured prefill times of the model.
+        alphas: measured qualities of chunk reuse on the model.
     """
     if cache is None:
         return []
     if isinstance(cache, VLLMOffload):
         return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
     arguments = [
-        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile))),
+        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
     ]
+    if cache.chunk_reuse is not None:
+        arguments += ["--worker-cls", f"{_PLUGIN}.chunk_worker.RAGCacheWorker"]
     if cache.kv_cache_bytes is not None:
         arguments += ["--kv-cache-memory-bytes", str(int(cache.kv_cache_bytes))]
     if cache.block_size is not None:
@@ -84,44 +93,64 @@ def cache_arguments(
     return arguments
 
 
-def _transfer_config(cache: CacheConfig, engine_id: str, profile: Path | None) -> dict[str, object]:
+def _transfer_config(
+    cache: CacheConfig, engine_id: str, profile: Path | None, alphas: Sequence[AlphaPoint]
+) -> dict[str, object]:
     """Return vLLM's ``kv_transfer_config``: our connector, and what lies below the GPU."""
-    extra: dict[str, object] = {
-        "ragcache": {
-            "policy": cache.policy,
-            "keeps_frequency": cache.frequency == "ghost",
-            "ghost_size": cache.ghost_size,
-            "max_cached_documents": cache.max_cached_documents,
-            "profile": None if profile is None else str(profile),
-            "is_queue_cache_aware": cache.queue == "cache_aware",
-            "queue_window": cache.queue_window,
-            "max_prefill_bs": cache.max_prefill_bs,
-        }
+    settings: dict[str, object] = {
+        "policy": cache.policy,
+        "keeps_frequency": cache.frequency == "ghost",
+        "ghost_size": cache.ghost_size,
+        "max_cached_documents": cache.max_cached_documents,
+        "profile": None if profile is None else str(profile),
+        "is_queue_cache_aware": cache.queue == "cache_aware",
+        "queue_window": cache.queue_window,
+        "max_prefill_bs": cache.max_prefill_bs,
     }
-    if cache.host_bytes:
+    host_bytes, disk_bytes = int(cache.host_bytes or 0), int(cache.disk_bytes)
+    module, prefix = "connector", ""
+    if (reuse := cache.chunk_reuse) is not None:
+        for_chunks = int(host_bytes * reuse.share), int(disk_bytes * reuse.share)
+        settings["chunk_reuse"] = _chunk_settings(reuse, cache.directory, *for_chunks, alphas)
+        host_bytes, disk_bytes = host_bytes - for_chunks[0], disk_bytes - for_chunks[1]
+        module, prefix = "chunk_connector", "Chunk"
+    extra: dict[str, object] = {"ragcache": settings}
+    if host_bytes:
         extra |= {
-            "cpu_bytes_to_use": int(cache.host_bytes),
+            "cpu_bytes_to_use": host_bytes,
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload",
             "eviction_policy": "TreeCachePolicy",
             "cache_policy_module_path": f"{_PLUGIN}.host_policy",
         }
-    if cache.disk_bytes:
+    if disk_bytes:
         extra["secondary_tiers"] = [
             {
                 "type": "DiskTier",
                 "module_path": f"{_PLUGIN}.disk",
                 "directory": str(cache.directory),
-                "capacity_bytes": int(cache.disk_bytes),
+                "capacity_bytes": disk_bytes,
             }
         ]
     return {
-        "kv_connector": "RAGCacheConnector" if cache.host_bytes else "DocumentConnector",
-        "kv_connector_module_path": f"{_PLUGIN}.connector",
+        "kv_connector": f"{prefix}RAGCacheConnector" if host_bytes else f"{prefix}DocumentConnector",
+        "kv_connector_module_path": f"{_PLUGIN}.{module}",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",  # a lost block is a miss
         "engine_id": engine_id,
         "kv_connector_extra_config": extra,
+    }
+
+
+def _chunk_settings(
+    reuse: ChunkReuse, directory: Path | None, host_bytes: int, disk_bytes: int, alphas: Sequence[AlphaPoint]
+) -> dict[str, object]:
+    return {
+        "host_bytes": host_bytes,
+        "disk_bytes": disk_bytes,
+        "directory": str(directory) if disk_bytes else None,
+        **reuse.model_dump(exclude={"share"}),
+        "points": [asdict(point) for point in alphas],
     }
 
 
@@ -179,6 +208,19 @@ def check_needed(extra_args: Sequence[str]) -> None:
     for argument in extra_args:
         if argument.startswith("--") and (why := _REFUSED.get(argument.removeprefix("--").replace("-", "_"))):
             raise ConfigError(f"{argument} is refused: {why}")
+
+
+def check_worker(cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str]) -> None:
+    """Refuse another worker where chunk reuse needs its own.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    is_needed = isinstance(cache, CacheConfig) and cache.chunk_reuse is not None
+    if is_needed and any(argument.split("=")[0].replace("_", "-") == "--worker-cls" for argument in arguments):
+        raise ConfigError(
+            "worker_cls cannot be set beside CacheConfig.chunk_reuse, which sets it: leave one of them out"
+        )
 
 
 def server_environment(

@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.client.arguments import (
     cache_arguments,
     check_extra_args,
     check_model,
+    check_worker,
     new_log_path,
     server_environment,
     vllm_arguments,
 )
+from ragcache_core.client.calibrations import find_calibration, load_calibration
 from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.profiles import find_profile
@@ -24,8 +27,8 @@ from ragcache_core.client.progress import LoadProgress
 from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer, preload
-from ragcache_core.config import CacheConfig
-from ragcache_core.errors import EngineStartError
+from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.prompt import PromptTokenizer
 
 
@@ -66,6 +69,7 @@ def launch_server(
     """
     settings = vllm_arguments(vllm_args)
     check_extra_args(extra_args)
+    check_worker(cache, [*settings, *extra_args])
     check_model(model)
     if port is None:
         port = free_port(host)
@@ -78,10 +82,11 @@ def launch_server(
         settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
     engine_id = new_engine_id(os.getpid())
     cache = cache.resolved() if isinstance(cache, CacheConfig) else cache
+    alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
         "--disable-uvicorn-access-log",
-        *cache_arguments(cache, engine_id=engine_id, profile=find_profile(model)),
+        *cache_arguments(cache, engine_id=engine_id, profile=find_profile(model), alphas=alphas),
         *settings,
         *extra_args,
     ]
@@ -111,6 +116,32 @@ def launch_server(
             raise
         raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error
     return LaunchedServer(f"{address}/v1", api_key, supervisor, loading, log)
+
+
+def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:
+    """Return what was measured of chunk reuse on ``model``, as it is to be used.
+
+    Raises:
+        ConfigError: a quality is wanted that was not measured, or not reached.
+    """
+    path = None if reuse is None else find_calibration(model, reuse.selection)
+    if reuse is None or (path is None and reuse.quality is None):
+        return ()
+    if path is None:
+        raise ConfigError(
+            f"ChunkReuse.quality is {reuse.quality:g}, but which alpha reaches it on {model!r} with selection "
+            f"{reuse.selection!r} was not measured: run 'ragcache calibrate', or give alpha"
+        )
+    calibration = load_calibration(path)
+    is_as_measured = calibration.max_recompute == reuse.max_recompute
+    if reuse.quality is not None:
+        if not is_as_measured:
+            raise ConfigError(
+                f"ChunkReuse.max_recompute is {reuse.max_recompute:g}, {path} was measured with "
+                f"{calibration.max_recompute:g}: run 'ragcache calibrate' again, or set max_recompute to that"
+            )
+        choose_alpha(calibration.points, reuse.quality)
+    return calibration.points if is_as_measured else ()
 
 
 def _reachable(host: str) -> str:

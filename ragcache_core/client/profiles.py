@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,11 +147,20 @@ def save_profile(profile: Profile, path: Path) -> None:
     Raises:
         OSError: the disk is full, or the folder cannot be written to.
     """
+    write_json(profile.to_dict(), path)
+
+
+def write_json(data: Mapping[str, object], path: Path) -> None:
+    """Write plain JSON data to ``path``, and make its folder. Atomic, as :func:`save_profile` is.
+
+    Raises:
+        OSError
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(profile.to_dict(), file, indent=1)
+            json.dump(data, file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())

@@ -16,10 +16,11 @@ from ragcache_core.vllm_plugin.building import current_building
 from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _NUM_SAMPLES = 512
 _SAMPLE_BYTES = 4096
+_CHUNK_LAYOUT = 1  # of a page: layer by layer, K without RoPE and V
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 
@@ -32,7 +33,6 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
         ConfigError: the weights' files are not on this machine, so nothing tells them from others.
     """
     vllm_config = current_building().vllm_config
-    model = vllm_config.model_config
     parallel = config.parallel
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     seed = hash_seed(algorithm)
@@ -42,21 +42,47 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
             "vLLM's default, or leave disk_bytes out"
         )
     return {
-        "vllm": str(vllm.__version__),
-        "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
-        "weights": _weights_digest(_weights_folder(model)),
-        "model_config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()),
-        "dtype": str(model.dtype),
+        **_model_identity(vllm_config),
         "kv_dtype": config.model.dtype,
-        "quantization": str(model.quantization),
-        "load_format": f"{vllm_config.load_config.load_format} {model.seed}",
-        "attention_backend": str(vllm_config.attention_config.backend),
         "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block}",
         "tokens_per_block": config.groups[0].tokens_per_block,
         "tokens_per_key": config.cache.tokens_per_hash,
         "keys": f"{algorithm} {seed}",
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size} "
         f"dp{parallel.data_parallel_index}",
+    }
+
+
+def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
+    """Return everything that the KV of a chunk, which is stored without its position, depends on besides its tokens.
+
+    Each worker keeps its own part, in a folder of its own.
+
+    Raises:
+        ConfigError: the weights' files are not on this machine, so nothing tells them from others.
+    """
+    parallel = vllm_config.parallel_config
+    return {
+        **_model_identity(vllm_config),
+        "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+        "layout": f"chunks {_CHUNK_LAYOUT}",
+        "tokens_per_block": vllm_config.cache_config.block_size,
+        "parallel": f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} rank{parallel.rank}",
+    }
+
+
+def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
+    """Return what any KV depends on."""
+    model = vllm_config.model_config
+    return {
+        "vllm": str(vllm.__version__),
+        "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
+        "weights": _weights_digest(_weights_folder(model)),
+        "model_config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "load_format": f"{vllm_config.load_config.load_format} {model.seed}",
+        "attention_backend": str(vllm_config.attention_config.backend),
     }
 
 

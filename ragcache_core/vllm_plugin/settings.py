@@ -8,12 +8,72 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.client.profiles import load_profile
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
+from ragcache_core.types import ChunkReuseRequest, SelectionName
 
 KEY = "ragcache"
+_DEFAULT_ALPHA = 1.0
 logger = logging.getLogger(f"vllm.{__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSettings:
+    """The plain values of a :class:`~ragcache_core.config.ChunkReuse`, and the shares of memory that are for it.
+
+    ``points`` are what was measured on this model with ``selection``.
+
+    Raises:
+        ConfigError: none of the ``points`` reaches ``quality``.
+    """
+
+    host_bytes: int
+    disk_bytes: int = 0
+    directory: Path | None = None
+    quality: float | None = None
+    selection: SelectionName = "cache_craft"
+    alpha: float | None = None
+    max_recompute: float = 1.0
+    max_variants: int = 5
+    is_default: bool = True
+    points: tuple[AlphaPoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.quality is not None:
+            choose_alpha(self.points, self.quality)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Return the settings that a launch sends.
+
+        Raises:
+            TypeError, ValueError: a name or a value that this version does not know.
+        """
+        given = dict(raw)
+        if (directory := given.get("directory")) is not None:
+            given["directory"] = Path(directory)
+        given["points"] = tuple(AlphaPoint(**point) for point in given.get("points", ()))
+        return cls(**given)
+
+    def alpha_for(self, asked: ChunkReuseRequest) -> float | None:
+        """Return Eq. 12's alpha for a request; None where it wants a quality that nothing measured here reaches.
+
+        What was measured holds for ``selection`` alone, and for as many recomputed tokens as the engine allows.
+        """
+        if asked.alpha is not None:
+            return asked.alpha
+        quality = asked.quality
+        if quality is None:
+            if self.quality is None:
+                return _DEFAULT_ALPHA if self.alpha is None else self.alpha
+            quality = self.quality
+        is_as_measured = asked.selection in (None, self.selection) and asked.max_recompute in (None, self.max_recompute)
+        try:
+            return choose_alpha(self.points, quality).alpha if is_as_measured else None
+        except ConfigError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +88,7 @@ class PluginSettings:
     is_queue_cache_aware: bool = True
     queue_window: int = 32
     max_prefill_bs: int = 4
+    chunk_reuse: ChunkSettings | None = None
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
@@ -41,6 +102,8 @@ class PluginSettings:
             given = dict(raw)
             if (profile := given.get("profile")) is not None:
                 given["profile"] = Path(profile)
+            if (chunk_reuse := given.get("chunk_reuse")) is not None:
+                given["chunk_reuse"] = ChunkSettings.from_dict(chunk_reuse)
             return cls(**given)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"kv_connector_extra_config['{KEY}'] is {raw!r:.200}: {error}") from error

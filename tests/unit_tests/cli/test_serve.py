@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
 from ragcache_core.client import Engine
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import EngineDiedError
 
 
@@ -83,6 +83,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
     options += ["--frequency", "cached", "--max-cached-documents", "5", "--ghost-size", "0"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2"]
+    options += ["--chunk-reuse", "selection=first_tokens, max-recompute=0.3,max_variants=2,is_default=false"]
     run(monkeypatch, engine, *options, "--kv-cache-bytes", "1GiB", "--block-size", "32")
     given = engine.settings["cache"]
     assert given == CacheConfig(
@@ -98,8 +99,15 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         queue="fifo",
         queue_window=7,
         max_prefill_bs=2,
+        chunk_reuse=ChunkReuse(selection="first_tokens", max_recompute=0.3, max_variants=2, is_default=False),
     )
     assert given.model_fields_set == set(CacheConfig.model_fields)
+
+
+def test_chunk_reuse_without_settings_has_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    run(monkeypatch, engine, "--chunk-reuse")
+    assert engine.settings["cache"] == CacheConfig(chunk_reuse=ChunkReuse())
 
 
 def test_options_win_over_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,6 +136,9 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "status", "message"),
     [
         (["--no-cache", "--block-size", "32"], 2, "leave out --block-size"),
+        (["--no-cache", "--chunk-reuse"], 2, "leave out --chunk-reuse"),
+        (["--chunk-reuse", "examples/demo"], 2, "write KEY=VALUE, as max_recompute=0.3"),
+        (["--chunk-reuse", "quality=2"], 1, "ChunkReuse.quality is 2"),
         (["--no-cache", "--policy", "lru", "--cache-dir", "x"], 2, "leave out --cache-dir, --policy"),
         (["--no-cache", "--cache-config", "x"], 2, "leave out --cache-config"),
         (["--no-cache", "--ghost-size", "0"], 2, "leave out --ghost-size"),

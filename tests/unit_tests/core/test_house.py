@@ -108,7 +108,8 @@ def test_unpickling_happens_nowhere() -> None:
 
 PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {
-        *("CacheConfig", "Document", "DocumentStats", "DocumentUse", "EngineStats", "PromptLayout", "PromptSegment"),
+        *("CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
+        *("Document", "DocumentStats", "DocumentUse", "EngineStats", "PromptLayout", "PromptSegment"),
         *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "__version__"),
     },
     "ragcache_core.client": {

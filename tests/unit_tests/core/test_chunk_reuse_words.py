@@ -1,0 +1,149 @@
+"""What is said of chunk reuse: settings, a request's own wish on the wire, and statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from ragcache_core import CacheConfig, ChunkReuse, ChunkReuseStats, RequestStats
+from ragcache_core.chunk import SELECTIONS
+from ragcache_core.errors import ConfigError
+from ragcache_core.stats import request_stats_from_dict
+from ragcache_core.types import ChunkReuseRequest, PromptSegment, SegmentKind, SelectionName
+from ragcache_core.wire import (
+    KEY,
+    ChunkReuseOption,
+    decode_kv_transfer_params,
+    encode_kv_transfer_params,
+    read_chunk_reuse,
+    tile,
+)
+
+
+def test_every_selection_has_a_name_that_settings_and_requests_take() -> None:
+    assert set(get_args(SelectionName)) == set(SELECTIONS)
+    for name in SELECTIONS:
+        assert ChunkReuse(selection=name).selection == ChunkReuseRequest(selection=name).selection == name  # type: ignore[arg-type]
+
+
+def test_chunk_reuse_is_off_until_it_is_asked_for() -> None:
+    assert CacheConfig().chunk_reuse is None
+    assert CacheConfig(chunk_reuse={}).chunk_reuse == ChunkReuse()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quality": 0.0}, r"ChunkReuse\.quality is 0\.0"),
+        ({"quality": 1.5}, r"ChunkReuse\.quality is 1\.5"),
+        ({"quality": "high"}, r"ChunkReuse\.quality is 'high'"),
+        ({"quality": 0.9, "alpha": 1.0}, "quality chooses alpha, so give one"),
+        ({"alpha": -1.0}, r"ChunkReuse\.alpha is -1"),
+        ({"alpha": float("nan")}, r"ChunkReuse\.alpha is nan"),
+        ({"max_recompute": 1.01}, r"ChunkReuse\.max_recompute is 1\.01"),
+        ({"selection": "best"}, r"ChunkReuse\.selection is 'best'.*cache_craft"),
+        ({"share": 0.0}, r"ChunkReuse\.share is 0"),
+        ({"share": 1.5}, r"ChunkReuse\.share is 1\.5"),
+        ({"max_variants": 0}, r"ChunkReuse\.max_variants is 0"),
+        ({"qualty": 0.9}, r"there is no such setting, use one of quality, selection"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_value_and_limit(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ChunkReuse(**settings)
+    with pytest.raises(ConfigError, match=said):
+        CacheConfig(chunk_reuse=settings)
+
+
+def test_chunks_need_host_memory() -> None:
+    with pytest.raises(ConfigError, match="set host_bytes or leave chunk_reuse out"):
+        CacheConfig(chunk_reuse=ChunkReuse(), host_bytes=0)
+
+
+def test_a_toml_file_has_a_table_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "cache.toml"
+    path.write_text(
+        '[cache]\nhost_bytes = "1GiB"\n[cache.chunk_reuse]\nselection = "first_tokens"\nmax_recompute = 1\n'
+    )
+    assert CacheConfig.from_toml(path).chunk_reuse == ChunkReuse(selection="first_tokens", max_recompute=1.0)
+
+
+# On the wire
+
+
+@pytest.mark.parametrize(
+    ("option", "on_the_wire", "read"),
+    [
+        (None, None, None),
+        (False, False, False),
+        (True, True, ChunkReuseRequest()),
+        ({}, True, ChunkReuseRequest()),
+        (ChunkReuseRequest(alpha=2.0), {"alpha": 2.0}, ChunkReuseRequest(alpha=2.0)),
+        (
+            {"selection": "random", "quality": 0.9, "max_recompute": 0},
+            {"selection": "random", "quality": 0.9, "max_recompute": 0},
+            ChunkReuseRequest(selection="random", quality=0.9, max_recompute=0),
+        ),
+    ],
+)
+def test_what_a_request_says_arrives(option: ChunkReuseOption, on_the_wire: object, read: object) -> None:
+    params: Any = encode_kv_transfer_params([], chunk_reuse=option)
+    assert params[KEY].get("chunk_reuse") == on_the_wire
+    assert decode_kv_transfer_params(params, 5).chunk_reuse == read
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (0, "must be true, false, or a mapping of selection, quality"),
+        ("yes", "must be true, false"),
+        ([], "must be true, false"),
+        ({"qualty": 1}, "a mapping of selection, quality"),
+        ({"selection": "best"}, "choose one of cache_craft"),
+        ({"selection": ["random"]}, "choose one of cache_craft"),
+        ({"quality": 0}, "quality 0; it must be"),
+        ({"quality": 2}, "quality 2; it must be"),
+        ({"quality": True}, "quality True"),
+        ({"quality": 0.5, "alpha": 1}, "so give one"),
+        ({"alpha": -0.5}, "alpha -0.5"),
+        ({"alpha": float("inf")}, "alpha inf"),
+        ({"alpha": float("nan")}, "alpha nan"),
+        ({"alpha": "1"}, "alpha '1'"),
+        ({"max_recompute": 1.5}, "max_recompute 1.5"),
+    ],
+)
+def test_nonsense_is_refused_on_both_sides(raw: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_chunk_reuse(raw)
+    with pytest.raises(ConfigError, match=said):
+        encode_kv_transfer_params([], chunk_reuse=raw)
+    with pytest.raises(ConfigError, match=said):
+        decode_kv_transfer_params({KEY: {"version": 1, "documents": [], "chunk_reuse": raw}}, 5)
+
+
+def test_a_document_is_announced_without_what_separates_it_from_the_next() -> None:
+    spans = [(3, 9, "a"), (11, 20, "b")]
+    segments = tile([PromptSegment(SegmentKind.DOCUMENT, *span) for span in spans], 25)
+    params: Any = encode_kv_transfer_params(segments)
+    assert [(d["start"], d["end"], d["id"]) for d in params[KEY]["documents"]] == spans
+    assert decode_kv_transfer_params(params, 25).segments == segments
+    assert [s.end for s in segments] == [3, 11, 20, 25]
+
+
+# Statistics
+
+
+def test_the_statistics_of_a_request_survive_their_way_through_a_response() -> None:
+    reuse = ChunkReuseStats(2, 700, 300, 340, 0.3, (4, 9))
+    stats = RequestStats(1100, 760, 5, 0.1, 0.2, chunk_reuse=reuse)
+    assert request_stats_from_dict(stats.to_dict()) == stats
+    assert stats.num_computed_tokens == 340
+
+
+@pytest.mark.parametrize("reuse", [{"num_chunks": 1}, {"variants": []}, 7])
+def test_damaged_statistics_are_a_value_error(reuse: object) -> None:
+    data = {**RequestStats(1100, 760, 5, 0.1, 0.2).to_dict(), "chunk_reuse": reuse}
+    with pytest.raises(ValueError, match="not the statistics"):
+        request_stats_from_dict(data)
