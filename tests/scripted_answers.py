@@ -38,6 +38,11 @@ class Seen:
         return documents
 
     @property
+    def chunk_reuse(self) -> object:
+        """What the request says of chunk reuse; ``None`` if nothing."""
+        return (self.kv_transfer_params.get("ragcache") or {}).get("chunk_reuse")
+
+    @property
     def speculation(self) -> str | None:
         """The id that marks the request as speculative."""
         return (self.kv_transfer_params.get("ragcache") or {}).get("speculation")

@@ -103,6 +103,8 @@ class ScriptedServer:
     requests: list[Seen] = field(default_factory=list)
     cache: JsonObject | None = None
     """What ``/v1/ragcache/stats`` answers; ``None`` is plain vLLM, which has no such route."""
+    reuse: JsonObject | None = None
+    """What RAGCache's routes say of chunk reuse in every request; ``None`` is nothing."""
     cache_status: int = 200
     """The status of RAGCache's routes; other than 200 they answer with nothing but it."""
     cache_wait_s: float = 0.0
@@ -208,6 +210,7 @@ class ScriptedServer:
                 "num_gpu_tokens": cached - host - disk, "num_host_tokens": host, "num_disk_tokens": disk,
                 "num_loaded_bytes": (host + disk) * BYTES_PER_TOKEN,
                 "num_stored_bytes": (len(tokens) - cached) * BYTES_PER_TOKEN, "queue_s": 0.001, "ttft_s": 0.002,
+                **({} if self.reuse is None else {"chunk_reuse": self.reuse}),
             }  # fmt: skip
         return {
             "prompt_tokens": len(tokens),

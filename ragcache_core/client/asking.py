@@ -36,6 +36,7 @@ from ragcache_core.errors import TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt
 from ragcache_core.stats import EngineStats, RequestStats
 from ragcache_core.types import Document
+from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
@@ -92,13 +93,26 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         self._transport.close()
 
     def generate(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        chunk_reuse: ChunkReuseOption = None,
+        **sampling: Any,
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`."""
-        return whole(list(self.stream(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)))
+        asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
+        return whole(list(self.stream(prompt, **asked)))
 
     def stream(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        chunk_reuse: ChunkReuseOption = None,
+        **sampling: Any,
     ) -> Generator[GenerationChunk]:
         """Yield the answer to ``prompt`` as it is generated; closing the iterator ends the request in the engine.
 
@@ -106,12 +120,17 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
             prompt: a text to continue, a :class:`RenderedPrompt`, or messages of the OpenAI protocol.
             max_tokens: the most tokens to generate; fewer where the context window ends before.
             temperature: 0 is greedy.
+            chunk_reuse: whether documents are reused behind others than they were computed behind, which is
+                approximate: ``True``, ``False``, or a mapping of ``selection``, ``quality`` or ``alpha``, and
+                ``max_recompute``. ``None`` leaves it to the engine (``CacheConfig.chunk_reuse``; without it there is
+                none).
             **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``.
 
         Raises:
             PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError, ...
+            ConfigError: ``chunk_reuse`` is something else.
         """
-        plan, body = self._request(prompt, max_tokens, temperature, sampling)
+        plan, body = self._request(prompt, max_tokens, temperature, chunk_reuse, sampling)
         reader = AnswerReader(plan)
         create: Any = self._openai.chat.completions.create if "messages" in body else self._openai.completions.create
         with translate_errors(), create(**body) as events:
@@ -121,17 +140,30 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         yield reader.last(self.complete_stats(reader.stats(), reader.response_id))
 
     async def agenerate(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        chunk_reuse: ChunkReuseOption = None,
+        **sampling: Any,
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
-        async with aclosing(self.astream(prompt, max_tokens=max_tokens, temperature=temperature, **sampling)) as chunks:
+        asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
+        async with aclosing(self.astream(prompt, **asked)) as chunks:
             return whole([chunk async for chunk in chunks])
 
     async def astream(
-        self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 0.0, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        chunk_reuse: ChunkReuseOption = None,
+        **sampling: Any,
     ) -> AsyncGenerator[GenerationChunk]:
         """Yield the answer to ``prompt`` as it is generated; see :meth:`stream`."""
-        plan, body = self._request(prompt, max_tokens, temperature, sampling)
+        plan, body = self._request(prompt, max_tokens, temperature, chunk_reuse, sampling)
         reader = AnswerReader(plan)
         api = self._openai_async
         create: Any = api.chat.completions.create if "messages" in body else api.completions.create
@@ -242,16 +274,20 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         *,
         documents: Iterable[Document] | None = None,
         settings: Mapping[str, Any] | None = None,
+        chunk_reuse: ChunkReuseOption = None,
     ) -> RequestPlan:
         """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
 
         ``documents`` are found by their text, and so are those that were remembered. ``settings`` are the other fields
         of the request (tools, ``extra_body``, ...). Requests with tools or settings of the chat template, messages
-        other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty.
+        other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty,
+        and the engine knows no documents of theirs to reuse. ``chunk_reuse`` is that of :meth:`stream`.
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window.
+            ConfigError: ``chunk_reuse`` is not what it may be.
         """
+        chunk_reuse = read_chunk_reuse(chunk_reuse)
         if isinstance(self._tokenizer, TokenizerUnavailableError) or server_renders(messages, settings or {}):
             return RequestPlan()
         given = [(d.doc_id, d.text) for d in documents or ()]
@@ -259,8 +295,14 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         shown = given + [(doc_id, text) for doc_id, text in self._remembered.shown() if doc_id not in known]
         if self._bound is None:
             self._learner.see(messages, self._remembered.searches())
-        limit = self.max_model_len
-        return plan_chat(self._tokenizer, messages, shown, max_model_len=limit, reordered=self._reordered)
+        return plan_chat(
+            self._tokenizer,
+            messages,
+            shown,
+            max_model_len=self.max_model_len,
+            reordered=self._reordered,
+            chunk_reuse=chunk_reuse,
+        )
 
     def complete_stats(self, stats: RequestStats, response_id: str | None) -> RequestStats:
         """Return the statistics of an answered request with what the engine itself says of it.
@@ -278,15 +320,21 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         return f"{type(self).__name__}(model={self.model!r}, base_url={self.base_url!r})"
 
     def _request(
-        self, prompt: Prompt, max_tokens: int, temperature: float, sampling: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        temperature: float,
+        chunk_reuse: ChunkReuseOption,
+        sampling: Mapping[str, Any],
     ) -> tuple[RequestPlan, dict[str, Any]]:
         match prompt:
             case str():
                 plan = RequestPlan()
             case RenderedPrompt():
-                plan = plan_rendered(prompt, max_model_len=self.max_model_len, reordered=self._reordered)
+                limit = self.max_model_len
+                plan = plan_rendered(prompt, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse)
             case _:
-                plan = self.plan_chat(prompt, settings=sampling)
+                plan = self.plan_chat(prompt, settings=sampling, chunk_reuse=chunk_reuse)
         if plan.num_prompt_tokens is not None:
             max_tokens = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ragcache_core.client.failures import translate_errors
 from ragcache_core.client.transport import SENT_ONCE
 from ragcache_core.errors import EngineError
-from ragcache_core.stats import DocumentUse, EngineStats, RequestStats, TierStats
+from ragcache_core.stats import ChunkReuseStats, ChunkStats, DocumentUse, EngineStats, RequestStats, TierStats
 
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
@@ -47,6 +47,7 @@ class _RequestFigures:
     num_stored_bytes: _Count = None
     queue_s: _Seconds = None
     ttft_s: _Seconds = None
+    chunk_reuse: ChunkReuseStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class _CacheFigures:
     num_confirmed_speculations: int = 0
     num_speculative_tokens: int = 0
     num_wasted_tokens: int = 0
+    chunks: ChunkStats | None = None
 
 
 _REQUEST_FIGURES = TypeAdapter(_RequestFigures)
@@ -167,8 +169,12 @@ def _json(response: httpx.Response) -> object | None:
 
 
 def _completed(stats: RequestStats, response: httpx.Response) -> RequestStats:
-    figures = asdict(_REQUEST_FIGURES.validate_python(_json(response) or {}))
+    read = _REQUEST_FIGURES.validate_python(_json(response) or {})
+    figures: dict[str, Any] = {name: getattr(read, name) for name in _RequestFigures.__dataclass_fields__}
     engine_ttft_s = figures.pop("ttft_s")
+    if read.chunk_reuse is not None:  # what was computed for it was handed to vLLM, which takes it for cached
+        num_cached = max(stats.num_cached_tokens - read.chunk_reuse.num_computed_tokens, 0)
+        stats = replace(stats, num_cached_tokens=num_cached)
     return replace(stats, **figures, ttft_s=engine_ttft_s if stats.ttft_s is None else stats.ttft_s)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
 from ragcache_core.stats import RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
-from ragcache_core.wire import encode_kv_transfer_params
+from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
 
 _TEXT_ROLES = {"system", "developer", "user", "assistant"}
 _PLAIN_KEYS = {"role", "content", "name"}
@@ -85,33 +85,43 @@ def plan_chat(
     *,
     max_model_len: int,
     reordered: Container[tuple[DocId, ...]] = (),
+    chunk_reuse: ChunkReuseOption = None,
 ) -> RequestPlan:
     """Return the plan of a text-only chat request.
 
     ``shown`` are the documents that the messages may hold, as they would be shown; ``reordered`` the orders that are
-    not those of a search.
+    not those of a search; ``chunk_reuse`` how documents are reused, if it is not to be as the engine does.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
         PromptError: the chat template refuses the messages.
+        ConfigError: ``chunk_reuse`` holds what cannot be.
     """
     prompt = render_chat(tokenizer, messages, shown)
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     is_reordered = _shown_ids(prompt.segments) in reordered
-    params = encode_kv_transfer_params(prompt.segments, prompt.token_ids, is_reordered=is_reordered)
+    params = encode_kv_transfer_params(
+        prompt.segments, prompt.token_ids, is_reordered=is_reordered, chunk_reuse=chunk_reuse
+    )
     return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
 
 
 def plan_rendered(
-    prompt: RenderedPrompt, *, max_model_len: int, reordered: Container[tuple[DocId, ...]] = ()
+    prompt: RenderedPrompt,
+    *,
+    max_model_len: int,
+    reordered: Container[tuple[DocId, ...]] = (),
+    chunk_reuse: ChunkReuseOption = None,
 ) -> RequestPlan:
     """Return the plan of a prompt whose token ids are sent to the completions endpoint; see :func:`plan_chat`.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
+        ConfigError: ``chunk_reuse`` holds what cannot be.
     """
     check_prompt_fits(len(prompt.token_ids), max_model_len)
-    params = encode_kv_transfer_params(prompt.segments, is_reordered=_shown_ids(prompt.segments) in reordered)
+    is_reordered = _shown_ids(prompt.segments) in reordered
+    params = encode_kv_transfer_params(prompt.segments, is_reordered=is_reordered, chunk_reuse=chunk_reuse)
     return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
 
 

@@ -70,10 +70,12 @@ class SpeculatingDoor:
     def warm(self, prompt: RenderedPrompt) -> Speculation:
         """Prefill ``prompt`` in idle room, so that later requests which begin with it find it cached.
 
+        It is computed exactly: KV that was put together from chunks is found by nobody else.
+
         Raises:
             PromptTooLongError: it does not fit into the context window. EngineClosedError: this handle was closed.
         """
-        plan = plan_rendered(prompt, max_model_len=self.max_model_len)
+        plan = plan_rendered(prompt, max_model_len=self.max_model_len, chunk_reuse=False)
         body = {
             "model": self.model,
             "prompt": list(prompt.token_ids),

@@ -137,7 +137,6 @@ class ChunkLibrary:
 
     def record_use(self, variant: ChunkVariant, overhead: float) -> None:
         """Count that a request reuses a variant with a CFO of ``overhead``: f_r += 1 / CFO (Cache-Craft §3.3)."""
-        self.counters.num_reused_chunks += 1
         self._ranks.record_hit(variant.key, variant.num_tokens)
         self._stock.variants.record_use(variant, overhead)
         if (at := self._stock.place(variant)) is not None:
@@ -273,6 +272,20 @@ class ChunkLibrary:
     def num_variants(self) -> int:
         """Variants that are stored, or captured now."""
         return sum(chunk.num_variants for chunk in self._stock.chunks.values())
+
+    def report(self) -> dict[str, object]:
+        """Return the engine's report of its chunks; see :class:`~ragcache_core.stats.ChunkStats`."""
+        size = self._stock.tokens_per_page
+        return {
+            "num_chunks": self.num_chunks,
+            "num_variants": self.num_variants,
+            "capacity_tokens": self.num_pages * size,
+            "used_tokens": self.num_used_pages * size,
+            "disk_capacity_tokens": self.num_disk_pages * size,
+            "used_disk_tokens": self.num_used_disk_pages * size,
+            "is_disk_enabled": self.is_disk_enabled,
+            **self.counters.to_dict(),
+        }
 
     # Inside
 

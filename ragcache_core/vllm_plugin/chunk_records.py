@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
+from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import Tier
 
 
@@ -78,7 +79,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class ChunkCounters:
-    """What happened to chunks since the engine started.
+    """What happened to chunks since the engine started: those that ``num_requests`` reused, and of how many tokens.
 
     ``num_mismatched_chunks`` were asked for with other tokens than stored, ``num_too_long_chunks`` are longer than the
     memory, ``num_crowded_out_chunks`` found no room because the rest was in use; ``num_dropped_chunks`` were not
@@ -86,7 +87,10 @@ class ChunkCounters:
     worker), ``num_lost_chunks`` were given up for this or another reason.
     """
 
+    num_requests: int = 0
     num_reused_chunks: int = 0
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_captured_chunks: int = 0
     num_evicted_chunks: int = 0
     num_mismatched_chunks: int = 0
@@ -95,6 +99,13 @@ class ChunkCounters:
     num_dropped_chunks: int = 0
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
+
+    def count(self, reuse: ChunkReuseStats) -> None:
+        """Count a request that reused chunks."""
+        self.num_requests += 1
+        self.num_reused_chunks += reuse.num_chunks
+        self.num_reused_tokens += reuse.num_reused_tokens
+        self.num_recomputed_tokens += reuse.num_recomputed_tokens
 
     def to_dict(self) -> dict[str, int]:
         """Return them by name."""

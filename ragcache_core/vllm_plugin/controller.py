@@ -24,6 +24,8 @@ from ragcache_core.wire import RequestMetadata
 
 if TYPE_CHECKING:
     from ragcache_core.queueing import CacheAwareQueue
+    from ragcache_core.stats import ChunkReuseStats
+    from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 
 _MAX_HOTTEST = 10
 _MAX_COUNTED = 1024
@@ -66,9 +68,12 @@ class CacheController:
         self.is_queue_ordered = settings.is_queue_cache_aware or settings.max_prefill_bs > 0
         self.waiting = WaitingRequests(self.tree, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] | None = None
+        self.library: ChunkLibrary | None = None
         self.has_room: Callable[[], bool] = lambda: False  # for a speculation now, as our scheduler says
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestRecord] = {}
+        self.private_from: dict[str, int] = {}
+        """From which of their blocks on requests hold KV that is not what their tokens say: nobody else may use it."""
         self.without_token: set[str] = set()
         """The requests in the engine that have had no token yet, asked for or not."""
         self._pending_prefills: set[str] = set()
@@ -192,6 +197,13 @@ class CacheController:
         if (record := self._requests.get(request_id)) is not None:
             record.num_stored_bytes += num_bytes
 
+    def on_chunks_reused(self, request_id: str, reuse: ChunkReuseStats) -> None:
+        """Take note of what chunk reuse did for a request, before it is finished."""
+        if (record := self._requests.get(request_id)) is not None:
+            record.chunk_reuse = reuse
+            if self.library is not None:
+                self.library.counters.count(reuse)
+
     def on_finished(self, request_id: str) -> dict[str, object] | None:
         """Let a request's path go, and return its figures; None for one that was not known."""
         record = self._requests.pop(request_id, None)
@@ -310,6 +322,7 @@ class CacheController:
             "max_overtaken": 0 if self.queue is None else self.queue.max_overtaken,
             "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
             "hottest_documents": self._hottest_documents(),
+            **({} if self.library is None else {"chunks": self.library.report()}),
         }
 
     def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:

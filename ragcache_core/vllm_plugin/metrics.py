@@ -52,6 +52,29 @@ _TIER_GAUGES = {
     "used_bytes": ("ragcache_tier_used_bytes", "Bytes of cached KV in a tier."),
     "is_enabled": ("ragcache_tier_enabled", "Whether a tier works: 1 or 0."),
 }
+_CHUNK_COUNTERS = {
+    "num_requests": ("ragcache_chunk_requests", "Requests that reused documents behind others."),
+    "num_reused_chunks": ("ragcache_chunk_reused", "Documents that they reused."),
+    "num_reused_tokens": ("ragcache_chunk_reused_tokens", "Tokens of these that were taken as they were stored."),
+    "num_recomputed_tokens": ("ragcache_chunk_recomputed_tokens", "Tokens of these that were computed anew."),
+    "num_captured_chunks": ("ragcache_chunk_captured", "Documents whose KV was kept for reuse."),
+    "num_evicted_chunks": ("ragcache_chunk_evicted", "Of those, the ones that left host memory for others."),
+    "num_mismatched_chunks": ("ragcache_chunk_mismatched", "Documents with other tokens than stored."),
+    "num_too_long_chunks": ("ragcache_chunk_too_long", "Documents that were longer than the memory."),
+    "num_crowded_out_chunks": ("ragcache_chunk_crowded_out", "Documents for which there was no room."),
+    "num_dropped_chunks": ("ragcache_chunk_dropped", "Documents that were not written to disk."),
+    "num_corrupt_chunks": ("ragcache_chunk_corrupt", "Documents that were damaged or gone on disk; each was a miss."),
+    "num_lost_chunks": ("ragcache_chunk_lost", "Documents that were given up for it."),
+}
+_CHUNK_GAUGES = {
+    "num_chunks": ("ragcache_chunk_stored", "Documents that are kept for reuse."),
+    "num_variants": ("ragcache_chunk_variants", "KVs of them that were computed behind different ones."),
+    "capacity_tokens": ("ragcache_chunk_capacity_tokens", "Tokens that fit into host memory's share for them."),
+    "used_tokens": ("ragcache_chunk_used_tokens", "Tokens of it in use."),
+    "disk_capacity_tokens": ("ragcache_chunk_disk_capacity_tokens", "Tokens that fit on the disk's share for them."),
+    "used_disk_tokens": ("ragcache_chunk_disk_used_tokens", "Tokens of it in use."),
+    "is_disk_enabled": ("ragcache_chunk_disk_enabled", "Whether they are kept on disk: 1 or 0."),
+}
 _LOAD = ("num_pending_prefills", "has_room")
 _PARTS = ("requests", "engine", "paths", "offload", "waited_s")
 
@@ -263,6 +286,10 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         self._gauges = {key: self._gauge_cls(name, text, labelnames) for key, (name, text) in _GAUGES.items()}
         self._tier_counters = {key: self._counter_cls(*of, tiered) for key, of in _TIER_COUNTERS.items()}
         self._tier_gauges = {key: self._gauge_cls(*of, tiered) for key, of in _TIER_GAUGES.items()}
+        has_chunks = PluginSettings.from_extra_config(extra_config).chunk_reuse is not None
+        counters, gauges = (_CHUNK_COUNTERS, _CHUNK_GAUGES) if has_chunks else ({}, {})
+        self._chunk_counters = {key: self._counter_cls(*of, labelnames) for key, of in counters.items()}
+        self._chunk_gauges = {key: self._gauge_cls(*of, labelnames) for key, of in gauges.items()}
         self._seen: dict[tuple[int, str, str], int] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -283,6 +310,11 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
                 counter.labels(*labels, name).inc(self._growth(engine_idx, key, name, tier[key]))
             for key, gauge in self._tier_gauges.items():
                 gauge.labels(*labels, name).set(tier[key])
+        if chunks := report.get("chunks"):
+            for key, counter in self._chunk_counters.items():
+                counter.labels(*labels).inc(self._growth(engine_idx, key, "chunks", chunks[key]))
+            for key, gauge in self._chunk_gauges.items():
+                gauge.labels(*labels).set(chunks[key])
 
     def _growth(self, engine_index: int, key: str, tier: str, total: int) -> int:
         """Return by how much a total has grown; an engine that was reset counts from zero."""

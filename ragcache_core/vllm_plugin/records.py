@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import Tier
 from ragcache_core.wire import RequestMetadata
 
@@ -35,6 +36,7 @@ class RequestRecord:
     preempted_s: float | None = None
     paused_s: float = 0.0
     retained: Key | None = None
+    chunk_reuse: ChunkReuseStats | None = None
 
     @property
     def is_speculative(self) -> bool:
@@ -61,6 +63,7 @@ class RequestRecord:
             "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             "is_speculative": self.metadata.speculation is not None,
             "is_confirmed": self.is_confirmed,
+            **({} if self.chunk_reuse is None else {"chunk_reuse": asdict(self.chunk_reuse)}),
         }
 
 

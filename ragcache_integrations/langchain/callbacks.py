@@ -34,6 +34,9 @@ class CacheSummary:
     request, oldest first. ``num_unfinished`` counts model calls without statistics: they failed, were closed early, or
     ran elsewhere.
 
+    ``num_reused_chunks`` documents were reused behind others than they were computed behind, ``num_reused_tokens`` of
+    them as they were stored and ``num_recomputed_tokens`` computed anew; their answers are approximate.
+
     While documents were searched, the engine worked ahead ``num_speculations`` times, ``num_confirmed_speculations`` of
     them with the documents that were found: ``hidden_search_s`` seconds of searching cost no time.
     """
@@ -48,6 +51,9 @@ class CacheSummary:
     num_disk_tokens: int = 0
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
+    num_reused_chunks: int = 0
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_speculations: int = 0
     num_confirmed_speculations: int = 0
     hidden_search_s: float = 0.0
@@ -147,6 +153,10 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         for document in stats.documents:
             old = self._documents.get(document.doc_id, DocumentHits(0, 0, 0))
             self._documents[document.doc_id] = DocumentHits(
+        if (reuse := stats.chunk_reuse) is not None:
+            self._sums["num_reused_chunks"] += reuse.num_chunks
+            self._sums["num_reused_tokens"] += reuse.num_reused_tokens
+            self._sums["num_recomputed_tokens"] += reuse.num_recomputed_tokens
                 old.num_requests + 1,
                 old.num_tokens + document.num_tokens,
                 old.num_cached_tokens + document.num_cached_tokens,

@@ -17,7 +17,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.runnables.config import run_in_executor
 from langchain_openai.chat_models.base import BaseChatOpenAI
-from pydantic import Field, PrivateAttr, SecretStr
+from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.plan import merge_bodies
@@ -25,6 +25,7 @@ from ragcache_core.client.speculating import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import Document
+from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.langchain.documents import to_core
 
 BASE_URL_ENV = "RAGCACHE_BASE_URL"
@@ -51,6 +52,10 @@ class ChatRAGCache(BaseChatOpenAI):
     call (``llm.bind(documents=docs)``), those of a message (``additional_kwargs["ragcache_documents"]``), and those
     that a :class:`~ragcache_integrations.langchain.retriever.RAGCacheRetriever` with the same engine returned lately.
 
+    ``chunk_reuse`` lets documents be reused behind others than they were computed behind, which is approximate; of the
+    model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`ServerDoor.stream
+    <ragcache_core.client.asking.ServerDoor.stream>`.
+
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
 
@@ -61,12 +66,20 @@ class ChatRAGCache(BaseChatOpenAI):
 
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     """The engine that answers; its owner closes it."""
+    chunk_reuse: bool | dict[str, Any] | None = None
+    """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
     stream_usage: bool | None = True
     max_retries: int | None = 0
     """The engine's own client repeats a request that was lost before its first token."""
     use_responses_api: bool | None = False
     _connecting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
     _connected: Engine | None = PrivateAttr(default=None)
+
+    @field_validator("chunk_reuse")
+    @classmethod
+    def _check_chunk_reuse(cls, option: bool | dict[str, Any] | None) -> bool | dict[str, Any] | None:
+        read_chunk_reuse(option)
+        return option
 
     def __init__(self, *, engine: Engine | None = None, **settings: Any) -> None:
         given = {alias: settings.pop(name) for name, alias in _ALIASES.items() if name in settings}
@@ -99,6 +112,11 @@ class ChatRAGCache(BaseChatOpenAI):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return LangSmithParams(**{**super()._get_ls_params(stop, **kwargs), "ls_provider": "ragcache"})
+
+    def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        """Return what an answer depends on; LangChain's caches of answers tell requests apart by it."""
+        own = {} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse}
+        return {**own, **super()._get_invocation_params(stop, **kwargs)}
 
     def _resolve_model_profile(self) -> ModelProfile | None:
         return {"max_input_tokens": self.engine.max_model_len} if self.engine is not None else None
@@ -247,8 +265,11 @@ class ChatRAGCache(BaseChatOpenAI):
         engine = self.connect()
         kwargs = dict(kwargs)
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
+        chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
-        plan = engine.plan_chat(payload["messages"], documents=documents or None, settings=payload)
+        plan = engine.plan_chat(
+            payload["messages"], documents=documents or None, settings=payload, chunk_reuse=chunk_reuse
+        )
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)

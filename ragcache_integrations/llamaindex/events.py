@@ -21,7 +21,7 @@ from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
 from ragcache_core.client.pipeline import PipelineEvent
-from ragcache_core.stats import DocumentStats, RequestStats
+from ragcache_core.stats import ChunkReuseStats, DocumentStats, RequestStats
 
 dispatcher = get_dispatcher("ragcache_integrations.llamaindex")
 """What publishes the events of this room; they reach the handlers of LlamaIndex's root dispatcher too."""
@@ -51,6 +51,7 @@ class CacheStatsEvent(BaseEvent):
     num_loaded_bytes: int | None = None
     num_stored_bytes: int | None = None
     queue_s: float | None = None
+    chunk_reuse: ChunkReuseStats | None = None
 
     @classmethod
     def class_name(cls) -> str:
@@ -145,6 +146,12 @@ class CacheStatsEventHandler(BaseEventHandler):
     num_timed_requests: int = 0
     """Requests whose time to first token is known: those that were streamed, or all where the engine tells it."""
     sum_ttft_s: float = 0.0
+    num_reused_chunks: int = 0
+    """Documents that were reused behind others than they were computed behind; those answers are approximate."""
+    num_reused_tokens: int = 0
+    """Of them, the tokens that were taken as they were stored."""
+    num_recomputed_tokens: int = 0
+    """Of them, the tokens that were computed anew."""
     num_queued_requests: int = 0
     """Requests of which the engine told how long they waited to be scheduled."""
     sum_queue_s: float = 0.0
@@ -181,6 +188,10 @@ class CacheStatsEventHandler(BaseEventHandler):
                 self.num_timed_requests += 1
                 self.sum_ttft_s += event.ttft_s
             if event.queue_s is not None:
+            if (reuse := event.chunk_reuse) is not None:
+                self.num_reused_chunks += reuse.num_chunks
+                self.num_reused_tokens += reuse.num_reused_tokens
+                self.num_recomputed_tokens += reuse.num_recomputed_tokens
                 self.num_queued_requests += 1
                 self.sum_queue_s += event.queue_s
             self.last = event

@@ -30,6 +30,7 @@ from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.plan import merge_bodies
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.errors import ConfigError
+from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
 
@@ -52,12 +53,18 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
     chat template: ``is_chat_model=False``) goes to the completions endpoint, where the documents are not known.
 
+    ``chunk_reuse``, of the LLM or of a call, lets documents be reused behind others than they were computed behind,
+    which is approximate; see :meth:`ServerDoor.stream <ragcache_core.client.asking.ServerDoor.stream>`.
+
     Raises:
-        ConfigError: neither an engine nor an address, or both.
+        ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` is not what it may be.
         EngineError: the server at that address cannot be used.
     """
 
     api_key: str | None = Field(default=None, exclude=True, repr=False)
+    chunk_reuse: bool | dict[str, Any] | None = Field(
+        default=None, description="Whether, and how, documents are reused behind others; None leaves it to the engine."
+    )
 
     _engine: Engine = PrivateAttr()
     _owns_engine: bool = PrivateAttr(default=False)
@@ -77,6 +84,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         address = api_base or base_url
         if (engine is None) == (address is None):
             raise ConfigError("RAGCacheLLM needs an engine or the api_base of a server, and not both")
+        read_chunk_reuse(kwargs.get("chunk_reuse"))
         owns_engine = engine is None
         if engine is None:
             engine = Engine.connect(str(address), api_key=api_key)
@@ -202,16 +210,20 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return request.ameasured(await super()._astream_complete(prompt, **request.body))
 
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
+        kwargs = dict(kwargs)
+        chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         plan = self._engine.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
             settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
+            chunk_reuse=chunk_reuse,
         )
         body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
         return MeasuredRequest(self._engine, plan, body, self.model)
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        kwargs = {name: value for name, value in kwargs.items() if name != "chunk_reuse"}  # no documents are known here
         return MeasuredRequest(self._engine, RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
 
     def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:

@@ -26,8 +26,10 @@ from ragcache_core.client import Engine
 from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import check_timeout
+from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
+from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import STATS_KEY
 from ragcache_integrations.llamaindex.asked_query import AskedQuery
 from ragcache_integrations.llamaindex.events import dispatcher
@@ -74,9 +76,11 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             is no speculation where there are post-processors: it would be from documents that nobody asked to read.
         search_timeout_s: the longest that a search may take; by default the retriever's own, a minute for one of
             another kind.
+        chunk_reuse: whether, and how, documents are reused behind others than they were computed behind, which is
+            approximate; ``None`` leaves it to the LLM.
 
     Raises:
-        ConfigError: ``search_timeout_s`` is not above 0.
+        ConfigError: ``search_timeout_s`` is not above 0; ``chunk_reuse`` is not what it may be, or of another LLM.
     """
 
     def __init__(
@@ -89,9 +93,12 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         streaming: bool = False,
         speculate_postprocessed: bool = False,
         search_timeout_s: float | None = None,
+        chunk_reuse: bool | dict[str, Any] | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         check_timeout(search_timeout_s)
+        if read_chunk_reuse(chunk_reuse) is not None and not isinstance(llm, RAGCacheLLM):
+            raise ConfigError(f"chunk_reuse is {chunk_reuse!r:.80}, which {type(llm).__name__} cannot do: leave it out")
         super().__init__(callback_manager=callback_manager or llm.callback_manager)
         self._retriever = retriever
         self._llm = llm
@@ -100,6 +107,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         self._streaming = streaming
         self._speculate_postprocessed = speculate_postprocessed
         self._search_timeout_s = search_timeout_s
+        self._settings: dict[str, Any] = {} if chunk_reuse is None else {"chunk_reuse": chunk_reuse}
         self._has_warned = False
         self._bound: BoundPrompt | None = None
 
@@ -152,10 +160,10 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             if not nodes:
                 response = StreamingResponse(_once(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
             elif self._streaming:
-                answers = self._llm.stream_chat(self._messages(query, nodes))
+                answers = self._llm.stream_chat(self._messages(query, nodes), **self._settings)
                 response = StreamingResponse(sources.tokens(answers), sources.nodes, sources.metadata)
             else:
-                answer = sources.seen(self._llm.chat(self._messages(query, nodes)))
+                answer = sources.seen(self._llm.chat(self._messages(query, nodes), **self._settings))
                 response = Response(answer.message.content or "", sources.nodes, sources.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
@@ -181,10 +189,10 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                     AsyncStreamingResponse(_aonce(EMPTY_RESPONSE)) if self._streaming else Response(EMPTY_RESPONSE)
                 )
             elif self._streaming:
-                answers = await self._llm.astream_chat(self._messages(query, nodes))
+                answers = await self._llm.astream_chat(self._messages(query, nodes), **self._settings)
                 response = AsyncStreamingResponse(sources.atokens(answers), sources.nodes, sources.metadata)
             else:
-                answer = sources.seen(await self._llm.achat(self._messages(query, nodes)))
+                answer = sources.seen(await self._llm.achat(self._messages(query, nodes), **self._settings))
                 response = Response(answer.message.content or "", sources.nodes, sources.metadata)
             event.on_end(payload={EventPayload.RESPONSE: response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
@@ -232,7 +240,9 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
         def ask_ahead(nodes: list[NodeWithScore]) -> Speculation | None:
             nodes = self._postprocessed(nodes, query)
-            return llm.speculate(self._messages(query, nodes), is_streamed=self._streaming) if nodes else None
+            if not nodes:
+                return None
+            return llm.speculate(self._messages(query, nodes), is_streamed=self._streaming, **self._settings)
 
         return AskedQuery(
             query, llm.engine, ask_ahead, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
