@@ -195,6 +195,10 @@ class TreeBlockPool(BlockPool):
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
+        first_private = self.controller.private_from.get(request.request_id)
+        if first_private is not None:  # what chunk reuse provided: nobody would find it, so it is no content
+            num_full_blocks = min(num_full_blocks, max(first_private, num_cached_blocks))
+            block_mask = None if block_mask is None else block_mask[: num_full_blocks - num_cached_blocks]
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )

@@ -8,13 +8,18 @@ name is for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -23,7 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadPromMetrics,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
@@ -62,6 +70,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SUPPORTED_VLLM = "0.32"
@@ -75,15 +84,18 @@ __all__ = [
     "CachePolicy",
     "CanonicalKVCaches",
     "ChunkStatus",
+    "CommonAttentionMetadata",
     "FreeKVCacheBlockQueue",
     "GPULoadStoreSpec",
     "JobResult",
     "KVCacheBlock",
     "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
+    "KVConnectorWorkerMetadata",
     "LoadStoreSpec",
     "LookupResult",
     "Medium",
@@ -112,13 +124,19 @@ __all__ = [
     "attach_confirm",
     "cached_copies",
     "call_confirm",
+    "connector_of_this_worker",
     "get_block_hash",
+    "get_forward_context",
     "get_offload_block_hash",
     "hash_seed",
     "host_policy_of",
+    "in_forward",
+    "keep_from_storing",
     "kv_bytes_per_block",
+    "platform_worker",
     "resolve_kv_cache_block_sizes",
     "stores_from",
+    "sum_over_workers",
 ]
 
 
@@ -200,3 +218,47 @@ def hash_seed(algorithm: str) -> str | None:
     if function in kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS:
         return None
     return str(kv_cache_utils.resolve_none_hash_seed(function))
+
+
+@contextmanager
+def in_forward(
+    vllm_config: Any, metadata: Mapping[str, Any], slot_mapping: Mapping[str, Any], num_tokens: int
+) -> Iterator[None]:
+    """Let the model run inside on ``num_tokens`` of our own, uncompiled, whatever step is going on around."""
+    with set_forward_context(
+        dict(metadata), vllm_config, num_tokens=num_tokens, slot_mapping=dict(slot_mapping), skip_compiled=True
+    ):
+        yield
+
+
+def sum_over_workers(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``values`` over the workers of a tensor-parallel model, the same on each of them."""
+    summed: torch.Tensor = tensor_model_parallel_all_reduce(values)
+    return summed
+
+
+def connector_of_this_worker() -> KVConnectorBase_V1 | None:
+    """Return the connector that vLLM made in this worker's process."""
+    return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def keep_from_storing(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:
+    """Make the offloading store no more than the first ``num_tokens`` of a request, and forget the keys beyond."""
+    offloading = connector.scheduler
+    if (state := offloading._req_status.get(request_id)) is None:
+        return
+    limit = state.max_offload_tokens
+    state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
+    for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True):
+        del group.offload_keys[num_tokens // config.tokens_per_chunk :]
+
+
+def platform_worker() -> type[Any]:
+    """Return vLLM's worker class for this machine."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker

@@ -1,0 +1,92 @@
+"""What is known of a request with chunk reuse on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ragcache_core.chunk.types import ChunkSpan, ChunkStatistics, ReusePlan
+from ragcache_core.stats import ChunkReuseStats
+from ragcache_core.vllm_plugin.chunk_records import Reservation
+from ragcache_core.vllm_plugin.chunk_steps import Capture, CapturedChunk, CaptureId
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseOptions:
+    """How a request's chunks are reused, with everything that was left open decided."""
+
+    selection: str
+    alpha: float
+    max_recompute: float
+    is_focused: bool = True
+
+
+@dataclass(slots=True)
+class ReuseFigures:
+    """What chunk reuse does for a request; see :class:`~ragcache_core.stats.ChunkReuseStats`.
+
+    ``num_computed_rows`` are all that were computed for it, those that left on the way counted in part. ``overheads``
+    are the CFOs of the reused chunks.
+    """
+
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_computed_rows: float = 0.0
+    overheads: list[float] = field(default_factory=list)
+    variants: list[int] = field(default_factory=list)
+
+    def to_stats(self) -> ChunkReuseStats:
+        """Return them as they are told; chunks were reused."""
+        return ChunkReuseStats(
+            num_chunks=len(self.overheads),
+            num_reused_tokens=self.num_reused_tokens,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_computed_tokens=round(self.num_computed_rows),
+            fix_overhead=sum(self.overheads) / len(self.overheads),
+            variants=tuple(self.variants),
+        )
+
+
+@dataclass(slots=True)
+class OpenCapture:
+    """A chunk of a request that is to be kept once it is computed."""
+
+    capture: Capture
+    reservation: Reservation
+    lengths: tuple[int, ...]
+    is_awaited: bool = False
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request with chunk reuse on, and where it stands."""
+
+    token_ids: Sequence[int]
+    spans: tuple[ChunkSpan, ...]
+    options: ReuseOptions
+    figures: ReuseFigures = field(default_factory=ReuseFigures)
+    offered: ReusePlan | None = None
+    is_tried: bool = False
+    num_rows_left: int = 0
+    num_asking: int = 0
+    """Tokens of the question, which look on in every slice; 0 if none does."""
+    is_running: bool = False
+    num_to_load: int = 0
+    """Workers whose exact tokens from below are still to come."""
+    is_over: bool = False
+    open: dict[CaptureId, OpenCapture] = field(default_factory=dict)
+
+    @property
+    def awaits_capture(self) -> bool:
+        """Whether workers keep a chunk of it now, and will say so."""
+        return any(each.is_awaited for each in self.open.values())
+
+
+def statistics_of(each: OpenCapture, captured: CapturedChunk) -> ChunkStatistics | None:
+    """Return a chunk's statistics; None if what was measured is not what attention can be."""
+    try:
+        return ChunkStatistics(
+            each.reservation.prefix, each.lengths, captured.inter, captured.intra, captured.token_inter
+        )
+    except ValueError:
+        return None

@@ -1,0 +1,306 @@
+"""The scheduler's side of chunk reuse: what of a request is reused, what runs in which step, what is captured.
+
+It imports no vLLM; the connector tells it of each request's life. A request goes one of two ways::
+
+    offer -> begin -> slices, step by step -> on_job_done      its tokens but the last are provided
+    compute -> captures, step by step                          vLLM prefills it, and new chunks are kept
+
+and may begin anew at any time, when it was preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ragcache_core.chunk.types import ChunkSpan
+from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
+from ragcache_core.vllm_plugin.chunk_plans import ChunkPlans, num_kept
+from ragcache_core.vllm_plugin.chunk_requests import (
+    OpenCapture,
+    RequestState,
+    ReuseFigures,
+    ReuseOptions,
+    statistics_of,
+)
+from ragcache_core.vllm_plugin.chunk_steps import (
+    Capture,
+    CapturedChunk,
+    CaptureId,
+    CaptureStep,
+    ChunkJob,
+    ChunkReport,
+    ChunkStep,
+    Slice,
+)
+
+
+class ChunkScheduling:
+    """Decides for all requests with chunk reuse on. One thread calls it.
+
+    Args:
+        library: which chunks are stored.
+        num_workers: how many workers report on each job.
+        max_step_tokens: tokens that a step may compute.
+        run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
+    """
+
+    def __init__(self, library: ChunkLibrary, *, num_workers: int, max_step_tokens: int, run_tokens: int = 1) -> None:
+        self.library = library
+        self.order: Callable[[Iterable[str]], list[str]] = list
+        """Puts jobs in the order in which they run."""
+        self._num_workers = num_workers
+        self._max_step_tokens = max_step_tokens
+        self.plans = ChunkPlans(library, run_tokens=run_tokens)
+        self._requests: dict[str, RequestState] = {}
+        self._jobs: dict[str, ChunkJob] = {}
+        self._running: dict[str, None] = {}
+        self._capturing: set[str] = set()
+        self._cancelled: list[str] = []
+        self._forgotten: list[str] = []
+
+    def on_new_request(
+        self, request_id: str, token_ids: Sequence[int], spans: Sequence[ChunkSpan], options: ReuseOptions
+    ) -> None:
+        """Take a request with chunk reuse on; ``token_ids`` grow with its answer."""
+        self._requests[request_id] = RequestState(token_ids, tuple(spans), options)
+
+    def is_known(self, request_id: str) -> bool:
+        """Return whether chunk reuse is on for a request."""
+        return request_id in self._requests
+
+    # A request's turn
+
+    def offer(self, request_id: str, num_exact: int) -> int | None:
+        """Return how many tokens beyond ``num_exact``, which are cached exactly, can be provided.
+
+        0: vLLM prefills it, because nothing of it is stored. None: ask again, something is being read from disk.
+        """
+        request = self._requests[request_id]
+        self._begin_anew(request_id, request)
+        plan = request.offered
+        if plan is not None and plan.start == num_exact and plan.end == len(request.token_ids) - 1:
+            variants = [chunk.variant for chunk in plan.reused]
+            if not any(map(self.library.is_lost, variants)):
+                return plan.end - plan.start if all(map(self.library.is_on_host, variants)) else None
+        self.library.release(request_id)
+        request.offered = self.plans.plan(request_id, request, num_exact)
+        if request.offered is None:
+            return 0
+        if all(self.library.is_on_host(chunk.variant) for chunk in request.offered.reused):
+            return request.offered.end - request.offered.start
+        return None
+
+    def begin(self, request_id: str, block_ids: Sequence[int], *, awaits_load: bool) -> int:
+        """Begin to provide what was offered; return the first token that may not be what a prefill would make of it.
+
+        Args:
+            request_id: the request.
+            block_ids: all of its blocks.
+            awaits_load: whether the tiers below bring exact tokens first, see :meth:`on_report`.
+        """
+        request = self._requests[request_id]
+        plan = request.offered
+        assert plan is not None
+        reused = [chunk for chunk in plan.reused if num_kept(chunk, plan)]
+        figures = request.figures = ReuseFigures()
+        for chunk in reused:
+            self.library.record_use(chunk.variant, chunk.overhead)
+            figures.num_reused_tokens += num_kept(chunk, plan)
+            figures.num_recomputed_tokens += len(chunk.recomputed)
+            figures.overheads.append(chunk.overhead)
+            figures.variants.append(chunk.variant.number)
+        stored = {chunk.span for chunk in reused}
+        computed = [span for span in request.spans if span not in stored and plan.start <= span.start]
+        self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])
+        positions = np.asarray(plan.recomputed, dtype=np.int64)
+        focus = self.plans.focus(request, plan, reused)
+        self._jobs[request_id] = ChunkJob(
+            request_id,
+            block_ids=np.asarray(block_ids, dtype=np.int32),
+            positions=positions,
+            token_ids=np.asarray([request.token_ids[at] for at in plan.recomputed], dtype=np.int64),
+            injections=tuple(self.plans.injection(chunk, plan) for chunk in reused),
+            captures=tuple(each.capture for each in request.open.values()),
+            focus=focus,
+            awaits_load=awaits_load,
+        )
+        request.num_rows_left = len(positions)
+        request.num_asking = 0 if focus is None else int((positions >= focus.question_start).sum())
+        request.is_running, request.num_to_load = True, self._num_workers if awaits_load else 0
+        self._running[request_id] = None
+        return min((max(chunk.span.start, plan.start) for chunk in reused), default=plan.end)
+
+    def compute(self, request_id: str, num_exact: int) -> None:
+        """Take note that vLLM prefills a request from ``num_exact`` on, and keep the chunks that it computes."""
+        request = self._requests[request_id]
+        if request.is_running or request.is_tried:
+            return
+        request.is_tried = True
+        self.library.release(request_id)
+        request.offered = None
+        self._reserve(request_id, request, [s for s in request.spans if 2 * (s.end - num_exact) >= s.num_tokens])
+        if request.open:
+            self._capturing.add(request_id)
+
+    def on_finished(self, request_id: str) -> ReuseFigures | None:
+        """Let a request go, whatever became of it; None for one without chunk reuse."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.is_running:
+            self._cancelled.append(request_id)
+            self._end_job(request_id, request)
+            for each in request.open.values():
+                each.is_awaited = False
+        request.is_over = True
+        self._capturing.discard(request_id)
+        if not request.awaits_capture:
+            self._forget(request_id, request)
+        return request.figures
+
+    # Steps
+
+    def take_step(
+        self,
+        num_scheduled_tokens: int,
+        progress: Mapping[str, tuple[int, int]],
+        block_ids_of: Callable[[str], Sequence[int]],
+    ) -> ChunkStep:
+        """Return what the workers do for chunk reuse in a step.
+
+        Args:
+            num_scheduled_tokens: those that vLLM computes in it.
+            progress: of each request that vLLM computes tokens of, from which on and to which.
+            block_ids_of: the blocks of a request.
+        """
+        step = ChunkStep(
+            jobs=list(self._jobs.values()),
+            slices=self._slices(max(self._max_step_tokens - num_scheduled_tokens, self._max_step_tokens // 4, 1)),
+            cancelled=self._cancelled,
+            forgotten=self._forgotten,
+            commands=self.library.take_commands(),
+        )
+        self._jobs, self._cancelled, self._forgotten = {}, [], []
+        for request_id in self._capturing & progress.keys():
+            start, end = progress[request_id]
+            request = self._requests[request_id]
+            concerned = [
+                each
+                for each in request.open.values()
+                if not each.is_awaited and each.capture.start < end and start < each.capture.end
+            ]
+            for each in concerned:
+                each.is_awaited = each.capture.end <= end
+            if concerned:
+                ids = np.asarray(block_ids_of(request_id), dtype=np.int32)
+                step.captures.append(CaptureStep(ids, start, end, tuple(each.capture for each in concerned)))
+            if all(each.is_awaited for each in request.open.values()):
+                self._capturing.discard(request_id)
+        return step
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether :meth:`take_step` looks at what vLLM computes."""
+        return bool(self._capturing)
+
+    def on_report(self, report: ChunkReport) -> None:
+        """Take in what the workers did."""
+        for request_id, num_loaded in report.num_loaded.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.num_to_load -= num_loaded
+        for request_id, num_rows in report.computed_rows.items():
+            if (request := self._requests.get(request_id)) is not None:
+                request.figures.num_computed_rows += num_rows
+        for name in report.num_captured:
+            self._commit(name, report.captured.get(name))
+        if report.memory:
+            self.library.on_report(report.memory)
+
+    def on_job_done(self, request_id: str) -> None:
+        """Take note that a request's tokens are there."""
+        request = self._requests.get(request_id)
+        if request is not None and request.is_running:
+            self._end_job(request_id, request)
+            if not request.awaits_capture:
+                self.library.release(request_id)
+
+    def _slices(self, budget: int) -> list[Slice]:
+        """Return which jobs run in a step, and how many of their rows; the first jobs first."""
+        slices = []
+        for request_id in self.order(self._running):
+            request = self._requests[request_id]
+            if request.num_to_load > 0 or request.num_rows_left < 0:
+                continue
+            if budget <= 0:
+                break
+            num_rows = request.num_rows_left
+            if num_rows > budget:
+                num_rows = max(1, budget - request.num_asking)
+                budget = 0
+            slices.append(Slice(request_id, num_rows))
+            budget -= num_rows
+            request.num_rows_left -= num_rows
+            if not request.num_rows_left:
+                request.num_rows_left = -1
+                for each in request.open.values():
+                    each.is_awaited = True
+        return slices
+
+    # Captures
+
+    def _reserve(self, request_id: str, request: RequestState, spans: Iterable[ChunkSpan]) -> None:
+        for span in spans:
+            before = request.spans[: request.spans.index(span)]
+            prefix = tuple(each.key for each in before)
+            token_ids = request.token_ids[span.start : span.end]
+            reservation = self.library.reserve(span.key, token_ids, prefix, request_id)
+            if reservation is None:
+                continue
+            name = (request_id, reservation.key, reservation.number)
+            places = tuple((each.start, each.end) for each in before)
+            capture = Capture(name, span.start, span.end, places, reservation.pages)
+            lengths = tuple(each.num_tokens for each in before)
+            request.open[name] = OpenCapture(capture, reservation, lengths)
+
+    def _commit(self, name: CaptureId, captured: CapturedChunk | None) -> None:
+        request = self._requests.get(name[0])
+        each = None if request is None else request.open.pop(name, None)
+        if request is None or each is None:
+            return
+        statistics = None if captured is None else statistics_of(each, captured.over(self._num_workers))
+        if statistics is None:
+            self.library.abandon(each.reservation)
+        else:
+            self.library.commit(each.reservation, statistics)
+        if request.awaits_capture:
+            return
+        if request.is_over:
+            self._forget(name[0], request)
+        elif not request.is_running and not request.open:
+            self.library.release(name[0])
+
+    # Ends
+
+    def _begin_anew(self, request_id: str, request: RequestState) -> None:
+        """Take a request as a new one that has been prefilled, or was being, and was preempted."""
+        if request.is_tried or request.open:
+            request.is_tried = False
+            request.open.clear()
+            request.offered = None
+            self._capturing.discard(request_id)
+            self._forgotten.append(request_id)
+            self.library.release(request_id)
+
+    def _end_job(self, request_id: str, request: RequestState) -> None:
+        request.is_running, request.offered = False, None
+        request.is_tried = True
+        del self._running[request_id]
+
+    def _forget(self, request_id: str, request: RequestState) -> None:
+        if request.open:
+            self._forgotten.append(request_id)
+        self.library.release(request_id)
+        del self._requests[request_id]

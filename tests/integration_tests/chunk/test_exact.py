@@ -1,0 +1,93 @@
+"""Chunk reuse that computes everything is a prefill, and never touches what is cached exactly.
+
+Each engine is a process of its own, because vLLM sets process-wide state.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+_MODES = {
+    "float32": ["float32"],
+    "bfloat16": ["bfloat16"],
+    "float32, compiled": ["float32", "compiled"],
+    "float32, in a process of its own": ["float32", "process"],
+    "float32, over host memory": ["float32", "tiers"],
+}
+_FULL = ["alone", "with a new chunk", "batched", "behind a prefix hit", "capturing"]
+_PLAIN = ["plain after it", "plain after an approximate one"]
+
+
+@pytest.fixture(scope="module", params=_MODES)
+def facts(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.integration_tests.chunk.exact_facts", *_MODES[request.param]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, json.loads(done.stdout.splitlines()[-1])
+
+
+def _tolerance(mode: str) -> float:
+    return 1e-4 if mode.startswith("float32") else 0.2
+
+
+def test_computing_everything_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
+    mode, found = facts
+    for name in _FULL:
+        assert found[name] <= _tolerance(mode), name  # infinite where a token differs
+
+
+def test_computing_everything_in_slices_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
+    mode, found = facts
+    for name in ("sliced", "sliced and batched"):
+        assert name not in found or found[name] <= _tolerance(mode), name
+
+
+def test_kv_that_was_captured_in_the_same_place_is_the_same(facts: tuple[str, dict[str, Any]]) -> None:
+    mode, found = facts
+    assert found["stored behind the same chunks"] <= _tolerance(mode)
+
+
+def test_a_plain_request_after_an_approximate_one_is_exact(facts: tuple[str, dict[str, Any]]) -> None:
+    mode, found = facts
+    for name in _PLAIN:
+        assert found[name] <= _tolerance(mode), name
+
+
+def test_a_request_whose_spans_contradict_its_prompt_is_prefilled(facts: tuple[str, dict[str, Any]]) -> None:
+    mode, found = facts
+    for name in ("overlapping", "outside"):
+        assert found[f"spans that lie, {name}"] <= _tolerance(mode), name
+
+
+def test_an_approximate_answer_is_one(facts: tuple[str, dict[str, Any]]) -> None:
+    mode, found = facts
+    assert found["approximate"] > (1e-4 if mode.startswith("float32") else 0.0), "nothing approximate happened here"
+
+
+def test_chunks_are_captured_and_reused_and_nothing_is_left_over(facts: tuple[str, dict[str, Any]]) -> None:
+    _, found = facts
+    if "captured" in found:
+        assert found["captured"] >= 8
+        assert found["reused"] >= 5
+        assert found["left over"] == 0
+
+
+def test_chunks_are_reused_behind_what_comes_from_host_memory(facts: tuple[str, dict[str, Any]]) -> None:
+    mode, found = facts
+    if "host memory" not in mode:
+        pytest.skip("this engine has none")
+    assert found["computed behind host memory"] <= _tolerance(mode)
+    assert found["tokens from host memory, computed"] > 64
+    assert found["tokens from host memory, reused"] > 64

@@ -1,0 +1,272 @@
+"""What the scheduler's side of chunk reuse decides, with the real library and no engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from ragcache_core.chunk.types import ChunkSpan, chunk_key
+from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
+from ragcache_core.vllm_plugin.chunk_requests import ReuseOptions
+from ragcache_core.vllm_plugin.chunk_scheduling import ChunkScheduling
+from ragcache_core.vllm_plugin.chunk_steps import CapturedChunk, ChunkReport, ChunkStep
+
+_T = 16
+_DOCUMENTS = {name: [100 * number + i for i in range(40)] for number, name in enumerate("abcd", 1)}
+_HALF = ReuseOptions(selection="first_tokens", alpha=1e9, max_recompute=0.5)
+
+
+class Bench:
+    """A scheduling whose workers do at once what a step says."""
+
+    def __init__(self, *, num_pages: int = 64, num_workers: int = 1, max_step_tokens: int = 64) -> None:
+        cost = PrefillCostModel.default()
+        library = ChunkLibrary(
+            make_policy("lru", cost), cost, num_pages=num_pages, tokens_per_page=_T, num_workers=num_workers
+        )
+        self.scheduling = ChunkScheduling(library, num_workers=num_workers, max_step_tokens=max_step_tokens)
+        self.num_workers = num_workers
+
+    def arrive(self, name: str, documents: str, options: ReuseOptions = _HALF) -> list[int]:
+        tokens, spans = list(range(10)), []
+        for document in documents:
+            ids = _DOCUMENTS[document]
+            spans.append(ChunkSpan(len(tokens), len(tokens) + len(ids), chunk_key(ids)))
+            tokens += [*ids, 5]
+        tokens += [6, 7, 8]
+        self.scheduling.on_new_request(name, tokens, spans, options)
+        return tokens
+
+    def step(self, **progress: tuple[int, int]) -> ChunkStep:
+        num_scheduled = sum(end - start for start, end in progress.values())
+        step = self.scheduling.take_step(num_scheduled, progress, lambda _: [1, 2, 3])
+        report = ChunkReport()
+        for capturing in step.captures:
+            for capture in capturing.captures:
+                if capture.end <= capturing.end:
+                    self._captured(report, capture)
+        self.scheduling.on_report(report)
+        return step
+
+    def finish_job(self, name: str, step_captures: Sequence[object] = ()) -> None:
+        report = ChunkReport(computed_rows={name: 1.0})
+        for capture in step_captures:
+            self._captured(report, capture)
+        self.scheduling.on_report(report)
+        self.scheduling.on_job_done(name)
+
+    def _captured(self, report: ChunkReport, capture: object) -> None:
+        num_tokens = capture.end - capture.start
+        for _ in range(self.num_workers):
+            one = ChunkReport()
+            one.num_captured[capture.id] += 1
+            measured = CapturedChunk(tuple(1.0 for _ in capture.before), 20.0, tuple(0.1 for _ in range(num_tokens)))
+            one.captured[capture.id] = measured
+            merged = report.merged(one)
+            report.num_captured, report.captured = merged.num_captured, merged.captured
+
+    def store(self, documents: str) -> None:
+        """Prefill a request of these documents, and capture them."""
+        tokens = self.arrive("storing", documents)
+        assert self.scheduling.offer("storing", 0) == 0
+        self.scheduling.compute("storing", 0)
+        self.step(storing=(0, len(tokens)))
+        self.scheduling.on_finished("storing")
+
+
+def test_a_request_of_which_nothing_is_stored_is_prefilled_and_its_chunks_are_captured() -> None:
+    bench = Bench()
+    bench.store("ab")
+    library = bench.scheduling.library
+    assert library.counters.num_captured_chunks == 2
+    stored = library.find({chunk_key(_DOCUMENTS["b"]): _DOCUMENTS["b"]})
+    (variant,) = stored[chunk_key(_DOCUMENTS["b"])]
+    assert variant.statistics.prefix == (chunk_key(_DOCUMENTS["a"]),)
+    assert variant.statistics.prefix_lengths == (40,)
+
+
+def test_a_chunk_is_captured_once_a_chunked_prefill_has_reached_its_end() -> None:
+    bench = Bench()
+    tokens = bench.arrive("r", "ab")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.compute("r", 0)
+    first = bench.step(r=(0, 30))
+    assert [len(each.captures) for each in first.captures] == [1]
+    assert bench.scheduling.library.counters.num_captured_chunks == 0
+    bench.step(r=(30, 60))
+    assert bench.scheduling.library.counters.num_captured_chunks == 1
+    bench.step(r=(60, len(tokens)))
+    assert bench.scheduling.library.counters.num_captured_chunks == 2
+    assert not bench.scheduling.wants_progress
+
+
+def test_an_offer_is_all_tokens_but_the_last_and_begins_behind_what_is_cached() -> None:
+    bench = Bench()
+    bench.store("ab")
+    tokens = bench.arrive("r", "ba")
+    assert bench.scheduling.offer("r", 0) == len(tokens) - 1
+    assert bench.scheduling.offer("r", 16) == len(tokens) - 17
+    assert bench.scheduling.begin("r", [1], awaits_load=False) == 16
+    (job,) = bench.step().jobs
+    assert job.positions.min() >= 16
+    assert job.positions.max() == len(tokens) - 2
+    assert job.token_ids.tolist() == [tokens[at] for at in job.positions]
+
+
+def test_slices_respect_the_budget_and_what_a_step_computes_already() -> None:
+    bench = Bench(max_step_tokens=32)
+    bench.store("ab")
+    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, is_focused=False))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    (job,) = bench.scheduling._jobs.values()
+    sizes = []
+    while bench.scheduling._requests["r"].num_rows_left > 0:
+        (part,) = bench.step(other=(0, 20)).slices
+        sizes.append(part.num_rows)
+    assert sum(sizes) == len(job.positions)
+    assert max(sizes) == 12
+    assert bench.step().slices == []
+
+
+def test_a_full_step_still_leaves_a_quarter_of_its_tokens_to_jobs() -> None:
+    bench = Bench(max_step_tokens=32)
+    bench.store("ab")
+    bench.arrive("r", "ba", ReuseOptions("first_tokens", 1e9, 0.5, is_focused=False))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    assert [part.num_rows for part in bench.step(other=(0, 32)).slices] == [8]
+
+
+def test_a_job_waits_until_every_worker_has_the_exact_tokens_from_below() -> None:
+    bench = Bench(num_workers=2)
+    bench.store("ab")
+    bench.arrive("r", "ba")
+    bench.scheduling.offer("r", 16)
+    bench.scheduling.begin("r", [1], awaits_load=True)
+    assert bench.step().slices == []
+    loaded = ChunkReport()
+    loaded.num_loaded["r"] += 1
+    bench.scheduling.on_report(loaded)
+    assert bench.step().slices == []
+    bench.scheduling.on_report(loaded)
+    assert [part.request_id for part in bench.step().slices] == ["r"]
+
+
+def test_a_chunk_computed_wholly_among_reused_ones_is_captured_behind_its_present_prefix() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.arrive("r", "bca")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    (job,) = bench.step().jobs
+    assert [capture.end - capture.start for capture in job.captures] == [40]
+    while bench.scheduling._requests["r"].num_rows_left > 0:
+        bench.step()
+    bench.finish_job("r", job.captures)
+    key = chunk_key(_DOCUMENTS["c"])
+    (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
+    assert variant.statistics.prefix == (chunk_key(_DOCUMENTS["b"]),)
+
+
+def test_an_aborted_job_is_cancelled_and_holds_nothing() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.arrive("r", "bca")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    bench.step()
+    bench.scheduling.on_finished("r")
+    step = bench.step()
+    assert step.cancelled == ["r"]
+    assert step.slices == []
+    assert not bench.scheduling.is_known("r")
+    assert not bench.scheduling.library._pins
+    assert not bench.scheduling.library._reservations
+
+
+def test_a_request_that_is_over_before_its_capture_is_reported_still_keeps_the_chunk() -> None:
+    bench = Bench()
+    tokens = bench.arrive("r", "a")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.compute("r", 0)
+    step = bench.scheduling.take_step(len(tokens), {"r": (0, len(tokens))}, lambda _: [1, 2, 3])
+    bench.scheduling.on_finished("r")
+    (capture,) = step.captures[0].captures
+    report = ChunkReport()
+    bench._captured(report, capture)
+    bench.scheduling.on_report(report)
+    assert bench.scheduling.library.counters.num_captured_chunks == 1
+    assert not bench.scheduling.is_known("r")
+    assert not bench.scheduling.library._reservations
+
+
+def test_a_preempted_request_begins_anew() -> None:
+    bench = Bench()
+    bench.arrive("r", "ab")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.compute("r", 0)
+    bench.step(r=(0, 30))
+    assert bench.scheduling.offer("r", 0) == 0
+    assert bench.scheduling.take_step(0, {}, lambda _: []).forgotten == ["r"]
+    bench.scheduling.compute("r", 0)
+    bench.step(r=(0, 95))
+    assert bench.scheduling.library.counters.num_captured_chunks == 2
+
+
+def test_a_chunk_whose_attention_cannot_be_is_not_kept() -> None:
+    bench = Bench()
+    tokens = bench.arrive("r", "a")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.compute("r", 0)
+    step = bench.scheduling.take_step(len(tokens), {"r": (0, len(tokens))}, lambda _: [1, 2, 3])
+    (capture,) = step.captures[0].captures
+    report = ChunkReport()
+    report.num_captured[capture.id] += 1
+    report.captured[capture.id] = CapturedChunk((), float("nan"), tuple(0.0 for _ in range(40)))
+    bench.scheduling.on_report(report)
+    assert bench.scheduling.library.counters.num_captured_chunks == 0
+    assert not bench.scheduling.library._reservations
+
+
+def test_workers_figures_are_averaged() -> None:
+    bench = Bench(num_workers=2)
+    bench.store("ab")
+    key = chunk_key(_DOCUMENTS["b"])
+    (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["b"]})[key]
+    assert variant.statistics.inter == (1.0,)
+    assert variant.statistics.intra == 20.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_nothing_stays_held(seed: int) -> None:
+    rng = random.Random(seed)
+    bench = Bench(num_pages=rng.choice([4, 9, 40]), max_step_tokens=rng.choice([16, 64]))
+    scheduling = bench.scheduling
+    for number in range(120):
+        name = f"r{number}"
+        tokens = bench.arrive(name, "".join(rng.sample("abcd", rng.randint(1, 4))))
+        for _ in range(rng.randint(1, 2)):
+            offered = scheduling.offer(name, rng.choice([0, 16]))
+        if offered:
+            scheduling.begin(name, [1], awaits_load=False)
+            captures = list(scheduling._jobs[name].captures)
+            if rng.random() < 0.3:
+                bench.step()
+            else:
+                while scheduling._requests[name].num_rows_left > -1:
+                    bench.step()
+                bench.finish_job(name, captures)
+        else:
+            scheduling.compute(name, 0)
+            bench.step(**{name: (0, rng.choice([20, len(tokens)]))})
+        scheduling.on_finished(name)
+        bench.step()
+    assert not scheduling._requests
+    assert not scheduling._running
+    assert not scheduling._capturing
+    assert not scheduling.library._pins
+    assert not scheduling.library._reservations
