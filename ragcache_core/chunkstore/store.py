@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -45,6 +45,7 @@ from ragcache_core.chunkstore.namespace import (
     write_identity,
 )
 from ragcache_core.chunkstore.opening import Loaded, load
+from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError
 
@@ -95,9 +96,7 @@ class ChunkStore:
         self.path = namespace_path(directory, identity)
         self.chunk_bytes = chunk_bytes
         self._changing = threading.RLock()
-        self._reading = threading.Condition()
-        self._num_reading = 0
-        self._is_closed = False
+        self._readers = Readers()
         self._num_damaged = self._num_read_errors = self._num_resets = 0
         with ExitStack() as opened:
             opened.callback(enter(self.path).release)
@@ -198,7 +197,7 @@ class ChunkStore:
         """
         targets = [contiguous(target, self.chunk_bytes, writable=True) for _, target in requests]
         found = [False] * len(requests)
-        with self._one_reader() as is_open:
+        with self._readers.one() as is_open:
             if not is_open:
                 return found
             places = [self._residents.find(key) for key, _ in requests]
@@ -300,9 +299,7 @@ class ChunkStore:
 
     def close(self) -> None:
         """Close the store when the reads in flight are done; from then on every read is a miss. Idempotent."""
-        with self._reading:
-            self._is_closed = True
-            self._reading.wait_for(lambda: not self._num_reading)
+        self._readers.close()
         with self._changing:
             self._opened.close()
 
@@ -322,20 +319,8 @@ class ChunkStore:
         remove_index(path)
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._readers.is_closed:
             raise CacheTierError(f"the chunk store {self.path} is closed: open it again")
-
-    @contextmanager
-    def _one_reader(self) -> Iterator[bool]:
-        with self._reading:
-            is_open = not self._is_closed
-            self._num_reading += is_open
-        try:
-            yield is_open
-        finally:
-            with self._reading:
-                self._num_reading -= is_open
-                self._reading.notify_all()
 
     def _read_again(self, key: bytes, target: memoryview) -> bool:
         """Read a chunk while nothing is being written, and drop it if it still does not match."""

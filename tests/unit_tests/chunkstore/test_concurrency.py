@@ -140,7 +140,7 @@ def test_closing_waits_for_reads_in_flight(store: ChunkStore, monkeypatch: pytes
     assert is_reading.wait(60)
     closer = threading.Thread(target=store.close)
     closer.start()
-    while not store._is_closed:
+    while not store._readers.is_closed:
         time.sleep(0.001)
     assert read(store, b"key 2") is None
     closer.join(0.3)  # time to do what it must not do yet

@@ -120,17 +120,17 @@ def test_a_wide_search_ends_in_the_number_of_stages_asked_for(kind: str) -> None
 
 
 def test_hnsw_without_its_kernels_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ragcache_core.retrieval import traversal
+    from ragcache_core.retrieval import graph_steps
 
-    monkeypatch.setattr(traversal, "_KERNELS", {False: ("no_such_symbol", "nor_this")})
-    traversal.compiled.cache_clear()
+    monkeypatch.setattr(graph_steps, "_KERNELS", {False: ("no_such_symbol", "nor_this")})
+    graph_steps.compiled.cache_clear()
     try:
         vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
         index = HNSWIndex.build(np.arange(500), vectors, IndexOptions(kind="hnsw"))
         assert not index.is_staged
         assert assert_last_stage_is_native(index, vectors[0], 5, (0.1, 1.0)) == 1
     finally:
-        traversal.compiled.cache_clear()
+        graph_steps.compiled.cache_clear()
 
 
 def test_hnsw_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
