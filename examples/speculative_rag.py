@@ -22,9 +22,9 @@ def described(name: str, data: Mapping[str, Any]) -> str:
     found = ", ".join(data["doc_ids"])
     if name == "ragcache.candidates":
         return f"stage {data['stage']}: {found}{' (final)' if data['is_final'] else ''}"
-    if data["event"] in ("confirm", "miss"):
+    if data["event"] in ("settle", "miss"):
         if data["hidden_search_s"] is None:
-            return f"{data['event']}: the engine has not told yet when it began"
+            return f"{data['event']}: the request was another one after all"
         hidden, search = (round(data[key] * 1000) for key in ("hidden_search_s", "search_s"))
         return f"{data['event']}: {hidden} of {search} ms of the search were hidden"
     return f"{data['event']}: {found}"

@@ -11,6 +11,7 @@ from ragcache_core.client.asker import asking_for
 from ragcache_core.client.pipeline import PipelineEvent, PipelineResult, run_pipeline
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.retrieval.sources import one_stage
+from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document
 
 _Found = TypeVar("_Found")
@@ -22,6 +23,7 @@ class AskedSearch:
 
     def __init__(self) -> None:
         self._result: PipelineResult | None = None
+        self._settled: PipelineReport | None = None
         self._asker = object()
 
     def take(self, result: PipelineResult) -> None:
@@ -55,8 +57,17 @@ class AskedSearch:
                 yield part
 
     def pipeline_report(self) -> dict[str, Any] | None:
-        """Return the report as of now, as plain data; ``None`` before the search has ended."""
-        return None if self._result is None else self._result.settled_report().to_dict()
+        """Return the report as of now, or as settled, as plain data; ``None`` before the search has ended."""
+        if self._result is None:
+            return None
+        return (self._settled or self._result.settled_report()).to_dict()
+
+    def settle(self) -> PipelineEvent | None:
+        """Settle the report: the answer has ended. Return the event that tells of it, once, if there is one."""
+        if self._result is None or self._settled is not None:
+            return None
+        self._settled = self._result.settled_report()
+        return self._result.settled(self._settled)
 
     def close(self) -> None:
         """End the speculation, unless a request took it over. May be called again."""

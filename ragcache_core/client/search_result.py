@@ -16,12 +16,16 @@ class PipelineEvent:
 
     ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``. ``start``, ``cancel``, ``confirm``: a
     speculation from ``doc_ids``, in the order of the prompt, was sent, given up, or right. ``miss``: the final
-    documents were not those of the speculation that was sent. ``search_s`` is the time since the search began,
-    ``hidden_search_s`` how much of it the engine worked on the answer already. It is known with the final documents if
-    the engine has told by then when it began, and otherwise later: :meth:`PipelineResult.settled_report`.
+    documents were not those of the speculation that was sent. ``settle``: the answer has ended whose speculation was
+    confirmed. ``search_s`` is the time since the search began.
+
+    ``hidden_search_s`` is told once, and as the report has it: during how much of the search the answer was on its way.
+    Of an answer it is known when that has ended (``settle``; ``None`` where no request joined the speculation: it was
+    not right after all), of a prefill that no request joins with the final documents (``confirm``; ``None`` where the
+    engine has not told by then when it began).
     """
 
-    kind: Literal["stage", "start", "cancel", "confirm", "miss"]
+    kind: Literal["stage", "start", "cancel", "confirm", "miss", "settle"]
     stage: int
     doc_ids: tuple[DocId, ...]
     scores: tuple[float, ...]
@@ -61,9 +65,20 @@ class PipelineResult:
             unhidden_search_s=unhidden_s if is_right else self.report.search_s,
         )
 
+    def settled(self, report: PipelineReport) -> PipelineEvent | None:
+        """Return the event that tells what of ``report``, the settled one, was hidden; ``None`` if no answer was."""
+        if self.speculation is None or not self.speculation.is_claimable:
+            return None
+        doc_ids = tuple(document.doc_id for document in self.documents)
+        hidden_s = report.hidden_search_s if report.is_confirmed else None
+        return PipelineEvent("settle", self.update.stage, doc_ids, (), True, hidden_s, report.search_s)
+
 
 def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
-    """Return how long a search from ``began_s`` on had gone on when the engine began; all of it until that is known."""
+    """Return how long a search from ``began_s`` on had gone on when the answer was begun; all of it until it is known.
+
+    That is when it was sent, and what it waited for room: see :class:`~ragcache_core.stats.PipelineReport`.
+    """
     if speculation.started_s is None:
         return search_s
     return min(max(speculation.started_s - began_s, 0.0), search_s)

@@ -204,15 +204,14 @@ class SearchRun:
         actions = self._pipeline.on_stage(expected, is_final=True, num_pending=0)
         self._perform(actions)
         speculation = live.speculation if live is not None and isinstance(actions[-1], Confirm) else None
-        unhidden_s, hidden_s = search_s, None
+        unhidden_s, told_s = search_s, 0.0 if speculation is None else None
         if speculation is not None and expected == documents:
             speculation.confirm()
             if speculation.started_s is not None:
                 unhidden_s = unhidden_search_s(speculation, self._began_s, search_s)
-                hidden_s = search_s - unhidden_s
+                told_s = None if speculation.is_claimable else search_s - unhidden_s
         if self._num_started:
             kind: Literal["confirm", "miss"] = "miss" if speculation is None else "confirm"
-            told_s = 0.0 if speculation is None else hidden_s
             self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
         report = PipelineReport(
             search_s, unhidden_s, self._num_stages, self._num_started, self._num_cancelled,

@@ -15,6 +15,7 @@ from langchain_core.runnables import Runnable
 from ragcache_core.client import Engine
 from ragcache_core.client.asked import AskedSearch
 from ragcache_core.client.binding import BoundPrompt
+from ragcache_core.client.pipeline import PipelineEvent
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.types import Document
 from ragcache_integrations.langchain.chat_model import STATS_KEY, ChatRAGCache
@@ -43,6 +44,7 @@ class AskedQuestion(AskedSearch):
         self._prompt = prompt
         self._is_answered = False
         self._is_reported = False
+        self._untold: list[PipelineEvent] = []
 
     def messages(self, documents: Sequence[Document]) -> list[BaseMessage]:
         """Return the messages of the prompt without telling any callback."""
@@ -60,18 +62,29 @@ class AskedQuestion(AskedSearch):
         if not self._is_answered:  # whatever the request did not take over by now would only run beside it
             self._is_answered = True
             self.close()
-        if (found := self.pipeline_report()) is None or not isinstance(answer, AIMessage):
-            return answer
-        stats = answer.response_metadata.get(STATS_KEY)
+        stats = getattr(answer, "response_metadata", {}).get(STATS_KEY)  # another model may answer with a string
         if stats is None and not is_whole:
             return answer
-        self._is_reported = True
+        if (found := self._settled_report()) is None or not isinstance(answer, AIMessage):
+            return answer
         report = {STATS_KEY: {**(stats or {}), PIPELINE_KEY: found}}
         return answer.model_copy(update={"response_metadata": {**answer.response_metadata, **report}})
 
+    def untold(self) -> Iterator[PipelineEvent]:
+        """Yield what the report that was given away tells, for those who listen; once."""
+        while self._untold:
+            yield self._untold.pop()
+
+    def _settled_report(self) -> dict[str, Any] | None:
+        if (event := self.settle()) is not None:
+            self._untold.append(event)
+        report = self.pipeline_report()
+        self._is_reported = report is not None
+        return report
+
     def unreported(self) -> Iterator[AIMessageChunk]:
         """Yield a last chunk with the report, if the stream of another model had no chunk to take it."""
-        if not self._is_reported and (found := self.pipeline_report()) is not None:
+        if not self._is_reported and (found := self._settled_report()) is not None:
             yield AIMessageChunk(content="", response_metadata={STATS_KEY: {PIPELINE_KEY: found}})
 
 

@@ -145,6 +145,9 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
                 case "confirm":
                     self._sums["num_confirmed_speculations"] += 1
                     self._hidden_search_s += data["hidden_search_s"] or 0.0
+                case "settle":
+                    self._sums["num_confirmed_speculations"] -= data["hidden_search_s"] is None
+                    self._hidden_search_s += data["hidden_search_s"] or 0.0
 
     def _add(self, run_id: UUID, stats: RequestStats) -> None:
         self._runs.append((run_id, stats))

@@ -18,9 +18,10 @@ CANDIDATES_EVENT = "ragcache.candidates"
 SPECULATION_EVENT = "ragcache.speculation"
 """Custom event of each speculation: ``{"query", "event", "stage", "doc_ids", "hidden_search_s", "search_s"}``.
 
-``event`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents: so much of the
-search was hidden behind the engine's work; ``None`` if it has not told yet when it began) or ``miss`` (the engine had
-not begun with the final documents)."""
+``event`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents), ``miss`` (the
+engine had not begun with the final documents) or ``settle`` (the answer has ended). So much of the search was hidden,
+which is told once: where a whole answer is asked ahead with ``settle`` (``None``: no request joined it, it was no match
+after all), otherwise with ``confirm`` (``None``: the engine has not told yet when it began)."""
 
 
 Listener = Callable[[PipelineEvent], Awaitable[None] | None]

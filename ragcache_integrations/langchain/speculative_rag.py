@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
@@ -143,7 +144,9 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
             with asked.asking():
                 answer = self.llm.invoke(prompt, config, **kwargs)
-            return asked.reported(answer, is_whole=True)
+            answer = asked.reported(answer, is_whole=True)
+            _tell(asked, config)
+            return answer
         finally:
             asked.close()
 
@@ -159,7 +162,9 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
             with asked.asking():
                 answer = await self.llm.ainvoke(prompt, config, **kwargs)
-            return asked.reported(answer, is_whole=True)
+            answer = asked.reported(answer, is_whole=True)
+            await _atell(asked, config)
+            return answer
         finally:
             asked.close()
 
@@ -175,8 +180,9 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
             parts = cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))
             with closing(asked.asked_parts(parts)) as chunks:
-                yield from map(asked.reported, chunks)
-            yield from asked.unreported()
+                for chunk in chain(map(asked.reported, chunks), asked.unreported()):
+                    _tell(asked, config)
+                    yield chunk
         finally:
             asked.close()
 
@@ -193,8 +199,11 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             parts = _generator(self.llm.astream(prompt, config, **kwargs))
             async with aclosing(asked.aasked_parts(parts)) as chunks:
                 async for chunk in chunks:
-                    yield asked.reported(chunk)
+                    reported = asked.reported(chunk)
+                    await _atell(asked, config)
+                    yield reported
             for chunk in asked.unreported():
+                await _atell(asked, config)
                 yield chunk
         finally:
             asked.close()
@@ -275,6 +284,16 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
         if asked.engine is not None:
             asked.engine.remember_documents(to_core(found), query=asked.question)
         return found
+
+
+def _tell(asked: AskedQuestion, config: RunnableConfig) -> None:
+    for event in asked.untold():
+        dispatcher(asked.question, config)(event)
+
+
+async def _atell(asked: AskedQuestion, config: RunnableConfig) -> None:
+    for event in asked.untold():
+        await async_dispatcher(asked.question, config)(event)
 
 
 def _unbound(runnable: Runnable[Any, Any]) -> tuple[Runnable[Any, Any], dict[str, Any]]:

@@ -47,6 +47,7 @@ class AskedQuery(AskedSearch, AbstractContextManager["AskedQuery"]):
         ahead = None if ask_ahead is None else partial(self._ask_ahead, ask_ahead)
         self.overlap = SearchOverlap(engine, ahead, self.take, skipped_because, timeout_s, prompt)
         self._ends_with_stream = False
+        self._span_id = active_span_id.get()
 
     def _ask_ahead(self, ask: AskAhead, nodes: list[NodeWithScore]) -> Speculation | None:
         with self.asking():
@@ -84,10 +85,18 @@ class AskedQuery(AskedSearch, AbstractContextManager["AskedQuery"]):
         """Put the report into a response's metadata, and return these: its stream must not hold the response."""
         if response.metadata is None:
             response.metadata = {}
-        self._settle(response.metadata)
+        if not isinstance(response, StreamingResponse | AsyncStreamingResponse):  # else it has only begun
+            self._settle(response.metadata)
+        else:
+            self._put_report(response.metadata)
         return response.metadata
 
     def _settle(self, metadata: dict[str, Any]) -> None:
+        if (event := self.settle()) is not None:
+            publish(event, query=self.query.query_str, span_id=self._span_id)
+        self._put_report(metadata)
+
+    def _put_report(self, metadata: dict[str, Any]) -> None:
         if (report := self.pipeline_report()) is not None:
             metadata[PIPELINE_KEY] = report
 

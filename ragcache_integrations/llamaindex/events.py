@@ -89,14 +89,17 @@ class RetrievalStageEvent(BaseEvent):
 class SpeculationEvent(BaseEvent):
     """What the engine was asked ahead of a search's end.
 
-    ``kind`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents: so much of
-    the search was hidden behind the engine's work) or ``miss`` (the engine had not begun with the final documents).
-    ``document_ids`` are in the order of the prompt, ``search_s`` is the time since the search began, and
-    ``hidden_search_s`` is known once the documents are final and the engine has told when it began.
+    ``kind`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents), ``miss``
+    (the engine had not begun with the final documents) or ``settle`` (the answer has ended). ``document_ids`` are in
+    the order of the prompt, ``search_s`` is the time since the search began.
+
+    ``hidden_search_s`` of it was hidden, which is told once: where a whole answer is asked ahead with ``settle``
+    (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the engine has
+    not told yet when it began).
     """
 
     query: str
-    kind: Literal["start", "cancel", "confirm", "miss"]
+    kind: Literal["start", "cancel", "confirm", "miss", "settle"]
     stage: int
     document_ids: tuple[str, ...]
     search_s: float
@@ -177,6 +180,7 @@ class CacheStatsEventHandler(BaseEventHandler):
             with self._lock:
                 self.num_speculations += event.kind == "start"
                 self.num_confirmed_speculations += event.kind == "confirm"
+                self.num_confirmed_speculations -= event.kind == "settle" and event.hidden_search_s is None
                 self.hidden_search_s += event.hidden_search_s or 0.0
 
     def _count_request(self, event: CacheStatsEvent) -> None:

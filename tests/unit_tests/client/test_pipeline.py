@@ -204,10 +204,28 @@ async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
     kinds = [event.kind for event in events]
     assert kinds == ["stage", "start", "stage", "cancel", "start", "stage", "stage", "confirm"]
     assert [e.doc_ids for e in events if e.kind == "start"] == speculator.shown()
-    assert [e.hidden_search_s for e in events[:-1]] == [None] * 7
-    assert events[-1].hidden_search_s == result.report.hidden_search_s
+    assert [e.hidden_search_s for e in events] == [None] * 8, "it is told when the answer has ended"
+    report = result.settled_report()
+    settled = result.settled(report)
+    assert settled is not None
+    assert (settled.kind, settled.doc_ids, settled.hidden_search_s) == ("settle", ("b", "a"), report.hidden_search_s)
+    assert settled.hidden_search_s
+    speculator.sent[1].is_claimed = False
+    unjoined = result.settled(result.settled_report())
+    assert unjoined is not None
+    assert unjoined.hidden_search_s is None
     assert events[-1].search_s == result.report.search_s
     assert all(a.search_s <= b.search_s for a, b in pairwise(events[:-1]))
+
+
+async def test_of_a_prefill_it_is_told_with_the_final_documents_what_was_hidden() -> None:
+    speculator, source = ScriptedSpeculator(), Source("ab", "ab")
+    source.between[1] = lambda: setattr(speculator.sent[0], "is_claimable", False)
+    events: list[PipelineEvent] = []
+    result = await run(source, ScriptedDoor(), speculator, on_event=events.append)
+    assert (events[-1].kind, events[-1].hidden_search_s) == ("confirm", result.report.hidden_search_s)
+    assert result.report.hidden_search_s > 0
+    assert result.settled(result.settled_report()) is None, "no answer tells it again"
 
 
 async def test_final_documents_that_nobody_expected_are_a_miss() -> None:

@@ -74,9 +74,8 @@ def test_events_read_as_lines() -> None:
     assert speculative_rag.described("ragcache.candidates", stage) == "stage 2: a, b (final)"
     event = {"doc_ids": ["a", "b"], "stage": 2, "hidden_search_s": None, "search_s": 0.1}
     assert speculative_rag.described("ragcache.speculation", {**event, "event": "start"}) == "start: a, b"
-    confirm = speculative_rag.described("ragcache.speculation", {**event, "event": "confirm"})
-    assert confirm == "confirm: the engine has not told yet when it began"
-    hidden = {**event, "event": "confirm", "hidden_search_s": 0.08}
-    assert (
-        speculative_rag.described("ragcache.speculation", hidden) == "confirm: 80 of 100 ms of the search were hidden"
-    )
+    assert speculative_rag.described("ragcache.speculation", {**event, "event": "confirm"}) == "confirm: a, b"
+    unjoined = speculative_rag.described("ragcache.speculation", {**event, "event": "settle"})
+    assert unjoined == "settle: the request was another one after all"
+    hidden = {**event, "event": "settle", "hidden_search_s": 0.08}
+    assert speculative_rag.described("ragcache.speculation", hidden) == "settle: 80 of 100 ms of the search were hidden"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from langchain_core._api import LangChainBetaWarning
 from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.globals import set_llm_cache
 from langchain_core.language_models import GenericFakeChatModel
@@ -150,6 +151,16 @@ def report_of(message: AIMessage) -> dict[str, Any]:
     return report
 
 
+class ReportsOf(BaseCallbackHandler):
+    """Keeps the report that the fused pair's message has."""
+
+    last: dict[str, Any]
+
+    def on_chain_end(self, outputs: Any, **_: Any) -> None:
+        if isinstance(outputs, AIMessage):
+            self.last = report_of(outputs)
+
+
 def merged(chunks: list[Any]) -> AIMessageChunk:
     whole = chunks[0]
     for chunk in chunks[1:]:
@@ -176,17 +187,18 @@ async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag:
         assert message.response_metadata["model_name"] == "scripted-model"
 
 
-def test_a_callback_handler_sums_up_what_was_hidden(make_rag: Any, num_begun: Any) -> None:
-    handler = CacheStatsCallbackHandler()
+@each_way
+async def test_a_callback_handler_sums_up_what_was_hidden(way: Any, make_rag: Any, num_begun: Any) -> None:
+    handler, reports = CacheStatsCallbackHandler(), ReportsOf()
     rag = make_rag(
         Stage("mars"),
         Stage("moon", once=lambda: num_begun() == 1),
         Stage("moon", once=lambda: num_begun() == 2),
     )
-    report = report_of(rag.invoke(QUESTION, {"callbacks": [handler]}))
+    await answered(way, rag.with_config(callbacks=[handler, reports]))
     summary = handler.summary()
     assert (summary.num_speculations, summary.num_confirmed_speculations, summary.num_requests) == (2, 1, 1)
-    assert summary.hidden_search_s == report["hidden_search_s"] > 0
+    assert summary.hidden_search_s == reports.last["hidden_search_s"] > 0
     assert "of searching hidden" in repr(handler)
     handler.reset()
     assert handler.summary().hidden_search_s == 0
@@ -211,9 +223,12 @@ def test_what_no_request_joined_hid_nothing(make_rag: Any, generations: Any, num
     rag = make_rag(
         Stage("moon"), Stage("moon", once=lambda: num_begun() == 1), format_docs=lambda _: f"Fact {next(numbers)}."
     )
-    report = report_of(rag.invoke(QUESTION))
+    handler = CacheStatsCallbackHandler()
+    report = report_of(rag.invoke(QUESTION, {"callbacks": [handler]}))
     assert len(generations()) == 2
     assert (report["num_started"], report["is_confirmed"], report["hidden_search_s"]) == (1, False, 0)
+    summary = handler.summary()
+    assert (summary.num_speculations, summary.num_confirmed_speculations, summary.hidden_search_s) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("shows_metadata", [False, True])
@@ -267,9 +282,12 @@ async def test_events_tell_of_each_stage_and_each_speculation_in_order(make_rag:
         for e in events
         if e["event"] == "on_custom_event" and (data := e["data"])["query"] == QUESTION
     ]
-    assert seen == EVENTS_OF_A_CHANGE
-    confirm = events[[e["data"].get("event") for e in events].index("confirm")]["data"]
-    assert 0 < confirm["hidden_search_s"] < confirm["search_s"]
+    assert seen == [*EVENTS_OF_A_CHANGE, ("settle", 2, "moon")]
+    confirm, settle = (
+        events[[e["data"].get("event") for e in events].index(name)]["data"] for name in ("confirm", "settle")
+    )
+    assert confirm["hidden_search_s"] is None
+    assert 0 < settle["hidden_search_s"] < settle["search_s"]
 
 
 async def test_retriever_prompt_and_model_are_children_of_its_run(make_rag: Any) -> None:

@@ -165,13 +165,16 @@ async def test_events_tell_of_each_stage_and_each_speculation_in_order(
     handler = CacheStatsEventHandler()
     response = await engine.aquery(QUESTION) if is_async else engine.query(QUESTION)
     events = event_log.of(RetrievalStageEvent, SpeculationEvent)
-    assert [(getattr(e, "kind", "stage"), e.stage, *e.document_ids) for e in events] == EVENTS_OF_A_CHANGE
+    seen = [(getattr(e, "kind", "stage"), e.stage, *e.document_ids) for e in events]
+    assert seen == [*EVENTS_OF_A_CHANGE, ("settle", 2, "moon")]
     assert {e.query for e in events} == {QUESTION}
-    assert len({e.span_id for e in events}) == 1
+    assert len({e.span_id for e in events[:-1]}) == 1
     assert events[0].span_id is not None
     assert "RAGCacheRetriever" in events[0].span_id
-    confirm = events[-1]
-    assert 0 < confirm.hidden_search_s < confirm.search_s
+    confirm, settle = events[-2:]
+    assert confirm.hidden_search_s is None
+    assert 0 < settle.hidden_search_s < settle.search_s
+    assert "RAGCacheQueryEngine" in settle.span_id
     for event in events:
         handler.handle(event)
     assert (handler.num_speculations, handler.num_confirmed_speculations, handler.num_requests) == (2, 1, 0)
