@@ -13,17 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from ragcache_core.client.load import Load
 from ragcache_core.client.search_result import PipelineEvent, PipelineResult, unhidden_search_s
+from ragcache_core.client.search_tasks import SearchTasks
 from ragcache_core.client.speculating_door import SpeculatingDoor
-from ragcache_core.client.stages import CANCELLED_BY_SOURCE, close_stages, read_stages
 from ragcache_core.client.starting import Speculator, StartedSpeculation
-from ragcache_core.errors import SearchError, SearchTimeoutError
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -37,15 +35,12 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 _SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
-_CLOSE_S, _CUT_OFF_S = 1.0, 0.05
-"""How long a source may take to clean up, and then to see that it is cancelled: one that hangs is left behind."""
 
 _Documents = tuple[Document, ...]
-_Handler = Callable[[], Awaitable[PipelineResult | None]]
 
 
 class SearchRun:
-    """One search. All but what threads post happens in its event loop; what is decided, in the caller's task."""
+    """One search. What is decided is decided in the caller's task."""
 
     def __init__(
         self,
@@ -57,12 +52,7 @@ class SearchRun:
         k: int | None,
     ) -> None:
         self._began_s = time.perf_counter()
-        self._loop = asyncio.get_running_loop()
-        self._inbox: asyncio.Queue[_Handler] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._reader: asyncio.Task[None] | None = None
-        self._is_closing = False  # the reader is on its way out
-        self._time_out: asyncio.TimerHandle | None = None
+        self._tasks: SearchTasks[PipelineResult] = SearchTasks()
         self._door, self._speculator, self._on_event, self._arrange = door, speculator, on_event, arrange
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history = history
@@ -83,15 +73,7 @@ class SearchRun:
 
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
         """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
-        self._reader = self._spawn(self._search(updates))
-        self._reader.add_done_callback(self._on_reader_done)
-        if timeout_s is not None:  # not around the source: a clean-up that hangs would hold it up
-            error = SearchTimeoutError(
-                f"the documents were not final after {timeout_s:g} s: allow more time, or search less"
-            )
-            self._time_out = self._loop.call_later(
-                timeout_s, self._inbox.put_nowait, partial(self._on_search_failed, error)
-            )
+        self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
         if self._door is None or self._speculator is None:
             self._cannot = "there is no engine to speculate on" if self._door is None else "speculation is off"
         elif self._history.is_hopeless:
@@ -99,8 +81,7 @@ class SearchRun:
         else:
             self._ask_load(0.0)
         while True:
-            handle = await self._inbox.get()
-            result = await handle()
+            result = await self._tasks.handle_next()
             await self._tell()
             if result is not None:
                 return result
@@ -113,48 +94,15 @@ class SearchRun:
 
     async def end_tasks(self) -> None:
         """Leave no task, and the updates closed: as soon as they are, or cut off when that takes too long."""
-        if self._time_out is not None:
-            self._time_out.cancel()
-        for task in self._tasks:
-            if task is not self._reader:
-                task.cancel()
-            elif not self._is_closing:
-                self._is_closing = task.cancel()
-        try:
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-        if self._tasks:
-            _logger.warning("closing a search took more than %g s and was cut off: see how its source ends", _CLOSE_S)
-            await asyncio.wait(self._tasks, timeout=_CUT_OFF_S)
+        await self._tasks.end()
 
     # The search
 
-    async def _search(self, updates: AsyncIterator[RetrievalUpdate]) -> None:
-        def on_stage(update: RetrievalUpdate) -> None:
-            self._is_closing = self._is_closing or update.is_final
-            self._inbox.put_nowait(partial(self._on_stage, update, self._now_s()))
-
-        try:
-            await read_stages(updates, on_stage, k=self._k)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # of whatever kind: the caller waits for it
-            self._is_closing = True
-            self._inbox.put_nowait(partial(self._on_search_failed, error))
-        finally:
-            await close_stages(updates)
-
-    def _on_reader_done(self, reader: asyncio.Task[None]) -> None:
-        if reader.cancelled():  # by its source, or by us: then nobody reads the inbox any more
-            self._inbox.put_nowait(partial(self._on_search_failed, SearchError(CANCELLED_BY_SOURCE)))
-
-    async def _on_search_failed(self, error: BaseException) -> None:
+    async def _on_search_failed(self, error: BaseException) -> PipelineResult | None:
         raise error
 
-    async def _on_stage(self, update: RetrievalUpdate, search_s: float) -> PipelineResult | None:
+    async def _on_stage(self, update: RetrievalUpdate, ended_s: float) -> PipelineResult | None:
+        search_s = ended_s - self._began_s
         self._num_stages += 1
         self._stage = update.stage
         self._events.append(
@@ -224,7 +172,7 @@ class SearchRun:
     def _ask_load(self, delay_s: float) -> None:
         if not self._is_asking and self._cannot is None:
             self._is_asking = True
-            self._spawn(self._read_load(delay_s))
+            self._tasks.spawn(self._read_load(delay_s))
 
     async def _read_load(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -235,7 +183,7 @@ class SearchRun:
                 load, why_not = await self._door.apending_prefills(), "the engine did not tell its load"
         except Exception as error:  # whatever it is: the answer does not depend on it
             why_not = f"the engine did not tell its load: {error}"
-        self._inbox.put_nowait(partial(self._on_load, load, why_not))
+        self._tasks.put(partial(self._on_load, load, why_not))
 
     async def _on_load(self, load: Load | None, why_not: str) -> None:
         self._is_asking = False
@@ -263,7 +211,7 @@ class SearchRun:
                     self._live = live = StartedSpeculation(
                         self._speculator, self._documents, number=number, stage=self._stage
                     )
-                    live.add_sent_callback(partial(self._post, partial(self._on_sent, live)))
+                    live.add_sent_callback(partial(self._tasks.post, partial(self._on_sent, live)))
                 case Cancel():
                     self._cancel()
                 case Confirm() | Generate():
@@ -301,7 +249,7 @@ class SearchRun:
         elif (speculation := started.speculation) is not None:
             self._num_started += 1
             self._tell_later("start", started)
-            speculation.add_done_callback(lambda _: self._post(partial(self._on_done, started)))
+            speculation.add_done_callback(lambda _: self._tasks.post(partial(self._on_done, started)))
             if started is not self._live:  # given up while a thread sent it
                 self._count_cancelled(started)
         elif started is self._live:
@@ -356,18 +304,6 @@ class SearchRun:
             "the engine had no room: it answers real requests, which on a CPU leave none, or it has as many "
             f"speculative ones as max_prefill_bs allows, {self._load.max_prefill_bs}"
         )
-
-    # Tasks and threads
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def _post(self, handle: _Handler) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._inbox.put_nowait, handle)
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s

@@ -25,13 +25,13 @@ import httpx
 from ragcache_core.client.asker import current_asker
 from ragcache_core.client.background import BackgroundLoop
 from ragcache_core.client.buffering import BufferedBody, BufferedResponse
+from ragcache_core.client.claiming import Claims
 from ragcache_core.client.rehearsing import CapturedRequest, asks_completion, capture, request_key
 from ragcache_core.client.speculative_http import SpeculationRoutes, marked_request, receive
 from ragcache_core.errors import EngineClosedError
 
 _KEEP_S = 60.0
-_MAX_KEPT = 64
-"""Answers that nobody asked for (again): so many are kept, and for so long."""
+"""How long an answer is kept that nobody asked for (again)."""
 _LAST_EVENT = b"data: [DONE]\n\n"
 
 _logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Speculation:
         started_s: when it was sent, and as much later as it has waited in the engine for room, once that has told. The
             way there is not counted: a request that is made when the search has ended has it before it as well.
         is_claimable: whether a real request may join it.
+        is_promised: whether any has.
         error: why it failed.
     """
 
@@ -63,7 +64,7 @@ class Speculation:
         self.response = BufferedResponse()
         self._owner = owner
         self._lock = threading.Lock()
-        self._is_done = self._is_cancelled = self._is_confirmed = self._is_claimed = False
+        self._is_done = self._is_cancelled = self._is_confirmed = self.is_promised = False
         self._claimer: object | None = None
         self._callbacks: list[Callable[[Speculation], None]] = []
         self._work: Future[None] | None = None
@@ -86,7 +87,7 @@ class Speculation:
     @property
     def is_claimed(self) -> bool:
         """Whether a real request joined it; where it was sent in somebody's name, one of theirs."""
-        return self._is_claimed and (self.asker is None or self.asker is self._claimer)
+        return self.is_promised and (self.asker is None or self.asker is self._claimer)
 
     def cancel(self) -> None:
         """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
@@ -114,6 +115,10 @@ class Speculation:
                 return
             self._is_confirmed = True
         self._owner._confirm(self)
+
+    def claim(self, claimer: object | None) -> None:
+        """Let a real request join it, in whose name it is made."""
+        self.is_promised, self._claimer = True, claimer
 
     def add_done_callback(self, callback: Callable[[Speculation], None]) -> None:
         """Call ``callback`` once it is done, in whichever thread ends it; at once if it is done already."""
@@ -164,11 +169,11 @@ class Speculations:
     def _start_anew(self) -> None:
         self._lock = threading.Lock()
         self._live: dict[Speculation, None] = {}
-        self._claimable: dict[bytes, list[Speculation]] = {}
+        self._claims = Claims()
         self._background: BackgroundLoop | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._claimable)
+        return bool(self._claims)
 
     def start(self, captured: CapturedRequest, *, is_claimable: bool = True) -> Speculation:
         """Send ``captured`` as a speculation and return at once. ``is_claimable``: whether its answer is of any use.
@@ -181,8 +186,8 @@ class Speculations:
         request = marked_request(captured, speculation.id)
         with self._lock:
             self._live[speculation] = None
-            if is_claimable:
-                self._claimable.setdefault(captured.key, []).append(speculation)
+        if is_claimable:
+            self._claims.add(speculation)
         try:
             speculation._work = self._run(self._send(speculation, request))
         except BaseException:
@@ -193,26 +198,11 @@ class Speculations:
         return speculation
 
     def claim(self, key: bytes) -> Speculation | None:
-        """Return the oldest speculation with this key that did not fail, and confirm it. Nobody gets it again.
-
-        The asker's own go first, then nobody's; another asker's goes only to a request in nobody's name.
-        """
-        asker = current_asker()
-        with self._lock:
-            while (speculation := self._oldest(key, asker)) is not None:
-                self._drop(speculation)
-                if not speculation.is_failed and not speculation.is_cancelled:
-                    speculation._is_claimed, speculation._claimer = True, asker
-                    break
-            else:
-                return None
-        speculation.confirm()
+        """Return the speculation that a request with this key gets, and confirm it; see :meth:`Claims.take`."""
+        speculation = self._claims.take(key, current_asker())
+        if speculation is not None:
+            speculation.confirm()
         return speculation
-
-    def _oldest(self, key: bytes, asker: object | None) -> Speculation | None:
-        waiting = self._claimable.get(key, ())
-        own = (s for s in waiting if s.asker is asker)
-        return next(own, next((s for s in waiting if asker is None or s.asker is None), None))
 
     def join(self, request: httpx.Request) -> httpx.Response | None:
         """Return the answer of a speculation that is ``request`` once its first bytes are there; ``None``: send it.
@@ -222,7 +212,7 @@ class Speculations:
         """
         if self._is_ours(request):
             capture(request, self)
-        if self._claimable and (speculation := self._claim_for(request)) is not None:
+        if self._claims and (speculation := self._claim_for(request)) is not None:
             with self._joining(speculation):
                 if speculation.response.read(0, timeout_s := _read_timeout_s(request)):
                     return _joined(speculation, timeout_s)
@@ -232,7 +222,7 @@ class Speculations:
         """Do :meth:`join` without blocking the event loop."""
         if self._is_ours(request):
             capture(request, self)
-        if self._claimable and (speculation := self._claim_for(request)) is not None:
+        if self._claims and (speculation := self._claim_for(request)) is not None:
             with self._joining(speculation):
                 if await speculation.response.aread(0, timeout_s := _read_timeout_s(request)):
                     return _joined(speculation, timeout_s)
@@ -261,7 +251,7 @@ class Speculations:
         """Cancel all, and end the thread. May be called again, also after an interruption."""
         with self._lock:
             self._closed = True
-            self._claimable.clear()
+            self._claims.clear()
             live, background = list(self._live), self._background
         for speculation in live:
             speculation.abort()
@@ -284,29 +274,20 @@ class Speculations:
 
     def _withdraw(self, speculation: Speculation) -> bool:
         """Let nobody claim ``speculation``; return whether nobody has."""
-        with self._lock:
-            self._drop(speculation)
-            return not speculation._is_claimed
+        return self._claims.drop(speculation)
 
     def _forget(self, speculation: Speculation) -> None:
         """Let nobody claim ``speculation``, and nothing cancel it any more."""
         with self._lock:
             self._live.pop(speculation, None)
-            self._drop(speculation)
-
-    def _drop(self, speculation: Speculation) -> None:
-        waiting = self._claimable.get(speculation.key, [])
-        if speculation in waiting:
-            waiting.remove(speculation)
-            if not waiting:
-                del self._claimable[speculation.key]
+        self._claims.drop(speculation)
 
     # In the background
 
     async def _send(self, speculation: Speculation, request: httpx.Request) -> None:
         noting = asyncio.create_task(self._note_wait(speculation))
         try:
-            await receive(self._transport(), request, speculation.response, is_promised=lambda: speculation._is_claimed)
+            await receive(self._transport(), request, speculation.response, is_promised=lambda: speculation.is_promised)
         except asyncio.CancelledError:
             noting.cancel()
             speculation.abort()
@@ -338,12 +319,8 @@ class Speculations:
         """Keep a whole answer that nobody claimed for a while: its real request may come later."""
         with self._lock:
             self._live.pop(speculation, None)
-            if speculation not in self._claimable.get(speculation.key, ()):
-                return
-            ended = [s for waiting in self._claimable.values() for s in waiting if s.is_done]
-            for oldest in sorted(ended, key=lambda s: s.sent_s)[: max(0, len(ended) + 1 - _MAX_KEPT)]:
-                self._drop(oldest)
-        asyncio.get_running_loop().call_later(_KEEP_S, self._forget_kept, ref(speculation))
+        if self._claims.keep(speculation):
+            asyncio.get_running_loop().call_later(_KEEP_S, self._forget_kept, ref(speculation))
 
     def _forget_kept(self, kept: ref[Speculation]) -> None:
         """Forget it, unless it was dropped or claimed: the timer must not hold its answer so long."""

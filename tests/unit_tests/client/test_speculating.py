@@ -19,7 +19,7 @@ import pytest
 from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage
 
-from ragcache_core.client import Engine, ModelTokenizer, speculating, speculative_http
+from ragcache_core.client import Engine, ModelTokenizer, claiming, speculating, speculative_http
 from ragcache_core.client.asker import asking_for
 from ragcache_core.client.background import BackgroundLoop
 from ragcache_core.client.buffering import BufferedResponse
@@ -682,7 +682,7 @@ def test_a_speculation_that_was_read_to_its_end_is_done_and_not_cancelled(
 def test_answers_that_nobody_asks_for_are_dropped(
     server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculating, "_MAX_KEPT", 2)
+    monkeypatch.setattr(claiming, "_MAX_KEPT", 2)
     speculations = []
     for i in range(4):
         server.script(Reply(f"answer {i}"))
