@@ -185,7 +185,7 @@ def test_a_broken_trace_is_named_with_its_line_before_anything_runs(trace: Path,
 
 def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: Path) -> None:
     long, output = tmp_path / "long.jsonl", tmp_path / "sweep.json"
-    write_trace(make_trace(WORKLOADS["mmlu"], 60_000, seed=1), long)
+    write_trace(make_trace(WORKLOADS["mmlu"], 20_000, seed=1), long)
     small = ("--policies", "lru", "--host-tokens", "65536", "--jobs", "2")
     arguments: list[str | Path] = [trace, long, *small, "--json", output]
     code = "from ragcache_core.cli.sweep import sweep\nif __name__ == '__main__': sweep()"

@@ -13,7 +13,7 @@ from ragcache_core.sim.simulator import simulate
 from ragcache_core.sim.trace import Trace, TracedRequest
 from ragcache_core.sim.workload import WORKLOADS, make_trace
 
-MMLU = make_trace(WORKLOADS["mmlu"], 1_500, seed=21)
+MMLU = make_trace(WORKLOADS["mmlu"], 600, seed=21)
 
 
 def naive_next_uses(trace: Trace) -> list[float]:
