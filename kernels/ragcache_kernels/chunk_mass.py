@@ -1,8 +1,8 @@
 """How much each token attends to each chunk: softmax of its scores, summed over the keys of a chunk.
 
-              keys:   system   | chunk 0      | chunk 1      | chunk 2
-    a token of chunk 2:  .15   |   .20        |   .05        |  .60        mass [num_tokens, num_chunks], mean of heads
-                               |   earlier    |   earlier    |  within
+              keys:   system   | chunk 0      | chunk 1      | chunk 2 | itself
+    a token of chunk 2:  .15   |   .20        |   .05        |  .50    |  .10     mass [num_tokens, num_chunks]
+                               |   earlier    |   earlier    |  within |          .20  .05  .50, mean of heads
                                    inter          inter         intra
 
 It is attention whose values say in which chunk a key lies: one product of queries and keys, an online softmax, nothing
@@ -38,7 +38,8 @@ def chunk_attention_mass(
     """Return how much each query attends to each chunk, the mean of its heads.
 
     The sums of Cache-Craft Eq. 3 (a chunk's tokens, an earlier chunk), Eq. 4 (its own) and Eq. 14 (one token, all
-    earlier chunks) are sums of these. Keys behind a query count nothing, keys in no chunk count in the softmax alone.
+    earlier chunks) are sums of these. Keys behind a query count nothing; keys in no chunk, and each token itself, count
+    in the softmax alone.
 
     Args:
         query: float [num_tokens, num_heads, head_dim] of one sequence, rotated.
@@ -116,6 +117,7 @@ def naive_chunk_attention_mass(
     if not query.shape[0]:
         return mass
     mean = attention_probabilities(query, positions, key_cache, block_table, scale).mean(0)
+    mean.scatter_(1, positions.long()[:, None], 0.0)
     for chunk, (start, end) in enumerate(zip(chunk_starts.tolist(), chunk_ends.tolist(), strict=True)):
         mass[:, chunk] = mean[:, start:end].sum(-1)
     return mass
@@ -137,7 +139,7 @@ def _check(
     return check_heads(query, key_cache)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks", "mass_stride", "mass_head_stride"])
 def _kernel(
     query,
     positions,
@@ -199,6 +201,7 @@ def _kernel(
         weights = tl.exp2(scores - new_highest[:, None])
         fade = tl.exp2(highest - new_highest)
         total = total * fade + tl.sum(weights, 1)
+        weights = tl.where(key[None, :] == position[:, None], 0.0, weights)  # itself: in the total, in no chunk
         is_member = (key[:, None] >= chunk_start[None, :]) & (key[:, None] < chunk_end[None, :])  # [KEYS, CHUNKS]
         sums = sums * fade[:, None] + tl.dot(weights.to(SUM), is_member.to(SUM), input_precision="ieee")
         highest = new_highest

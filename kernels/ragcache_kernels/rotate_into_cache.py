@@ -126,7 +126,7 @@ def _check(
     return num_tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads_in_all"])
 def _kernel(
     keys,
     values,

@@ -196,7 +196,7 @@ def _check(
     return block_table, query_starts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _kernel(
     query,
     positions,

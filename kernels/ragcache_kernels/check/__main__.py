@@ -113,7 +113,7 @@ def _prefill(stopwatch: Any, machine: dict[str, str], limits: Any, options: argp
     from ragcache_kernels.check.prefill import Sizes, continues_exactly, measure_prefill
 
     error = continues_exactly(stopwatch.device)
-    if not error < (2e-2 if stopwatch.device.type == "cuda" else 1e-4):
+    if not error < (5e-2 if stopwatch.device.type == "cuda" else 1e-4):
         _say(f"no prefill profile: behind a cached prefix the model's logits differ by {error:.2g}")
         return None
     try:
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
     parser.add_argument("--cost-model", type=Path, metavar="FILE", help="write the prefill profile for the simulator")
-    parser.add_argument("--skip-prefill", action="store_true", help="leave the prefill profile out (it needs 17 GiB)")
+    parser.add_argument("--skip-prefill", action="store_true", help="leave the prefill profile out (all of it: 25 GiB)")
     parser.add_argument("--sweep", action="store_true", help="time scattered attention in tiles of many sizes, too")
     parser.add_argument("--repeats", type=_positive, default=11, metavar="N", help="of each time [default: 11]")
     parser.add_argument("--interpret", action="store_true", help="try the check itself, without a GPU, at toy sizes")

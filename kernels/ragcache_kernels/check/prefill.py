@@ -173,15 +173,19 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 40
+    if device.type != "cuda":
+        return 1 << 40
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _fitting(
     sizes: Sizes, cached_tokens: tuple[int, ...], new_tokens: tuple[int, ...], free_bytes: int
 ) -> tuple[tuple[int, ...], int]:
-    # Beside weights and KV: the head, what a layer computes for the longest prompt, and a tenth to spare.
+    # Beside weights and KV: the head, what a layer computes for the longest prompt, called and captured in a graph, and
+    # a tenth to spare.
     room = int(0.9 * free_bytes) - sizes.vocabulary * sizes.hidden * sizes.dtype.itemsize
-    room -= 8 * new_tokens[-1] * sizes.intermediate * sizes.dtype.itemsize
+    room -= 16 * new_tokens[-1] * sizes.intermediate * sizes.dtype.itemsize
     for end in range(len(cached_tokens), 1, -1):
         left = room - (cached_tokens[end - 1] + new_tokens[-1]) * sizes.kv_bytes_per_token
         if left >= sizes.layer_bytes:

@@ -88,7 +88,10 @@ def measure_speeds(
         ("unrotate_from_cache", partial(_unrotate, stopwatch, workload)),
         ("unrotate_from_cache to the host", partial(_unrotate, stopwatch, workload, on_host=True)),
         ("chunk_attention_mass", partial(_mass, stopwatch, workload)),
-        *((f"scattered_attention, {run}", partial(_attention, stopwatch, workload, stock, run)) for run in workload.runs),
+        *(
+            (f"scattered_attention, {run}", partial(_attention, stopwatch, workload, stock, run))
+            for run in workload.runs
+        ),
     ]
     for name, measure in measures:
         try:

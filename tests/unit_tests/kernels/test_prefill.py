@@ -23,7 +23,7 @@ def test_a_mask_aligned_at_the_beginning_would_be_noticed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(prefill, "causal_lower_right", causal_upper_left)
     with torch.inference_mode():
-        assert continues_exactly(CPU) > 1e-2
+        assert continues_exactly(CPU) > 0.1
 
 
 def test_the_sizes_are_those_of_llama_3_8b() -> None:
@@ -35,7 +35,7 @@ def test_the_sizes_are_those_of_llama_3_8b() -> None:
 
 @pytest.mark.parametrize(
     ("free_gib", "num_lengths", "num_distinct"),
-    [(80, 5, 32), (16, 5, 16), (9, 4, 5)],
+    [(80, 5, 32), (16, 5, 12), (9, 4, 1)],
 )
 def test_where_memory_is_short_layers_share_weights_and_long_prefixes_are_left_out(
     free_gib: int, num_lengths: int, num_distinct: int
