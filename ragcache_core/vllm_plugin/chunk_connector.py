@@ -103,7 +103,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._chunk_settings = settings.chunk_reuse
         self._chunk_engine = (vllm_config, kv_cache_config)
         self._offers: dict[str, _Offer] = {}
-        self._approximate: int | None = None  # of the request that is admitted now
+        self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
         self._execution: ChunkExecution | None = None
         self._memory: ChunkMemory | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -163,7 +163,7 @@ class ChunkReuse(KVConnectorBase_V1):
         return [ChunkSpan(start, end, chunk_key(tokens[start:end], behind=static)) for start, end in places]
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_below, is_async = super()._match_below(request, num_computed_tokens)  # type: ignore[misc]
+        num_below, is_async = super()._match_below(request, num_computed_tokens)
         self._offers.pop(request.request_id, None)
         if num_below is None or not self.scheduling.is_known(request.request_id):
             return num_below, is_async
@@ -179,22 +179,22 @@ class ChunkReuse(KVConnectorBase_V1):
         offer = self._offers.pop(request.request_id, None)
         is_taken = offer is not None and num_external_tokens == offer.num_below + offer.num_provided
         num_below = offer.num_below if offer is not None and is_taken else num_external_tokens
-        by_tier: dict[Tier, int] = super()._load(request, blocks, num_below)  # type: ignore[misc]
+        by_tier: dict[Tier, int] = super()._load(request, blocks, num_below)
         if not self.scheduling.is_known(request.request_id):
             return by_tier
-        num_local: int = self._num_local_tokens.get(request.request_id, 0)  # type: ignore[attr-defined]
+        num_local: int = self._num_local_tokens.get(request.request_id, 0)
         if not is_taken:
             self.scheduling.compute(request.request_id, num_local + num_external_tokens)
             return by_tier
         block_ids = blocks.get_block_ids()[0]
-        self._approximate = self.scheduling.begin(request.request_id, block_ids, awaits_load=num_below > 0)
+        first = self.scheduling.begin(request.request_id, block_ids, awaits_load=num_below > 0)
+        self._approximate_from[request.request_id] = first
         return by_tier
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._approximate = None
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        if self._approximate is not None:
-            self._keep_apart(request, self._approximate)
+        if (first := self._approximate_from.pop(request.request_id, None)) is not None:
+            self._keep_apart(request, first)
 
     def _keep_apart(self, request: Request, first_approximate: int) -> None:
         """Let no other request find blocks from the one with the first approximate token on, in any tier."""
@@ -209,7 +209,7 @@ class ChunkReuse(KVConnectorBase_V1):
 
     @property
     def _controller(self) -> CacheController:
-        controller: CacheController = self.controller  # type: ignore[attr-defined]
+        controller: CacheController = self.controller
         return controller
 
     def _real_first(self, request_ids: Iterable[str]) -> list[str]:
@@ -242,7 +242,7 @@ class ChunkReuse(KVConnectorBase_V1):
         figures = self.scheduling.on_finished(request.request_id)
         if figures is not None and figures.overheads:
             self._controller.on_chunks_reused(request.request_id, figures.to_stats())
-        finished: tuple[bool, dict[str, Any] | None] = super()._finish(request, outcome)  # type: ignore[misc]
+        finished: tuple[bool, dict[str, Any] | None] = super()._finish(request, outcome)
         return finished
 
     def reset_cache(self) -> bool | None:

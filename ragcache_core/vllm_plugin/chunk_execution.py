@@ -110,23 +110,22 @@ class ChunkExecution:
         self._end_if_cancelled(request_id, running)
         return True
 
-    @torch.inference_mode()
     def run_slices(self) -> None:
         """Run the step's slices, as one batch."""
         slices = [
             (self._running[part.request_id], part) for part in self._step.slices if part.request_id in self._running
         ]
         if slices:
-            self._run(slices)
+            with torch.inference_mode():
+                self._run(slices)
         self._step.slices = []
 
-    @torch.inference_mode()
     def end(self) -> None:
         """Keep the chunks that vLLM has completed in this step."""
         self._observed.observer = None
-        for step in self._step.captures:
-            block_ids = self._tensor(step.block_ids)
-            self._keep((c for c in step.captures if c.end <= step.end), block_ids)
+        with torch.inference_mode():
+            for step in self._step.captures:
+                self._keep((each for each in step.captures if each.end <= step.end), self._tensor(step.block_ids))
         self._step.captures = []
 
     def take_finished(self) -> set[str]:

@@ -256,9 +256,8 @@ def keep_from_storing(connector: OffloadingConnector, request_id: str, num_token
 def platform_worker() -> type[Any]:
     """Return vLLM's worker class for this machine."""
     if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return CPUWorker
-    from vllm.v1.worker.gpu_worker import Worker
-
-    return Worker
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
+    worker: type[Any] = Worker
+    return worker

@@ -83,7 +83,6 @@ class PartialPrefill:
         size = self._tokens_per_block
         return block_ids[positions // size].long() * size + positions % size
 
-    @torch.inference_mode()
     def compute(
         self, rows: Sequence[Rows], steer: Steer | None = None, watch: Callable[[InFlight], None] | None = None
     ) -> None:
@@ -99,6 +98,7 @@ class PartialPrefill:
             watch(flight)
         metadata, slot_mapping = self._describe(flight)
         with (
+            torch.inference_mode(),
             in_forward(self._vllm_config, metadata, slot_mapping, flight.num_rows),
             self._steered(flight, steer),
         ):
