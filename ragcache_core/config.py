@@ -64,14 +64,15 @@ class ChunkReuse(BaseModel):
     """The quality of answers that is wanted, as ``ragcache calibrate`` measured it on this model: it chooses
     ``alpha``."""
 
-    selection: SelectionName = "cache_craft"
-    """Which tokens of a reused document are computed all the same: ``cache_craft`` those that had looked most at other
-    documents (Cache-Craft Eq. 14), ``whole_chunks`` all of the documents that depend on what is missing and none of the
-    others, ``first_tokens`` each document's first ones (EPIC), ``question_driven`` those that the question asks for,
+    selection: SelectionName = "whole_chunks"
+    """Which tokens of a reused document are computed all the same: ``whole_chunks`` all of the documents that depend on
+    what is missing and none of the others, ``cache_craft`` those that had looked most at other documents (Cache-Craft
+    Eq. 14), ``first_tokens`` each document's first ones (EPIC), ``question_driven`` those that the question asks for,
     ``random`` any, to compare with."""
 
     alpha: Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)] | None = None
-    """How many: Eq. 12's factor, in place of ``quality``. ``None`` without ``quality`` is 1."""
+    """How many: Eq. 12's factor, in place of ``quality``. ``None`` without ``quality`` is 1.7 with ``whole_chunks``, 1
+    with the others."""
 
     max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] = 1.0
     """The largest share of a reused document that is computed."""

@@ -12,10 +12,9 @@ from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.client.profiles import load_profile
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
-from ragcache_core.types import ChunkReuseRequest, SelectionName
+from ragcache_core.types import DEFAULT_ALPHA, ChunkReuseRequest, SelectionName
 
 KEY = "ragcache"
-_DEFAULT_ALPHA = 1.0
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
@@ -33,7 +32,7 @@ class ChunkSettings:
     disk_bytes: int = 0
     directory: Path | None = None
     quality: float | None = None
-    selection: SelectionName = "cache_craft"
+    selection: SelectionName = "whole_chunks"
     alpha: float | None = None
     max_recompute: float = 1.0
     max_variants: int = 5
@@ -64,12 +63,12 @@ class ChunkSettings:
         """
         if asked.alpha is not None:
             return asked.alpha
-        quality = asked.quality
+        selection = self.selection if asked.selection is None else asked.selection
+        quality = self.quality if asked.quality is None else asked.quality
         if quality is None:
-            if self.quality is None:
-                return _DEFAULT_ALPHA if self.alpha is None else self.alpha
-            quality = self.quality
-        is_as_measured = asked.selection in (None, self.selection) and asked.max_recompute in (None, self.max_recompute)
+            is_chosen = self.alpha is not None and selection == self.selection
+            return self.alpha if is_chosen else DEFAULT_ALPHA[selection]
+        is_as_measured = selection == self.selection and asked.max_recompute in (None, self.max_recompute)
         try:
             return choose_alpha(self.points, quality).alpha if is_as_measured else None
         except ConfigError:

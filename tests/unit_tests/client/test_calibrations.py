@@ -24,7 +24,7 @@ from ragcache_core.types import ChunkReuseRequest
 from ragcache_core.vllm_plugin.settings import ChunkSettings, PluginSettings
 
 POINTS = (AlphaPoint(0.5, 0.7, 0.1, 20), AlphaPoint(1.0, 0.9, 0.2, 20), AlphaPoint(2.0, 0.95, 0.4, 20))
-CALIBRATION = Calibration("model-1", "cache_craft", 1.0, "2030-01-01T00:00:00+00:00", POINTS)
+CALIBRATION = Calibration("model-1", "whole_chunks", 1.0, "2030-01-01T00:00:00+00:00", POINTS)
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +42,13 @@ def transfer_config(cache: CacheConfig, **settings: Any) -> dict[str, Any]:
 
 
 def test_what_is_saved_is_found_and_loaded() -> None:
-    assert find_calibration("org/model", "cache_craft") is None
-    save_calibration(CALIBRATION, calibration_path("org/model", "cache_craft"))
-    path = find_calibration("org/model", "cache_craft")
+    assert find_calibration("org/model", "whole_chunks") is None
+    save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
+    path = find_calibration("org/model", "whole_chunks")
     assert path is not None
     assert load_calibration(path) == CALIBRATION
     assert find_calibration("org/model", "random") is None
-    assert find_calibration("org/other", "cache_craft") is None
+    assert find_calibration("org/other", "whole_chunks") is None
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_a_quality_that_nobody_measured_is_refused_at_launch() -> None:
 
 
 def test_a_quality_that_no_alpha_reaches_is_refused_at_launch() -> None:
-    save_calibration(CALIBRATION, calibration_path("org/model", "cache_craft"))
+    save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
     assert launch._alphas("org/model", ChunkReuse(quality=0.9)) == POINTS
     with pytest.raises(ConfigError, match="the best measured is 0.95 at alpha 2"):
         launch._alphas("org/model", ChunkReuse(quality=0.99))
 
 
 def test_what_was_measured_with_another_budget_does_not_count() -> None:
-    save_calibration(CALIBRATION, calibration_path("org/model", "cache_craft"))
+    save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
     with pytest.raises(ConfigError, match=r"max_recompute is 0\.3, .* was measured with 1"):
         launch._alphas("org/model", ChunkReuse(quality=0.9, max_recompute=0.3))
     assert launch._alphas("org/model", ChunkReuse(max_recompute=0.3)) == ()
@@ -137,7 +137,9 @@ def test_a_request_gets_the_alpha_it_asks_for_or_the_engines() -> None:
     assert settings.alpha_for(ChunkReuseRequest()) == 0.4
     assert settings.alpha_for(ChunkReuseRequest(alpha=3.0)) == 3.0
     assert settings.alpha_for(ChunkReuseRequest(quality=0.9)) == 1.0
-    assert ChunkSettings(host_bytes=1).alpha_for(ChunkReuseRequest()) == 1.0
+    assert settings.alpha_for(ChunkReuseRequest(selection="random")) == 1.0, "the engine's is of another selection"
+    assert ChunkSettings(host_bytes=1).alpha_for(ChunkReuseRequest()) == 1.7
+    assert ChunkSettings(host_bytes=1).alpha_for(ChunkReuseRequest(selection="cache_craft")) == 1.0
     assert ChunkSettings(host_bytes=1, quality=0.7, points=POINTS).alpha_for(ChunkReuseRequest()) == 0.5
 
 

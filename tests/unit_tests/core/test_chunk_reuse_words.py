@@ -11,7 +11,7 @@ from ragcache_core import CacheConfig, ChunkReuse, ChunkReuseStats, RequestStats
 from ragcache_core.chunk import SELECTIONS
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import request_stats_from_dict
-from ragcache_core.types import ChunkReuseRequest, PromptSegment, SegmentKind, SelectionName
+from ragcache_core.types import DEFAULT_ALPHA, ChunkReuseRequest, PromptSegment, SegmentKind, SelectionName
 from ragcache_core.wire import (
     KEY,
     ChunkReuseOption,
@@ -23,7 +23,7 @@ from ragcache_core.wire import (
 
 
 def test_every_selection_has_a_name_that_settings_and_requests_take() -> None:
-    assert set(get_args(SelectionName)) == set(SELECTIONS)
+    assert set(get_args(SelectionName)) == set(DEFAULT_ALPHA) == set(SELECTIONS)
     for name in SELECTIONS:
         assert ChunkReuse(selection=name).selection == ChunkReuseRequest(selection=name).selection == name  # type: ignore[arg-type]
 
