@@ -177,6 +177,8 @@ def _missing() -> str:
             version = importlib.import_module(name).__version__
         except ImportError:
             return f"{name} is not installed: the check needs {name} {wanted} or newer"
+        except OSError as error:  # a build for other libraries than those of this machine
+            return f"{name} cannot be loaded here: {error}"
         if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < least:
             return f"{name} {version} is too old: the check needs {wanted} or newer"
     return ""
