@@ -36,6 +36,10 @@ class ChunkReuseStats:
     fix_overhead: float
     variants: tuple[int, ...] = ()
 
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {**asdict(self), "variants": list(self.variants)}
+
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
@@ -73,7 +77,8 @@ class RequestStats:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data, the content of ``response_metadata["ragcache"]``."""
-        return {**asdict(self), "documents": [asdict(d) for d in self.documents],
+        reuse = None if self.chunk_reuse is None else self.chunk_reuse.to_dict()
+        return {**asdict(self), "documents": [asdict(d) for d in self.documents], "chunk_reuse": reuse,
                 "num_computed_tokens": self.num_computed_tokens}  # fmt: skip
 
 

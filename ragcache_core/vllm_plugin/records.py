@@ -63,7 +63,7 @@ class RequestRecord:
             "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             "is_speculative": self.metadata.speculation is not None,
             "is_confirmed": self.is_confirmed,
-            **({} if self.chunk_reuse is None else {"chunk_reuse": asdict(self.chunk_reuse)}),
+            **({} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse.to_dict()}),
         }
 
 

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
-from ragcache_core.policy import PrefillCostModel
+from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats, Received
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -51,11 +53,11 @@ class Engine:
 class Server:
     """The series of ``/metrics`` in a registry of this test's own."""
 
-    def __init__(self, *, num_engines: int = 1, has_tiers: bool = False) -> None:
+    def __init__(self, *, num_engines: int = 1, has_tiers: bool = False, reuses_chunks: bool = False) -> None:
         self.registry = CollectorRegistry()
         kinds = {kind: self._in_registry(kind) for kind in (Counter, Gauge, Histogram)}
         spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload"}
-        extra = spec if has_tiers else {}
+        extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {"host_bytes": 1}} if reuses_chunks else {}}
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
         labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(num_engines)}
         self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)
@@ -95,6 +97,38 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 2
     assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+
+
+def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:
+    engine, server = Engine(), Server(reuses_chunks=True)
+    cost = PrefillCostModel.default()
+    library = engine.controller.library = ChunkLibrary(make_policy("lru"), cost, num_pages=9, tokens_per_page=4)
+    segments = (PromptSegment(SegmentKind.QUESTION, 0, 10),)
+    engine.controller.on_new_request("r1", RequestMetadata(segments), [b"0"], 10, 1.0)
+    engine.controller.on_chunks_reused("r1", ChunkReuseStats(2, 7, 3, 4, 0.3, (0, 1)))
+    assert library.reserve(b"k" * 32, range(6), (), "r2") is not None
+    engine.controller.on_finished("r1")
+    stats = engine.stats()
+    assert json.loads(json.dumps(stats.data)) == stats.data
+    assert stats.data["requests"]["r1"]["chunk_reuse"]["variants"] == [0, 1]
+    server.metrics.observe(stats.data)
+    assert server.value("ragcache_chunk_requests_total") == 1
+    assert server.value("ragcache_chunk_reused_total") == 2
+    assert server.value("ragcache_chunk_reused_tokens_total") == 7
+    assert server.value("ragcache_chunk_recomputed_tokens_total") == 3
+    assert server.value("ragcache_chunk_capacity_tokens") == 36
+    assert server.value("ragcache_chunk_used_tokens") == 8
+    assert server.value("ragcache_chunk_disk_enabled") == 0
+
+
+def test_without_chunk_reuse_there_are_no_series_of_it() -> None:
+    engine, server = Engine(), Server()
+    engine.serve("r1", 4, 0)
+    stats = engine.stats()
+    server.metrics.observe(stats.data)
+    assert "chunks" not in stats.data["engine"]
+    assert "chunk_reuse" not in stats.data["requests"]["r1"]
+    assert b"ragcache_chunk_" not in generate_latest(server.registry)
 
 
 def test_what_speculation_cost_may_shrink_when_it_is_confirmed_late() -> None:

@@ -82,7 +82,7 @@ def test_an_answer_says_what_was_reused_and_the_handler_sums_it_up(llm: ChatRAGC
     for _ in range(2):
         answer = llm.invoke(ASKED, {"callbacks": [handler]}, chunk_reuse=True)
     server.reuse = None
-    assert answer.response_metadata["ragcache"]["chunk_reuse"]["variants"] == (0, 7)
+    assert answer.response_metadata["ragcache"]["chunk_reuse"] == REUSE
     stats = request_stats_from_dict(answer.response_metadata["ragcache"])
     assert stats.chunk_reuse == ChunkReuseStats(2, 20, 9, 0, 0.25, (0, 7))
     summary = handler.summary()
