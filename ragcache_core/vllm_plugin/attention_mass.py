@@ -18,7 +18,10 @@ _MAX_SCORES = 1 << 24
 """Elements of a piece of the score matrix: 64 MiB in float32."""
 
 Observer = Callable[[int, torch.Tensor], None]
-"""Is told a layer's index and its queries [num_tokens, num_heads, head_dim], when their keys are in the cache."""
+"""Is told a layer's index and its queries [num_tokens, num_heads, head_dim], when their keys are in the cache.
+
+What it raises ends the forward pass.
+"""
 
 
 def measured_layers(num_layers: int) -> tuple[int, ...]:
@@ -37,8 +40,9 @@ class Observed:
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self.observer: Observer | None = None
         self._impls = [layer.attention.impl for layer in layers]
-        for index, impl in enumerate(self._impls):
-            impl.forward = self._wrapped(index, impl.forward)
+        for index, (layer, impl) in enumerate(zip(layers, self._impls, strict=True)):
+            is_late = layer.attention.get_attn_backend().forward_includes_kv_cache_update
+            impl.forward = self._wrapped(index, impl.forward, is_late=is_late)
 
     def close(self) -> None:
         """Give the layers their own ``forward`` back."""
@@ -46,10 +50,16 @@ class Observed:
             del impl.forward
         self._impls = []
 
-    def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, index: int, forward: Callable[..., Any], *, is_late: bool) -> Callable[..., Any]:
+        """Wrap a layer's ``forward``; ``is_late`` where only that brings the keys into the cache."""
+
         def observed(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.observer is None:
+                return forward(layer, query, *args, **kwargs)
+            if not is_late:
+                self.observer(index, query)
             output = forward(layer, query, *args, **kwargs)
-            if self.observer is not None:
+            if is_late:
                 self.observer(index, query)
             return output
 

@@ -79,6 +79,7 @@ def build_scheduling(
         library,
         num_workers=num_workers,
         max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        prefill_cost=prefill_cost,
         run_tokens=1 if current_platform.is_cpu() else _RUN_TOKENS,
     )
 

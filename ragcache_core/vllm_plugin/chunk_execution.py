@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ragcache_core.chunk.focus import FocusedChunks
+from ragcache_core.chunk.preload import preload_depth
 from ragcache_core.vllm_plugin.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.attention_mass import Observed, PromptKeys
 from ragcache_core.vllm_plugin.chunk_capture import ChunkCapture, ChunkPages
-from ragcache_core.vllm_plugin.chunk_injection import LayerwiseInjection, Placed
+from ragcache_core.vllm_plugin.chunk_injection import LayerwiseInjection, Placed, copy_rate
 from ragcache_core.vllm_plugin.chunk_steps import (
     Capture,
     CaptureStep,
@@ -26,9 +27,8 @@ from ragcache_core.vllm_plugin.chunk_steps import (
     Slice,
 )
 from ragcache_core.vllm_plugin.compat import get_forward_context, sum_over_workers
-from ragcache_core.vllm_plugin.partial_prefill import InFlight, PartialPrefill, Rows
+from ragcache_core.vllm_plugin.partial_prefill import InFlight, LastKeysWritten, PartialPrefill, Rows
 
-_LAYERS_AHEAD = 2
 _FOCUS_WINDOW = 3
 
 
@@ -70,7 +70,9 @@ class ChunkExecution:
         self._finished: set[str] = set()
         self._report = ChunkReport()
         self._step = ChunkStep()
-        self._stream = torch.cuda.Stream() if prefill.device.type == "cuda" else None
+        is_cuda = prefill.device.type == "cuda"
+        self._stream = torch.cuda.Stream() if is_cuda else None
+        self._copy_rate = copy_rate(prefill.device) if is_cuda else float("inf")
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -152,7 +154,9 @@ class ChunkExecution:
             for running in fresh
             for each in running.job.injections
         ]
-        injection = LayerwiseInjection(self._layers, self._memory, placed, depth=_LAYERS_AHEAD, stream=self._stream)
+        injection = LayerwiseInjection(
+            self._layers, self._memory, placed, depth=self._depth(fresh, placed), stream=self._stream
+        )
         for running in fresh:
             running.is_injected = True
         computed = [(running, part) for running, part in slices if part.num_rows]
@@ -163,6 +167,14 @@ class ChunkExecution:
         for running, _ in slices:
             if not running.num_left:
                 self._finish(running)
+
+    def _depth(self, fresh: Sequence[_Running], placed: Sequence[Placed]) -> int:
+        """Return how many layers to load ahead of the one that is computed (Cache-Craft Eq. 16)."""
+        kv = self._layers[0].kv
+        token_bytes = 2 * kv.num_kv_heads * kv.head_dim * kv.cache.itemsize * len(self._layers)
+        num_bytes = token_bytes * sum(len(each.slots) for each in placed)
+        prefill_s = sum(running.job.prefill_s for running in fresh)
+        return preload_depth(len(self._layers), prefill_s=prefill_s, load_s=num_bytes / self._copy_rate)
 
     def _compute(self, slices: Sequence[tuple[_Running, Slice]], injection: LayerwiseInjection) -> None:
         rows, looking = [], []
@@ -191,7 +203,12 @@ class ChunkExecution:
                 running.row_layers += count
             return kept
 
-        around, self._observed.observer = self._observed.observer, seen.observe
+        def observe(index: int, query: torch.Tensor) -> None:
+            seen.observe(index, query)
+            if index == len(self._layers) - 1:
+                raise LastKeysWritten
+
+        around, self._observed.observer = self._observed.observer, observe
         try:
             self._prefill.compute(rows, steer, seen.watch)
         finally:

@@ -15,6 +15,8 @@ from ragcache_core.vllm_plugin.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunk_capture import ChunkPages
 from ragcache_core.vllm_plugin.chunk_steps import Injection
 
+_MEASURED_BYTES = 64 << 20
+
 
 @dataclass(slots=True)
 class _Loaded:
@@ -30,6 +32,19 @@ class Placed:
 
     injection: Injection
     slots: torch.Tensor
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return how many bytes a second come from pinned host memory to a CUDA device, measured."""
+    source = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    target.copy_(source, non_blocking=True)  # the first copy also wakes the link
+    start.record()
+    target.copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return float(_MEASURED_BYTES / (start.elapsed_time(end) * 1e-3))
 
 
 class LayerwiseInjection:

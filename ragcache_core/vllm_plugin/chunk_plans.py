@@ -27,12 +27,16 @@ class ChunkPlans:
         self.least_reused_tokens = 1
         """A plan that saves fewer is none: vLLM prefills such a request."""
 
+    def preload(self, request_id: str, request: RequestState) -> None:
+        """Have read what a request that will wait may reuse and lies on disk alone (Cache-Craft §3.5)."""
+        stored = self._stored(request, 0)
+        if len(self._on_host(stored)) < len(stored):
+            self.plan(request_id, request, 0)
+
     def plan(self, request_id: str, request: RequestState, num_exact: int) -> ReusePlan | None:
         """Return a plan whose chunks are pinned for the request; None if it reuses nothing."""
         end = len(request.token_ids) - 1
-        ahead = [span for span in request.spans if span.end > num_exact]
-        tokens = {span.key: request.token_ids[span.start : span.end] for span in ahead}
-        stored = self._library.find(tokens) if ahead else {}
+        stored = self._stored(request, num_exact)
         for candidates in (stored, self._on_host(stored)):
             if not candidates:
                 return None
@@ -43,6 +47,10 @@ class ChunkPlans:
             if self._library.pin(variants, request_id):
                 return plan
         return None
+
+    def _stored(self, request: RequestState, num_exact: int) -> Mapping[ChunkKey, Sequence[ChunkVariant]]:
+        ahead = [span for span in request.spans if span.end > num_exact]
+        return self._library.find({span.key: request.token_ids[span.start : span.end] for span in ahead})
 
     def _planned(
         self, request: RequestState, stored: Mapping[ChunkKey, Sequence[ChunkVariant]], start: int, end: int

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from ragcache_core.chunk.types import ChunkSpan
+from ragcache_core.policy import PrefillCost
 from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 from ragcache_core.vllm_plugin.chunk_plans import ChunkPlans, num_kept
 from ragcache_core.vllm_plugin.chunk_requests import (
@@ -44,14 +45,24 @@ class ChunkScheduling:
         num_workers: how many workers report on each job.
         max_step_tokens: tokens that a step may compute.
         run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
+        prefill_cost: seconds of a prefill.
     """
 
-    def __init__(self, library: ChunkLibrary, *, num_workers: int, max_step_tokens: int, run_tokens: int = 1) -> None:
+    def __init__(
+        self,
+        library: ChunkLibrary,
+        *,
+        num_workers: int,
+        max_step_tokens: int,
+        prefill_cost: PrefillCost,
+        run_tokens: int = 1,
+    ) -> None:
         self.library = library
         self.order: Callable[[Iterable[str]], list[str]] = list
         """Puts jobs in the order in which they run."""
         self._num_workers = num_workers
         self._max_step_tokens = max_step_tokens
+        self._prefill_cost = prefill_cost
         self.plans = ChunkPlans(library, run_tokens=run_tokens)
         self._requests: dict[str, RequestState] = {}
         self._jobs: dict[str, ChunkJob] = {}
@@ -64,7 +75,8 @@ class ChunkScheduling:
         self, request_id: str, token_ids: Sequence[int], spans: Sequence[ChunkSpan], options: ReuseOptions
     ) -> None:
         """Take a request with chunk reuse on; ``token_ids`` grow with its answer."""
-        self._requests[request_id] = RequestState(token_ids, tuple(spans), options)
+        request = self._requests[request_id] = RequestState(token_ids, tuple(spans), options)
+        self.plans.preload(request_id, request)
 
     def is_known(self, request_id: str) -> bool:
         """Return whether chunk reuse is on for a request."""
@@ -125,6 +137,7 @@ class ChunkScheduling:
             captures=tuple(each.capture for each in request.open.values()),
             focus=focus,
             awaits_load=awaits_load,
+            prefill_s=self._prefill_cost.estimate_s(plan.start, len(positions)) if len(positions) else 0.0,
         )
         request.num_rows_left = len(positions)
         request.num_asking = 0 if focus is None else int((positions >= focus.question_start).sum())

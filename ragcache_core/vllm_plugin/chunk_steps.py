@@ -72,7 +72,7 @@ class ChunkJob:
     """The tokens of a request that chunk reuse provides: stored KV, and what is computed.
 
     ``positions`` and ``token_ids`` [num_rows] are what is computed, sorted by position. With ``awaits_load`` the tiers
-    below bring exact tokens first.
+    below bring exact tokens first. ``prefill_s`` is about how long the rows take.
     """
 
     request_id: str
@@ -83,6 +83,7 @@ class ChunkJob:
     captures: tuple[Capture, ...] = ()
     focus: FocusRequest | None = None
     awaits_load: bool = False
+    prefill_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ the model's own modules run, whatever they are: mixtures of experts, quantised w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ class Rows:
 
 Steer = Callable[[int], torch.Tensor | None]
 """Called before a layer with its index; returns which of the rows in flight go on, None for all."""
+
+
+class LastKeysWritten(Exception):  # noqa: N818 (no error: what a pass is for is done)
+    """Raised by whoever sees the last layer's keys and values in the cache: nobody needs the rest of the pass."""
 
 
 class PartialPrefill:
@@ -98,6 +102,7 @@ class PartialPrefill:
             watch(flight)
         metadata, slot_mapping = self._describe(flight)
         with (
+            suppress(LastKeysWritten),
             torch.inference_mode(),
             in_forward(self._vllm_config, metadata, slot_mapping, flight.num_rows),
             self._steered(flight, steer),

@@ -23,11 +23,11 @@ _LENGTHS = (61, 90, 47, 73, 128, 33, 64, 100)
 _VOCABULARY = range(5, 1150)
 NUM_LOGPROBS = 20
 
-FULL: Mapping[str, Any] = {"alpha": 1e9, "max_recompute": 1.0}
+FULL: Mapping[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 1.0}
 """Every token is computed."""
-NOTHING: Mapping[str, Any] = {"alpha": 0.0}
+NOTHING: Mapping[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
 """No token of a stored chunk is computed."""
-PART: Mapping[str, Any] = {"alpha": 1e9, "max_recompute": 0.3}
+PART: Mapping[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}
 """30 % are."""
 
 

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import DeviceConfig, VllmConfig
+from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 from vllm.config.vllm import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
 from ragcache_core.vllm_plugin.kv_access import KVAccess
+from tests.conftest import DEMO_MODEL
 
 _NUM_BLOCKS, _HEADS = 6, 3
 
 
 def _layer(dtype: torch.dtype, head_dim: int, tokens_per_block: int) -> Any:
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+    model = ModelConfig(model=str(DEMO_MODEL), dtype="float32")
+    with set_current_vllm_config(VllmConfig(model_config=model, device_config=DeviceConfig("cpu"))):
         impl = CPUAttentionBackendImpl(2 * _HEADS, head_dim, head_dim**-0.5, _HEADS, None, None, "auto")
     return SimpleNamespace(
         impl=impl,

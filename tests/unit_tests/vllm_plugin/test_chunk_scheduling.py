@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from ragcache_core.chunk.types import ChunkSpan, chunk_key
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
+from ragcache_core.vllm_plugin.chunk_pages import MemoryReport, ReadChunk, WriteChunk
 from ragcache_core.vllm_plugin.chunk_requests import ReuseOptions
 from ragcache_core.vllm_plugin.chunk_scheduling import ChunkScheduling
 from ragcache_core.vllm_plugin.chunk_steps import CapturedChunk, ChunkReport, ChunkStep
@@ -22,12 +24,21 @@ _HALF = ReuseOptions(selection="first_tokens", alpha=1e9, max_recompute=0.5)
 class Bench:
     """A scheduling whose workers do at once what a step says."""
 
-    def __init__(self, *, num_pages: int = 64, num_workers: int = 1, max_step_tokens: int = 64) -> None:
+    def __init__(
+        self, *, num_pages: int = 64, num_workers: int = 1, max_step_tokens: int = 64, num_disk_pages: int = 0
+    ) -> None:
         cost = PrefillCostModel.default()
         library = ChunkLibrary(
-            make_policy("lru", cost), cost, num_pages=num_pages, tokens_per_page=_T, num_workers=num_workers
+            make_policy("lru", cost),
+            cost,
+            num_pages=num_pages,
+            tokens_per_page=_T,
+            num_disk_pages=num_disk_pages,
+            num_workers=num_workers,
         )
-        self.scheduling = ChunkScheduling(library, num_workers=num_workers, max_step_tokens=max_step_tokens)
+        self.scheduling = ChunkScheduling(
+            library, num_workers=num_workers, max_step_tokens=max_step_tokens, prefill_cost=cost
+        )
         self.num_workers = num_workers
 
     def arrive(self, name: str, documents: str, options: ReuseOptions = _HALF) -> list[int]:
@@ -43,7 +54,8 @@ class Bench:
     def step(self, **progress: tuple[int, int]) -> ChunkStep:
         num_scheduled = sum(end - start for start, end in progress.values())
         step = self.scheduling.take_step(num_scheduled, progress, lambda _: [1, 2, 3])
-        report = ChunkReport()
+        ids = Counter(each.command_id for each in step.commands if isinstance(each, WriteChunk | ReadChunk))
+        report = ChunkReport(memory=MemoryReport(num_done=ids))
         for capturing in step.captures:
             for capture in capturing.captures:
                 if capture.end <= capturing.end:
@@ -241,10 +253,37 @@ def test_workers_figures_are_averaged() -> None:
     assert variant.statistics.intra == 20.0
 
 
+def test_what_lies_on_disk_alone_is_read_while_its_request_waits() -> None:
+    bench = Bench(num_pages=6, num_disk_pages=64)
+    for document in "abc":
+        bench.store(document)
+        bench.step()
+    bench.arrive("r", "da")
+    (read,) = [each for each in bench.step().commands if isinstance(each, ReadChunk)]
+    assert read.key == chunk_key(_DOCUMENTS["a"])
+    assert bench.scheduling.offer("r", 0) is not None, "it is there when its turn comes"
+
+
+def test_an_offer_waits_for_what_is_being_read_and_does_without_what_is_lost() -> None:
+    bench = Bench(num_pages=6, num_disk_pages=64)
+    for document in "abc":
+        bench.store(document)
+        bench.step()
+    bench.arrive("r", "da")
+    assert bench.scheduling.offer("r", 0) is None
+    (read,) = [each for each in bench.scheduling.library.take_commands() if isinstance(each, ReadChunk)]
+    bench.scheduling.library.on_report(MemoryReport(num_failed=Counter([read.command_id]), num_corrupt=1))
+    assert bench.scheduling.offer("r", 0) == 0
+    bench.scheduling.on_finished("r")
+    assert not bench.scheduling.library._pins
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_nothing_stays_held(seed: int) -> None:
     rng = random.Random(seed)
-    bench = Bench(num_pages=rng.choice([4, 9, 40]), max_step_tokens=rng.choice([16, 64]))
+    bench = Bench(
+        num_pages=rng.choice([4, 9, 40]), max_step_tokens=rng.choice([16, 64]), num_disk_pages=rng.choice([0, 12])
+    )
     scheduling = bench.scheduling
     for number in range(120):
         name = f"r{number}"
