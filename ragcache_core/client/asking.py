@@ -240,11 +240,11 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         context: str = "context",
         question: str = "question",
         is_default: bool = True,
+        is_prefilled: bool = True,
     ) -> BoundPrompt:
         """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
 
-        Of a prompt that shows the question before the documents only the static part can be prefilled; a warning says
-        so.
+        Of one that shows the question before the documents only the static part can be prefilled; a warning says so.
 
         Args:
             prompt: a prompt template of LangChain or LlamaIndex, a ``PromptLayout``, or a function of context and
@@ -253,12 +253,14 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
             context: the template's name of the documents (LlamaIndex: ``context_str``).
             question: the template's name of the question (LlamaIndex: ``query_str``).
             is_default: it is the prompt of every retriever that has none of its own.
+            is_prefilled: no more than a prefill is asked ahead of a search's end; of a whole answer, no warning.
 
         Raises:
             ConfigError: ``prompt`` cannot make messages of these variables.
         """
         tokenizer, limit = self._tokenizer_at_hand(), self.max_model_len
-        bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, context=context, question=question)
+        names = {"context": context, "question": question}
+        bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, is_prefilled=is_prefilled, **names)
         if is_default:
             self._bound = bound
         return bound

@@ -120,6 +120,7 @@ def bind(
     max_model_len: int,
     context: str = "context",
     question: str = "question",
+    is_prefilled: bool = True,
 ) -> BoundPrompt:
     """Return ``prompt`` bound; a warning says so if its question comes first. See ``ServerDoor.bind_prompt``.
 
@@ -129,7 +130,7 @@ def bind(
     """
     drafted = _drafted(prompt, format_docs, context, question)
     early = drafted.unknown_before_context(tokenizer.render) if tokenizer is not None else []
-    if early:
+    if early and is_prefilled:
         warn_question_first(early)
     return BoundPrompt(drafted, tokenizer, max_model_len=max_model_len, is_question_first=bool(early))
 

@@ -246,6 +246,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
                     context=self.context_key,
                     question=self.question_key,
                     is_default=False,
+                    is_prefilled=False,
                 )
             self._bound = _Bound(made_of, bound)
         return self._bound.prompt

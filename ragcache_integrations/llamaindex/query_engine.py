@@ -263,7 +263,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
         def bound() -> BoundPrompt:
             if self._bound is None:
-                self._bound = engine.bind_prompt(self._layout, is_default=False)
+                self._bound = engine.bind_prompt(self._layout, is_default=False, is_prefilled=False)
             return self._bound
 
         return bound

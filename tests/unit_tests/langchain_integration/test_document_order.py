@@ -46,6 +46,20 @@ def test_a_fused_pair_goes_by_its_own_prompt(
     assert [d["id"] for d in seen.documents] == order
 
 
+def test_a_fused_pair_knows_what_its_prompt_shows_before_the_context(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = ChatPromptTemplate.from_messages(
+        [("system", "You are {persona}."), ("human", "{context}\n\nQuestion: {question}")]
+    )
+    rag = pair(engine, prompt, Stage("moon sun"), document_order="cache_aware")
+    rag.invoke({"question": QUESTION, "persona": "brief"})
+    assert rag._bound is not None
+    assert "before the documents" not in caplog.text
+    engine.bind_prompt(prompt, format_documents)
+    assert "'persona' before the documents" in caplog.text
+
+
 @pytest.mark.usefixtures("cached")
 @pytest.mark.parametrize("how", ["its own", "the engine's"])
 def test_a_retriever_goes_by_the_prompt_that_is_bound(how: str, engine: Engine) -> None:
