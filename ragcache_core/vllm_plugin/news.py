@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 _Found = TypeVar("_Found")
@@ -18,7 +19,8 @@ class News:
     def tell(self) -> None:
         """Have everybody who waits look again."""
         for event, loop in list(self._waiting.items()):
-            loop.call_soon_threadsafe(event.set)
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(event.set)
 
     async def wait_for(self, find: Callable[[], _Found | None], patience_s: float) -> _Found | None:
         """Return what ``find`` does as soon as that is not ``None``, which it may be after ``patience_s``."""
