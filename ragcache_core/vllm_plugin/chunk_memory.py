@@ -47,7 +47,6 @@ class _Read:
     """A variant on its way into pages; once it is abandoned, nothing is written to them any more."""
 
     command: ReadChunk
-    submitted_s: float
     started_s: float | None = None
     is_abandoned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -149,7 +148,7 @@ class ChunkMemory:
         for command in commands:
             match command:
                 case ReadChunk():
-                    read = self._reading[command.command_id] = _Read(command, time.monotonic())
+                    read = self._reading[command.command_id] = _Read(command)
                     future = self._readers.submit(self._read, read)
                     self._reads.add(future)
                     future.add_done_callback(self._reads.discard)
@@ -253,17 +252,16 @@ class ChunkMemory:
             self._report.num_corrupt += was_tried and not is_found
 
     def _abandon_overdue(self) -> None:
+        """Wait no more for a disk that does not answer; one that is only slow is waited for."""
         overdue_s = time.monotonic() - _READ_TIMEOUT_S
-        for command_id, read in list(self._reading.items()):
-            if read.submitted_s >= overdue_s:
-                continue
+        reads = list(self._reading.values())
+        if any(read.started_s is not None and read.started_s < overdue_s for read in reads):
+            self._take_down(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
+        for read in reads if self._is_down else ():
             with read.lock, self._lock:
-                if self._reading.pop(command_id, None) is None:
-                    continue
-                read.is_abandoned = True
-                self._report.failed[command_id] += 1
-            if read.started_s is not None and read.started_s < overdue_s:
-                self._take_down(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
+                if self._reading.pop(read.command.command_id, None) is not None:
+                    read.is_abandoned = True
+                    self._report.failed[read.command.command_id] += 1
 
     def _take_down(self, why: str) -> None:
         with self._lock:

@@ -289,7 +289,7 @@ def test_a_full_file_system_takes_the_disk_out_of_service_and_not_the_engine(
     assert holds(memory, (2,), 5, seed=2), "memory is as it was"
 
 
-def test_a_read_that_takes_too_long_has_failed_and_writes_nothing_afterwards(
+def test_a_disk_that_does_not_answer_is_given_up_and_writes_nothing_afterwards(
     opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.set()
@@ -299,13 +299,35 @@ def test_a_read_that_takes_too_long_has_failed_and_writes_nothing_afterwards(
     monkeypatch.setattr(chunk_memory, "_READ_TIMEOUT_S", 0.0)
     fill(memory, (2,), 5, seed=9)
     variant, _ = chunk(5)
-    memory.run([ReadChunk(100, variant.key, 0, (2,))])
+    asked = range(100, 105)  # more than there are readers
+    memory.run([ReadChunk(command_id, variant.key, 0, (2,)) for command_id in asked])
     reports: list[MemoryReport] = []
     assert until(lambda: reports.append(memory.take_report()) or any(report.num_failed for report in reports))
+    failed = next(report for report in reports if report.num_failed)
+    assert (set(failed.num_failed), failed.num_corrupt, failed.is_disk_down) == (set(asked), 0, True)
     gate.set()
     memory.drain()
     assert holds(memory, (2,), 5, seed=9)
-    assert not memory.take_report().num_done
+    assert not memory.take_report()
+
+
+def test_a_disk_that_is_only_slow_is_waited_for(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.set()
+    memory = opening()
+    write(memory, (1,), 5)
+    gate.clear()
+    variant, _ = chunk(5)
+    memory.run([ReadChunk(command_id, variant.key, 0, (2,)) for command_id in range(100, 105)])
+    assert until(lambda: sum(read.started_s is not None for read in memory._reading.values()) == 2)
+    for read in memory._reading.values():
+        if read.started_s is not None:
+            read.started_s -= 10
+    assert not memory.take_report()
+    gate.set()
+    memory.drain()
+    assert memory.take_report().num_done.keys() == set(range(100, 105))
 
 
 def test_a_chunk_that_is_not_there_is_a_miss(opening: Opening) -> None:
