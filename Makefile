@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline bench-compare bench-simulation gpu-check clean
+.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -34,7 +34,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick bench bench-tiers bench-pipeline bench-compare: export HF_HUB_OFFLINE = 1
+test test-quick bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -65,6 +65,10 @@ bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/b
 
 bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (half an hour)
 	$(VENV)/bin/python -m ragcache_core.bench.simulation $(foreach part,$(ONLY),--only $(part))
+
+bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (half an hour)
+	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
+	$(VENV)/bin/python -m ragcache_core.bench.chunks $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)

@@ -9,9 +9,11 @@ import click
 from ragcache_core._version import __version__
 from ragcache_core.cli.ask import ask
 from ragcache_core.cli.bench import bench
+from ragcache_core.cli.calibrate import calibrate
 from ragcache_core.cli.command import Group
 from ragcache_core.cli.index import index
 from ragcache_core.cli.profile import profile
+from ragcache_core.cli.quality import quality
 from ragcache_core.cli.serve import serve
 from ragcache_core.cli.simulate import simulate
 from ragcache_core.cli.stats import stats
@@ -32,7 +34,7 @@ def cli() -> None:
     """
 
 
-for command in (index, ask, serve, stats, profile, trace, simulate, bench):
+for command in (index, ask, serve, stats, profile, quality, calibrate, trace, simulate, bench):
     cli.add_command(command)
 
 

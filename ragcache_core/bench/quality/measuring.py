@@ -1,0 +1,67 @@
+"""Answer the same questions in several ways, each with an engine of its own, so that none sees another's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache_core.bench.quality.asking import AskedAnswer, answers_of
+from ragcache_core.bench.quality.questions import Question
+from ragcache_core.bench.quality.ways import Way
+from ragcache_core.client import Engine
+from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
+from ragcache_core.config import CacheConfig
+
+_CPU_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class QualityRun:
+    """Which questions are asked of which model, and how its engines are launched.
+
+    ``launch_options`` are those of :meth:`Engine.launch <ragcache_core.client.Engine.launch>`; ``sizes`` are the same
+    for every engine, as far as it has what they size.
+    """
+
+    model: str
+    questions: Sequence[Question]
+    sizes: CacheConfig
+    max_tokens: int = 64
+    launch_options: dict[str, Any] | None = None
+
+    def launch(self, way: Way) -> Engine:
+        """Return the way's engine, ready."""
+        options = dict(self.launch_options or {})
+        cache = way.cache(self.sizes)
+        if cache is None:
+            kv_bytes = self.sizes.kv_cache_bytes
+            options.setdefault("env", {CPU_KV_CACHE_BYTES_ENV: str(_CPU_KV_CACHE_BYTES)})
+            options |= {
+                "kv_cache_memory_bytes": None if kv_bytes is None else int(kv_bytes),
+                "block_size": self.sizes.block_size,
+                "enable_prefix_caching": way.caches_prefixes,
+            }
+        return Engine.launch(self.model, cache=cache, **options)
+
+    def answers(
+        self, ways: Sequence[Way], *, begin: Callable[[Way], Callable[[int], object]]
+    ) -> Iterator[tuple[Way, list[AskedAnswer]]]:
+        """Yield each way's answers, way after way. ``begin`` is told of a way and returns what counts its questions.
+
+        Raises:
+            EngineStartError, EngineError, PromptTooLongError
+        """
+        for way in ways:
+            report = begin(way)
+            with self.launch(way) as engine:
+                yield (
+                    way,
+                    answers_of(
+                        engine,
+                        self.questions,
+                        max_tokens=self.max_tokens,
+                        reads_alone=way.reads_alone,
+                        report=report,
+                    ),
+                )

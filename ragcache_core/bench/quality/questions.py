@@ -1,0 +1,114 @@
+"""Questions with known answers and the documents that they are asked over, from a file of JSON lines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.types import Document
+
+EXAMPLE = (
+    '{"question": "Who founded Zorval?", "answer": "Anna Krenvi", "documents": ["Zorval is ..."], "kind": "single"}'
+)
+_ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, the answers that are right, its documents in the prompt's order, and what kind of question it is."""
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[Document, ...]
+    kind: str = _ALL
+
+
+def read_questions(path: Path, corpus: Path | None = None, *, limit: int | None = None) -> list[Question]:
+    """Return the questions of a file, one JSON object a line, in the order in which they are asked.
+
+    ``documents`` are texts; with ``corpus`` they are names of files below that folder. ``answer`` is a text or a list
+    of texts, each of which is right. ``kind`` may be left out. Of more than ``limit`` questions, those of each kind
+    that come first are taken, as many of one kind as of another.
+
+    Raises:
+        ConfigError: the file cannot be read, is empty, or has a line that is no question; with its number and an
+            example.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        cure = f"give a file of lines such as {EXAMPLE}"
+        raise ConfigError(f"the questions {path} cannot be read ({reason}): {cure}") from error
+    texts: dict[str, str] = {}
+    questions = [
+        _question(line, f"{path}, line {number}", corpus, texts)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not questions:
+        raise ConfigError(f"the questions {path} are empty: one question a line, as {EXAMPLE}")
+    return questions if limit is None else _share(questions, limit)
+
+
+def _question(line: str, place: str, corpus: Path | None, texts: dict[str, str]) -> Question:
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place}: no JSON ({error}): one question a line, as {EXAMPLE}") from error
+    match raw:
+        case {"question": str(text), "answer": str() | list() as answer, "documents": [*documents]}:
+            answers = (answer,) if isinstance(answer, str) else tuple(answer)
+            kind = raw.get("kind", _ALL)
+        case _:
+            raise ConfigError(f"{place}: it must have question, answer and documents, as {EXAMPLE}")
+    if not text.strip() or not answers or not documents:
+        raise ConfigError(f"{place}: question, answer and documents must not be empty")
+    if not (isinstance(kind, str) and all(isinstance(item, str) for item in (*answers, *documents))):
+        raise ConfigError(f"{place}: answers, documents and kind must be texts, as {EXAMPLE}")
+    if len(set(documents)) < len(documents):
+        raise ConfigError(f"{place}: a document is there twice: leave one out")
+    return Question(text, answers, tuple(_document(item, place, corpus, texts) for item in documents), kind)
+
+
+def _document(item: str, place: str, corpus: Path | None, texts: dict[str, str]) -> Document:
+    if corpus is None:
+        if not item.strip():
+            raise ConfigError(f"{place}: a document without text: leave it out")
+        return Document(hashlib.sha256(item.encode("utf-8", "surrogatepass")).hexdigest()[:16], item)
+    if item not in texts:
+        try:
+            texts[item] = (corpus / item).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError(f"{place}: the document {item!r:.80} cannot be read from {corpus}: {error}") from error
+    return Document(item, texts[item])
+
+
+def _share(questions: Sequence[Question], limit: int) -> list[Question]:
+    """Return at most ``limit`` questions, in order, of all kinds alike as far as there are as many."""
+    left: dict[str, int] = {}
+    for question in questions:
+        left[question.kind] = left.get(question.kind, 0) + 1
+    wanted = dict.fromkeys(left, 0)
+    for _ in range(min(limit, len(questions))):
+        kind = min((kind for kind in wanted if wanted[kind] < left[kind]), key=wanted.__getitem__)
+        wanted[kind] += 1
+    taken: list[Question] = []
+    for question in questions:
+        if wanted[question.kind] > 0:
+            wanted[question.kind] -= 1
+            taken.append(question)
+    return taken
+
+
+def to_line(question: Question) -> str:
+    """Return the line of a file for :func:`read_questions` without ``corpus``."""
+    answer: Any = question.answers[0] if len(question.answers) == 1 else list(question.answers)
+    documents = [document.text for document in question.documents]
+    fields = {"question": question.text, "answer": answer, "documents": documents, "kind": question.kind}
+    return json.dumps(fields, ensure_ascii=False)
