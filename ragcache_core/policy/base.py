@@ -57,6 +57,12 @@ class ReplacementPolicy(ABC):
     name: ClassVar[str]
     uses_clock: ClassVar[bool] = False
     """Whether a rank depends on the tier's clock; one that does not may be computed again at any time."""
+    is_selective: ClassVar[bool] = False
+    """Whether a full host tier takes in only what ranks above that which would have to go. Only where ranks need no
+    clock."""
+    copy_discount: ClassVar[float] = 0.0
+    """By how much a node ranks lower in a tier while slower ones hold all of it as well: it would be loaded again and
+    not computed. Only where ranks need no clock; 0: a tier does not look at those below."""
 
     def on_access(self, stats: NodeStats, num_requests: int) -> None:  # noqa: B027 (most policies keep no numbers)
         """Update the policy's own numbers of a node that a request retrieves.

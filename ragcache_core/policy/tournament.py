@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from typing import ClassVar
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 
 _LEAST = 1e-12
+_LOAD_SPEEDUP = 16.0
+"""How many times faster a token's KV is loaded than computed. What counts is the order of magnitude: 16 and any more
+gave the same in simulation."""
 
 
 class DecayedFrequencyPolicy(ReplacementPolicy):
@@ -55,14 +59,23 @@ class TournamentPolicy(ReplacementPolicy):
     ``window`` requests how many tokens each of them saved; the best one is adopted. A shadow must be better by
     ``margin`` to replace the one that rules, because a change of order costs time.
 
+    What lies in a slower tier as well goes first, unless it is worth far more: its copy would be loaded. So two tiers
+    hold different documents rather than the same ones twice. And host memory is not given away to what is worth less
+    than what it holds.
+
     Raises:
         ConfigError: fewer than two half-lives, or a setting that is not positive.
     """
 
     name = "tournament"
+    is_selective: ClassVar[bool] = True
+    copy_discount: ClassVar[float] = math.log2(_LOAD_SPEEDUP)  # ranks are logarithms
 
     def __init__(
-        self, half_lives: Sequence[float] = (400.0, 3000.0, 24000.0), window: int = 250, margin: float = 0.01
+        self,
+        half_lives: Sequence[float] = (60.0, 200.0, 800.0, 8000.0),
+        window: int = 250,
+        margin: float = 0.01,
     ) -> None:
         if len(half_lives) < 2 or not all(h > 0.0 for h in half_lives):
             raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from ragcache_core.tree import KnowledgeTree, Location
+from ragcache_core.tree import KnowledgeTree, Location, admit
 from ragcache_core.types import Tier
 
 
@@ -174,8 +174,15 @@ class HostChunks:
         self._let_promises_go()
 
     def store(self, keys: Sequence[Hashable]) -> int:
-        """Copy what is not here yet, and return how many that were; none where there is no room for all of it."""
+        """Copy what is not here yet, and return how many that were; none where there is no room for all of it.
+
+        A selective policy keeps out what is not worth its room, and with a disk below nothing: what does not come here
+        does not get there.
+        """
         new = [key for key in keys if not _is_in(self._tree, key, Tier.HOST)]
+        if self._tree.policy.is_selective and self._disk is None:
+            num_free = self.num_chunks - self._tier.num_units
+            new = new[: admit(self._tree, Tier.HOST, new, num_free, _shielded(self._tree, keys)).num_admitted]
         if not self._make_room(len(new), keys):
             return 0
         for key in new:

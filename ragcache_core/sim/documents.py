@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ragcache_core.ordering import CachedPaths, PathChange, arrange
@@ -34,7 +35,8 @@ class DocumentCache(SimulatedCache):
 
     What is on the host stays there when it is loaded, so it is swapped out once. What finds no room below is gone, and
     what stands on it in slower tiers is out of reach until it is computed again. A document that is larger than a tier
-    empties it, to the letter, and is not kept there.
+    empties it, to the letter, and is not kept there. With the default policy, and no disk below it, the host does not
+    take in what is worth less than what would have to go.
 
     The system prompt is the root: it always lies on the GPU, and takes nothing of its capacity.
     """
@@ -72,6 +74,7 @@ class DocumentCache(SimulatedCache):
             shadow_tokens=options.host_tokens or options.gpu_tokens,  # as the engine has it
             moves_down=True,
         )
+        self._is_host_selective = self._tree.policy.is_selective and not options.disk_tokens
         self._changed: set[tuple[str, ...]] = set()
         self._paths = CachedPaths(_UNBOUNDED) if options.order == "cache_aware" else None
         self._swapped_out_tokens = 0
@@ -159,11 +162,11 @@ class DocumentCache(SimulatedCache):
                 return
             self._add(node, Tier.GPU)
 
-    def _make_room(self, tier: Tier, num_tokens: int) -> bool:
-        """Evict while ``num_tokens`` do not fit into ``tier``, and return whether they do now."""
+    def _make_room(self, tier: Tier, num_tokens: int, below: float = math.inf) -> bool:
+        """Evict what ranks lower than ``below`` while ``num_tokens`` do not fit into ``tier``: do they now?"""
         while self._num_tokens[tier] + num_tokens > self._capacities[tier]:
             node = self._tree.victim(tier)
-            if node is None:
+            if node is None or not self._tree.tiers[tier].ranks[node.id] < below:
                 return False
             if tier is not Tier.DISK:
                 self._move_down(node, Tier(tier + 1))
@@ -175,7 +178,9 @@ class DocumentCache(SimulatedCache):
 
     def _move_down(self, node: TreeNode, tier: Tier) -> None:
         """Put a node into ``tier``, the one below where it is evicted, if it is not there already."""
-        if self._tree.tiers[tier].resident[node.id] or not self._make_room(tier, node.num_tokens):
+        state = self._tree.tiers[tier]
+        below = state.worth(node) if tier is Tier.HOST and self._is_host_selective else math.inf
+        if state.resident[node.id] or not self._make_room(tier, node.num_tokens, below):
             return
         self._add(node, tier)
         if tier is Tier.HOST:

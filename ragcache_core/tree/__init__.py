@@ -1,11 +1,13 @@
 """The knowledge tree: one prefix tree over documents for all tiers, free of vLLM and of I/O."""
 
+from ragcache_core.tree.admission import Admission, admit
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
 from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode
 
 __all__ = [
+    "Admission",
     "EvictedUnit",
     "KnowledgeTree",
     "Location",
@@ -13,5 +15,6 @@ __all__ = [
     "PathSegment",
     "PrefixMatch",
     "TreeNode",
+    "admit",
     "check_invariants",
 ]

@@ -45,6 +45,15 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
         for node in tree.nodes():
             if state.is_evictable(node):
                 assert state.is_candidate(node), (node, tier)
+            if tree.policy.copy_discount:
+                assert state.is_copied(node) == _is_below(tree, node, tier), (node, tier)
+
+
+def _is_below(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> bool:
+    """Return whether slower tiers hold all that ``tier`` holds of a node."""
+    mask = tree.resident_mask(node, tier)
+    below = reduce(or_, [tree.resident_mask(node, slower) for slower in Tier if slower > tier], 0)
+    return mask != 0 and mask & ~below == 0
 
 
 def _check_protection(tree: KnowledgeTree) -> None:

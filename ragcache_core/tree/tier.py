@@ -30,7 +30,7 @@ class TierState:
         clock: the highest rank evicted (RAGCache §5.1, Eq. 2), one for each tier.
         num_units, num_evicted_units: resident now; given up since the start.
         num_entries: in the heaps, dead ones included.
-        slower: the tiers below, whose units may stand on this tier's.
+        slower: the tiers below, whose units may stand on this tier's, or be copies of them.
         protected: ids of nodes that are given up last; the tree's, which tells when one is no longer.
 
     Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
@@ -43,8 +43,12 @@ class TierState:
         policy: ReplacementPolicy,
         slower: Sequence[TierState] = (),
         protected: Mapping[int, int] = _NOTHING,
+        *,
+        moves_down: bool = False,
     ) -> None:
+        """Begin empty; with ``moves_down`` nothing has to stay because slower tiers stand on it."""
         self.policy = policy
+        self._bases_for = () if moves_down else tuple(slower)
         self.slower = tuple(slower)
         self.protected = protected
         self.resident: list[int] = []
@@ -58,6 +62,7 @@ class TierState:
         self._stale: list[_Entry] = []
         self._aside: set[int] = set()
         self._is_offered = bytearray()
+        self._is_copied = bytearray()
         self.num_entries = 0
         self._max_entries = _MIN_ENTRIES
 
@@ -68,11 +73,13 @@ class TierState:
         self.num_resident_children.append(0)
         self.ranks.append(0.0)
         self._is_offered.append(0)
+        self._is_copied.append(0)
 
     def clear_column(self, node_id: int) -> None:
         """Forget a node that is gone, before its id is given to another."""
         self.in_use.pop(node_id, None)
         self._is_offered[node_id] = 0
+        self._is_copied[node_id] = 0
 
     def is_evictable(self, node: TreeNode) -> bool:
         """Return whether the last resident unit of ``node`` may go.
@@ -107,6 +114,26 @@ class TierState:
         heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
         self._is_offered[node.id] = 1
         self.num_entries += 1
+
+    def worth(self, node: TreeNode) -> float:
+        """Return what a node would rank here, of which nothing may lie here yet."""
+        has_rank = self.policy.uses_clock or node.is_transient
+        return self.ranks[node.id] if has_rank else self.policy.rank(node, 0.0)
+
+    def note_copies(self, node: TreeNode) -> None:
+        """Take note that units of ``node`` came or went, here or below: its rank may be discounted, or no longer."""
+        here = missing = self.resident[node.id]
+        for state in self.slower:
+            missing &= ~state.resident[node.id]
+        is_copied = here != 0 and not missing
+        if is_copied != self._is_copied[node.id]:
+            self._is_copied[node.id] = is_copied
+            self._is_offered[node.id] = 0
+            self.offer(node)
+
+    def is_copied(self, node: TreeNode) -> bool:
+        """Return whether the node's rank is discounted, as of the last :meth:`note_copies`."""
+        return bool(self._is_copied[node.id])
 
     def unprotect(self, node: TreeNode) -> None:
         """Take note that a node is no longer protected."""
@@ -169,7 +196,7 @@ class TierState:
 
     def is_base(self, node: TreeNode, unit: int) -> bool:
         """Return whether a slower tier has units that stand on this tier's copy of a unit."""
-        for state in self.slower:
+        for state in self._bases_for:
             mask = state.resident[node.id]
             if mask >> unit & 1:
                 return False
@@ -219,7 +246,8 @@ class TierState:
 
     def _refresh_rank(self, node: TreeNode) -> None:
         if not self.policy.uses_clock and not node.is_transient:
-            self.ranks[node.id] = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
+            rank = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
+            self.ranks[node.id] = rank - self.policy.copy_discount if self._is_copied[node.id] else rank
 
     def _score(self, node: TreeNode, num_requests: int) -> float:
         rank = self.ranks[node.id]

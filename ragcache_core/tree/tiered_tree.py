@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -36,8 +37,10 @@ class TieredTree(PrefixTree):
         self.protected_keys: dict[Hashable, int] = {}
         self.protected: dict[int, int] = {}
         disk = TierState(policy, (), self.protected)
-        host = TierState(policy, () if moves_down else (disk,), self.protected)
-        self.tiers = (TierState(policy, () if moves_down else (host, disk), self.protected), host, disk)
+        host = TierState(policy, (disk,), self.protected, moves_down=moves_down)
+        gpu = TierState(policy, (host, disk), self.protected, moves_down=moves_down)
+        self.tiers = (gpu, host, disk)
+        self._moves_down = moves_down
         self._states = [*self.tiers, *self._shadow_states()]
         super().__init__(num_root_tokens)
 
@@ -136,9 +139,11 @@ class TieredTree(PrefixTree):
         state.num_evicted_units -= len(evicted)
         return None
 
-    def evict_up_to(self, tier: Tier, num_units: int, protected: Collection[Hashable] = ()) -> list[EvictedUnit]:
-        """Do :meth:`evict`, but where fewer can go, take those."""
-        evicted = self._evict(self.tiers[tier], num_units, protected)
+    def evict_up_to(
+        self, tier: Tier, num_units: int, protected: Collection[Hashable] = (), *, below: float = math.inf
+    ) -> list[EvictedUnit]:
+        """Do :meth:`evict`, but where fewer can go that rank lower than ``below``, take those."""
+        evicted = self._evict(self.tiers[tier], num_units, protected, below)
         self._forget_uses(unit.node for unit in evicted)
         return evicted
 
@@ -234,6 +239,8 @@ class TieredTree(PrefixTree):
         for state in self._states:
             state.offer(node)
             state.offer(lower)
+        self._note_copies(node, self.tiers[Tier.DISK])
+        self._note_copies(lower, self.tiers[Tier.DISK])
         if self.changes is not None:
             self.changes.note(node)
             self.changes.note(lower)
@@ -248,6 +255,7 @@ class TieredTree(PrefixTree):
             self._on_arrived(node)
         if units & ~before:
             self._note_change(node, state)
+            self._note_copies(node, state)
         for tier in self._at_or_above(state):
             tier.offer(node)
 
@@ -258,6 +266,7 @@ class TieredTree(PrefixTree):
         if after == before:
             return
         self._note_change(node, state)
+        self._note_copies(node, state)
         for tier in self._at_or_above(state):
             tier.offer(node)
         if after:
@@ -268,12 +277,14 @@ class TieredTree(PrefixTree):
                 tier.offer(node.parent)
         self._on_left(node)
 
-    def _evict(self, state: TierState, num_units: int, protected: Collection[Hashable]) -> list[EvictedUnit]:
+    def _evict(
+        self, state: TierState, num_units: int, protected: Collection[Hashable], below: float = math.inf
+    ) -> list[EvictedUnit]:
         held = self._shield(protected, state)
         evicted: list[EvictedUnit] = []
         while len(evicted) < num_units:
             node = state.candidate(self._nodes, self.num_requests)
-            if node is None:
+            if node is None or not state.ranks[node.id] < below:
                 break
             evicted += self._evict_tail(node, num_units - len(evicted), state)
         self._unshield(held, state)
@@ -317,10 +328,14 @@ class TieredTree(PrefixTree):
 
     def _at_or_above(self, state: TierState) -> Sequence[TierState]:
         """Return the tiers in which a change in ``state`` may make a node evictable: itself and those that feed it."""
-        for i, tier in enumerate(self.tiers):
-            if tier is state and i and self.tiers[i - 1].slower:
-                return self.tiers[: i + 1]
-        return (state,)
+        if self._moves_down or state not in self.tiers:
+            return (state,)
+        return self.tiers[: self.tiers.index(state) + 1]
+
+    def _note_copies(self, node: TreeNode, state: TierState) -> None:
+        if self.policy.copy_discount and state in self.tiers:
+            for tier in self.tiers[: self.tiers.index(state) + 1]:
+                tier.note_copies(node)
 
     def _note_change(self, node: TreeNode, state: TierState) -> None:
         if self.changes is not None and state in self.tiers:

@@ -54,6 +54,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
     OffloadKey,
     OffloadPolicy,
+    PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -64,7 +65,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
@@ -80,6 +81,7 @@ __all__ = [
     "SUPPORTED_VLLM",
     "AsyncScheduler",
     "BlockPool",
+    "CPUPrimaryTierOffloadingManager",
     "CacheHitSource",
     "CachePolicy",
     "CanonicalKVCaches",
@@ -107,6 +109,7 @@ __all__ = [
     "OffloadingConnectorStats",
     "OffloadingManager",
     "OffloadingWorker",
+    "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",
     "RequestQueue",

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from ragcache_core.tree import Location
+from ragcache_core.tree import EvictedUnit, Location, admit
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.compat import CachePolicy, ChunkStatus, OffloadKey, ReqContext, get_offload_block_hash
+from ragcache_core.vllm_plugin.compat import (
+    CachePolicy,
+    ChunkStatus,
+    CPUPrimaryTierOffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    get_offload_block_hash,
+)
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.controller import CacheController
@@ -50,6 +58,27 @@ class TreeCachePolicy(CachePolicy):
         self._looking_up: set[OffloadKey] | None = None
         self._unknown: dict[OffloadKey, None] = {}
         self._fleeting: set[OffloadKey] = set()
+        self._chosen: list[EvictedUnit] = []
+
+    # Admission
+
+    def admit(self, keys: Collection[OffloadKey], num_free: int) -> list[OffloadKey]:
+        """Return which of the ``keys`` offered are here or worth their room, where ``num_free`` chunks are free.
+
+        What has to go for them is chosen, and goes with the :meth:`evict` that follows.
+        """
+        new = [key for key in keys if key not in self._chunks]
+        num_spare = sum(1 for key in self._unknown if self._is_idle(key) and key not in keys)
+        admission = admit(
+            self.controller.tree,
+            Tier.HOST,
+            [get_offload_block_hash(key) for key in new],
+            num_free + num_spare,
+            self.controller.shielded(map(get_offload_block_hash, keys)),
+        )
+        self._chosen = admission.evicted
+        refused = set(new[admission.num_admitted :])
+        return [key for key in keys if key not in refused]
 
     # Promises to waiting requests
 
@@ -110,9 +139,13 @@ class TreeCachePolicy(CachePolicy):
         self.forget_promises(req_context.req_id)
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        spare = [key for key in self._unknown if self._is_idle(key) and key not in protected][:n]
-        shielded = self.controller.shielded(map(get_offload_block_hash, protected))
-        units = self.controller.tree.evict(Tier.HOST, n - len(spare), shielded) if n > len(spare) else []
+        chosen, self._chosen = self._chosen, []
+        spare = [key for key in self._unknown if self._is_idle(key) and key not in protected][: n - len(chosen)]
+        units: list[EvictedUnit] | None = chosen
+        if n > len(chosen) + len(spare):
+            assert not chosen, "what was admitted has room"
+            shielded = self.controller.shielded(map(get_offload_block_hash, protected))
+            units = self.controller.tree.evict(Tier.HOST, n - len(spare), shielded)
         if units is None:
             return None
         for key in spare:
@@ -176,3 +209,23 @@ class TreeCachePolicy(CachePolicy):
 
     def _locate(self, key: OffloadKey) -> Location | None:
         return self.controller.tree.locate(get_offload_block_hash(key))
+
+
+class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
+    """vLLM's host tier, which stores what its policy admits and passes over the rest; takes over one that is built.
+
+    vLLM would otherwise make room for all that is computed, or, where the policy gives nothing up, ask again in every
+    step.
+    """
+
+    _policy: TreeCachePolicy
+
+    @classmethod
+    def take_over(cls, tier: CPUPrimaryTierOffloadingManager) -> None:
+        """Make ``tier`` one of this class, before its first request."""
+        tier.__class__ = cls
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        offered = self._policy.admit(keys, self._get_num_free_chunks())
+        output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
+        return output

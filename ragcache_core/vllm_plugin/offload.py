@@ -25,7 +25,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.host_journal import HostJournal
-from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, TreeCachePolicy
+from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, SelectiveHostTier, TreeCachePolicy
 from ragcache_core.vllm_plugin.identity import kv_identity
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
@@ -79,6 +79,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
             if isinstance(policy, TreeCachePolicy):
                 policy.controller = self.controller
                 self._restore_host(manager, policy)
+                if self.controller.tree.policy.is_selective and not manager.secondary_tiers:
+                    SelectiveHostTier.take_over(manager.primary_tier)
             current_building().controller = self.controller
         assert self._manager is not None
         return self._manager

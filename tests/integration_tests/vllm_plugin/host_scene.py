@@ -12,7 +12,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
+from ragcache_core.vllm_plugin.host_policy import SelectiveHostTier, TreeCachePolicy
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -39,10 +39,14 @@ class Asker:
 
 @dataclass
 class Host:
-    """vLLM's host tier of ``num_chunks`` chunks with our policy, and what a model expects of it."""
+    """vLLM's host tier of ``num_chunks`` chunks with our policy, and what a model expects of it.
+
+    One that ``is_selective`` stores the first of what is offered to it, and perhaps not all.
+    """
 
     num_chunks: int
     policy_name: str = "pgdsf"
+    is_selective: bool = False
     writing: set[OffloadKey] = field(default_factory=set)
     refs: dict[OffloadKey, int] = field(default_factory=dict)
     promised: dict[str, set[OffloadKey]] = field(default_factory=dict)
@@ -56,6 +60,8 @@ class Host:
             cache_policy="TreeCachePolicy",
             cache_policy_module_path="ragcache_core.vllm_plugin.host_policy",
         )
+        if self.is_selective:
+            SelectiveHostTier.take_over(self.manager)
         self.controller = CacheController(
             PluginSettings(policy=self.policy_name, ghost_size=2),
             tokens_per_block=BLOCK,
@@ -122,7 +128,8 @@ class Host:
     def prepare_store(self, asker: Asker, keys: list[OffloadKey]) -> list[OffloadKey] | None:
         """Store, check what came of it, and return the keys that have to be written."""
         new = [key for key in keys if key not in self.resident]
-        num_missing = len(new) - (self.num_chunks - len(self.resident))
+        num_free = self.num_chunks - len(self.resident)
+        num_missing = len(new) - num_free
         num_evictable = self.can_evict(keys)
         chunks_before = {key: chunk.chunk_id for key, chunk in self.policy._chunks.items()}
         num_evicted = self.tree.tiers[Tier.HOST].num_evicted_units
@@ -133,7 +140,12 @@ class Host:
             assert {key: chunk.chunk_id for key, chunk in self.policy._chunks.items()} == chunks_before
             assert self.tree.tiers[Tier.HOST].num_evicted_units == num_evicted
             return None
+        if self.is_selective:
+            assert len(output.keys_to_store) >= min(num_free, len(new)), "what is free is for everybody"
+            new = new[: len(output.keys_to_store)]
+            num_missing = len(new) - num_free
         assert output.keys_to_store == new
+        assert not self.policy._chosen
         assert len(output.evicted_keys) == len(set(output.evicted_keys)) == max(num_missing, 0)
         for key in output.evicted_keys:
             assert self.refs.pop(key) == 0, "a chunk in use was evicted"

@@ -16,7 +16,7 @@ class HostPolicyMachine(RuleBasedStateMachine):
 
     @initialize(num_chunks=st.integers(1, 14), policy=st.sampled_from(("pgdsf", "lru", "hybrid", "tournament")))
     def build(self, num_chunks: int, policy: str) -> None:
-        self.it = Host(num_chunks, policy)
+        self.it = Host(num_chunks, policy, is_selective=policy == "tournament")
         self.askers: list[Asker] = []
         self.stores: list[tuple[Asker, list[OffloadKey]]] = []
         self.loads: list[tuple[Asker, list[OffloadKey]]] = []
@@ -45,7 +45,7 @@ class HostPolicyMachine(RuleBasedStateMachine):
     def look_up(self, data: st.DataObject, promotes: int, loads: bool) -> None:
         asker = data.draw(st.sampled_from(self.askers))
         writing = set(self.it.writing)
-        ready = self.it.look_up(asker, promotes=promotes)
+        ready = self.it.look_up(asker, promotes=0 if self.it.is_selective else promotes)  # there is no disk
         self.stores += [(asker, [key]) for key in asker.keys if key in self.it.writing - writing]
         if ready and loads:
             self.it.prepare_load(asker, ready)
@@ -99,8 +99,9 @@ TestHostPolicy = HostPolicyMachine.TestCase
 def stored(host: Host, documents: str) -> Asker:
     """Store a request's chunks and end it."""
     asker = host.ask(documents)
+    is_new = not set(asker.keys) & host.resident
     new = host.prepare_store(asker, asker.keys)
-    assert new == asker.keys
+    assert new == (asker.keys if is_new else [])
     host.complete_store(asker, new, success=True)
     host.finish(asker)
     return asker
@@ -112,6 +113,22 @@ def test_a_document_gives_up_its_last_chunks_first() -> None:
     new = host.ask("C")
     assert host.prepare_store(new, new.keys) == new.keys
     assert set(host.refs) == set(old.keys[:4])
+
+
+def test_a_selective_tier_takes_in_only_what_is_worth_more_than_what_would_go() -> None:
+    host = Host(4, "tournament", is_selective=True)
+    for _ in range(3):
+        popular = stored(host, "B")
+    rare = host.ask("D")
+    assert host.prepare_store(rare, rare.keys) == rare.keys[:1], "one chunk was free, and nothing goes for the others"
+    assert set(popular.keys) <= set(host.refs)
+    host.complete_store(rare, rare.keys[:1], success=True)
+    host.finish(rare)
+    for _ in range(9):
+        host.finish(host.ask("D"))
+    again = host.ask("D")
+    assert host.prepare_store(again, again.keys) == again.keys[1:4], "it has become more popular than the other"
+    host.check()
 
 
 def test_a_request_longer_than_the_tier_reuses_what_fits() -> None:

@@ -138,7 +138,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
     for said in report.tiers:
         state = simulated.tree.tiers[Tier[said.name.upper()]]
         assert (said.num_blocks, said.num_evicted_blocks) == (state.num_units, state.num_evicted_units)
-        assert state.num_evicted_units > 100, "the tiers are small enough"
+        assert state.num_evicted_units > 50, "the tiers are small enough"
     assert found[Tier.GPU] > 0
     assert found[Tier.HOST] > 0
     check_invariants(simulated.tree)

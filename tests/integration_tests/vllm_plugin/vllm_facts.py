@@ -192,6 +192,10 @@ def facts() -> dict[str, object]:
             for name in ("_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks")
             if hasattr(host, name)
         ],
+        "host_store": [
+            parameters(compat.CPUPrimaryTierOffloadingManager.prepare_store),
+            parameters(compat.CPUPrimaryTierOffloadingManager._get_num_free_chunks),
+        ],
         "host_view": parameters(CPUPrimaryTierOffloadingManager.get_kv_memoryview),
         "chunk_status": [compat.ChunkStatus(3).chunk_id, compat.ChunkStatus(3).ref_cnt],
         "tiering_sets": sets(compat.TieringOffloadingManager, "primary_tier", "secondary_tiers"),

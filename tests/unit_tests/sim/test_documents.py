@@ -260,6 +260,22 @@ def test_a_document_is_swapped_out_once() -> None:
     assert summary.hits_by_tier == {"gpu": 0, "host": 4, "disk": 0}
 
 
+def test_the_default_policy_holds_few_documents_twice() -> None:
+    def share_held_twice(policy: str) -> float:
+        options = SimulationOptions(policy=policy, host_tokens=65_536)
+        trace = make_trace(replace(WORKLOADS["mmlu"], documents_per_request=2), 1_000, 3)
+        cache = make_cache(trace, options, TESTBED)
+        assert isinstance(cache, DocumentCache)
+        for number, request in enumerate(trace):
+            cache.serve(request, number)
+        tree = cache.tree
+        on_gpu = [node for node in tree.nodes() if tree.resident_mask(node, Tier.GPU)]
+        twice = [node for node in on_gpu if tree.resident_mask(node, Tier.HOST)]
+        return sum(node.num_tokens for node in twice) / sum(node.num_tokens for node in on_gpu)
+
+    assert share_held_twice("tournament") < 0.5 * share_held_twice("pgdsf")
+
+
 def test_a_document_larger_than_the_gpu_is_never_cached_and_empties_it() -> None:
     tiers = serve_all("AXXA", {"X": 50}, policy="lru", gpu_tokens=20, host_tokens=0)
     assert tiers == [(None,), (None,), (None,), (None,)]

@@ -169,6 +169,55 @@ def test_what_a_slower_tier_stands_on_stays() -> None:
     check_invariants(tree)
 
 
+def evicted_documents(tree: KnowledgeTree, num_units: int) -> set[str | None]:
+    return {unit.node.doc_id for unit in tree.evict(Tier.GPU, num_units) or ()}
+
+
+def test_what_the_host_holds_as_well_goes_first() -> None:
+    tree = KnowledgeTree(TournamentPolicy())
+    for _ in range(3):
+        (copied,) = cache(tree, prompt("A"))
+    cache(tree, prompt("B"))
+    for units in (1, 2):  # B ranks lower until all of A lies below
+        assert tree.victim(Tier.GPU) is not copied
+        tree.add(copied, units, Tier.HOST)
+    assert tree.victim(Tier.GPU) is copied
+    assert tree.evict(Tier.HOST) is not None
+    assert tree.victim(Tier.GPU) is not copied, "what would be lost for good"
+    tree.add(copied, copied.full_mask, Tier.DISK)
+    check_invariants(tree)
+    assert evicted_documents(tree, 2) == {"A"}
+
+
+def test_what_is_worth_far_more_stays_although_the_host_holds_it_as_well() -> None:
+    tree = KnowledgeTree(TournamentPolicy())
+    for _ in range(40):
+        (popular,) = cache(tree, prompt("A"))
+    tree.add(popular, popular.full_mask, Tier.HOST)
+    cache(tree, prompt("B"))
+    assert evicted_documents(tree, 2) == {"B"}
+
+
+def test_policies_with_a_clock_do_not_look_at_the_tier_below() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    for _ in range(3):
+        (copied,) = cache(tree, prompt("A"))
+    tree.add(copied, copied.full_mask, Tier.HOST)
+    cache(tree, prompt("B"))
+    assert evicted_documents(tree, 2) == {"B"}
+
+
+def test_a_copy_below_is_a_copy_of_the_parts_of_a_document_that_was_cut() -> None:
+    tree = KnowledgeTree(TournamentPolicy())
+    (node,) = cache(tree, prompt("A", blocks=4))
+    tree.add(node, 0b0011, Tier.HOST)
+    keys = prompt("A", blocks=4)[0].keys
+    upper, lower = tree.insert([PathSegment(keys[:2], 32, "A1"), PathSegment(keys[2:], 32, "A2")])
+    gpu = tree.tiers[Tier.GPU]
+    assert (gpu.is_copied(upper), gpu.is_copied(lower)) == (True, False)
+    check_invariants(tree)
+
+
 def test_each_token_is_counted_in_the_fastest_tier_that_holds_it() -> None:
     tree = new_tree()
     first, second = cache(tree, prompt("A", "B"))

@@ -1,0 +1,114 @@
+"""A full tier takes in what ranks above that which has to go for it, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.policy import TournamentPolicy
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, admit, check_invariants
+from ragcache_core.types import Tier
+
+BLOCKS = 2
+
+
+def keys_of(*documents: str) -> list[tuple[str, ...]]:
+    names = [f"{doc}.{i}" for doc in documents for i in range(BLOCKS)]
+    return [tuple(names[: i + 1]) for i in range(len(names))]
+
+
+def ask(tree: KnowledgeTree, *documents: str) -> list[TreeNode]:
+    """Count a request whose documents are computed."""
+    keys = keys_of(*documents)
+    path = tree.insert(
+        [PathSegment(keys[n * BLOCKS : (n + 1) * BLOCKS], BLOCKS, doc) for n, doc in enumerate(documents)]
+    )
+    tree.record_access(path, num_hit_units=0, num_missed_tokens=len(keys), cost_s=1e-3 * len(keys))
+    return path
+
+
+def offer(tree: KnowledgeTree, keys: list[tuple[str, ...]], capacity: int, protected: tuple[Hashable, ...] = ()) -> int:
+    """Offer the units of a path to the host, put what is admitted there, and return how many that were."""
+    num_free = capacity - tree.tiers[Tier.HOST].num_units
+    admission = admit(tree, Tier.HOST, keys, num_free, protected)
+    for key in keys[: admission.num_admitted]:
+        location = tree.locate(key)
+        assert location is not None
+        tree.add(location.node, 1 << location.unit, Tier.HOST)
+    assert tree.tiers[Tier.HOST].num_units <= capacity
+    check_invariants(tree, is_connected=False)
+    return admission.num_admitted
+
+
+def new_tree() -> KnowledgeTree:
+    return KnowledgeTree(TournamentPolicy())
+
+
+def test_what_is_free_is_for_everybody() -> None:
+    tree = new_tree()
+    ask(tree, "A", "B")
+    assert offer(tree, keys_of("A", "B"), capacity=9) == 4
+    assert offer(tree, keys_of("A", "B")[:0], capacity=9) == 0
+
+
+def test_what_is_worth_less_than_all_that_is_there_stays_out() -> None:
+    tree = new_tree()
+    for _ in range(3):
+        ask(tree, "A")
+    offer(tree, keys_of("A"), capacity=2)
+    ask(tree, "B")
+    assert offer(tree, keys_of("B"), capacity=2) == 0
+    assert offer(tree, keys_of("B"), capacity=3) == 1, "the beginning of a document is of use without its end"
+    for _ in range(9):
+        ask(tree, "B")
+    assert offer(tree, keys_of("B")[1:], capacity=3, protected=(keys_of("B")[0],)) == 1
+    match = tree.match_prefix([PathSegment(keys_of("A"), 2)])
+    assert match.num_units == 1, "the last unit of what was worth least went"
+
+
+def test_a_path_is_admitted_up_to_the_first_document_that_is_not_worth_it() -> None:
+    tree = new_tree()
+    for _ in range(5):
+        ask(tree, "old")
+    offer(tree, keys_of("old"), capacity=2)
+    for _ in range(9):
+        ask(tree, "A")
+    ask(tree, "A", "B")
+    assert offer(tree, keys_of("A", "B"), capacity=2) == 2
+    assert tree.match_prefix([PathSegment(keys_of("A", "B"), 4)]).num_units == 2
+
+
+def test_nothing_goes_for_what_is_protected_or_not_known() -> None:
+    tree = new_tree()
+    ask(tree, "A")
+    offer(tree, keys_of("A"), capacity=2)
+    for _ in range(9):
+        ask(tree, "B")
+    assert offer(tree, keys_of("B"), capacity=2, protected=tuple(keys_of("A"))) == 0
+    admission = admit(tree, Tier.HOST, [("x",), ("x", "y")], 1, ())
+    assert (admission.num_admitted, admission.evicted) == (1, [])
+
+
+@given(
+    requests=st.lists(st.lists(st.sampled_from("ABCD"), min_size=1, max_size=3, unique=True), max_size=30),
+    capacity=st.integers(1, 9),
+)
+def test_only_what_ranks_lower_goes(requests: list[list[str]], capacity: int) -> None:
+    tree = new_tree()
+    host = tree.tiers[Tier.HOST]
+    for documents in requests:
+        path = ask(tree, *documents)
+        keys = [key for key in keys_of(*documents) if not _is_on_host(tree, key)]
+        protected = tuple(keys_of(*documents))
+        before = {node: tree.resident_mask(node, Tier.HOST) for node in tree.nodes()}
+        num_admitted = offer(tree, keys, capacity, protected)
+        gone = [node for node, mask in before.items() if mask & ~tree.resident_mask(node, Tier.HOST)]
+        assert all(host.worth(node) < max(map(host.worth, path)) for node in gone)
+        assert num_admitted == len(keys) or host.num_units == capacity
+
+
+def _is_on_host(tree: KnowledgeTree, key: Hashable) -> bool:
+    location = tree.locate(key)
+    return location is not None and bool(tree.resident_mask(location.node, Tier.HOST) >> location.unit & 1)
