@@ -240,7 +240,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._offers.pop(request.request_id, None)
         self._controller.private_from.pop(request.request_id, None)
         figures = self.scheduling.on_finished(request.request_id)
-        if figures is not None and figures.overheads:
+        if figures is not None and figures.num_reused_tokens:
             self._controller.on_chunks_reused(request.request_id, figures.to_stats())
         finished: tuple[bool, dict[str, Any] | None] = super()._finish(request, outcome)
         return finished

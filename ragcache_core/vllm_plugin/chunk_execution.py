@@ -73,6 +73,7 @@ class ChunkExecution:
         is_cuda = prefill.device.type == "cuda"
         self._stream = torch.cuda.Stream() if is_cuda else None
         self._copy_rate = copy_rate(prefill.device) if is_cuda else float("inf")
+        layers[0].unrotated.warm_up()
 
     def close(self) -> None:
         """Leave the model as it was."""

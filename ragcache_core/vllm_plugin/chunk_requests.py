@@ -26,7 +26,7 @@ class ReuseFigures:
     """What chunk reuse does for a request; see :class:`~ragcache_core.stats.ChunkReuseStats`.
 
     ``num_computed_rows`` are all that were computed for it, those that left on the way counted in part. ``overheads``
-    are the CFOs of the reused chunks.
+    are the CFOs of the chunks whose stored KV was considered, those that are computed wholly for it among them.
     """
 
     num_reused_tokens: int = 0

@@ -116,13 +116,14 @@ class ChunkScheduling:
         plan = request.offered
         assert plan is not None
         reused = [chunk for chunk in plan.reused if num_kept(chunk, plan)]
-        figures = request.figures = ReuseFigures()
         for chunk in reused:
             self.library.record_use(chunk.variant, chunk.overhead)
-            figures.num_reused_tokens += num_kept(chunk, plan)
-            figures.num_recomputed_tokens += len(chunk.recomputed)
-            figures.overheads.append(chunk.overhead)
-            figures.variants.append(chunk.variant.number)
+        request.figures = ReuseFigures(
+            num_reused_tokens=sum(num_kept(chunk, plan) for chunk in plan.reused),
+            num_recomputed_tokens=sum(len(chunk.recomputed) for chunk in plan.reused),
+            overheads=[chunk.overhead for chunk in plan.reused],
+            variants=[chunk.variant.number for chunk in plan.reused],
+        )
         stored = {chunk.span for chunk in reused}
         computed = [span for span in request.spans if span not in stored and plan.start <= span.start]
         self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])

@@ -33,6 +33,15 @@ class UnrotatedKV:
             uses_kernels = kv.cache.device.type == "cuda" and _has_kernels()
         self.uses_kernels = uses_kernels
 
+    def warm_up(self) -> None:
+        """Have the kernels compiled, where there are any: that takes seconds, and no step should wait for it."""
+        if not self.uses_kernels:
+            return
+        cache, nowhere = self.kv.cache, torch.tensor([-1], device=self.kv.cache.device)
+        row = torch.zeros((1, self.kv.num_kv_heads, self.kv.head_dim), dtype=cache.dtype, device=cache.device)
+        self.write(row, row, nowhere + 1, nowhere)
+        self.read(nowhere + 1, nowhere)
+
     def write(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Put keys, turned to ``positions`` [T], and values, [T, num_kv_heads, head_dim] each, into ``slots`` [T]."""
         if not self.uses_kernels:

@@ -184,6 +184,27 @@ def test_a_chunk_computed_wholly_among_reused_ones_is_captured_behind_its_presen
     assert variant.statistics.prefix == (chunk_key(_DOCUMENTS["b"]),)
 
 
+def test_a_chunk_that_is_computed_as_a_whole_counts_as_recomputed_and_becomes_a_variant() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.arrive("r", "acb", ReuseOptions(selection="whole_chunks", alpha=10.0, max_recompute=1.0))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    (job,) = bench.step().jobs
+    assert [injection.start for injection in job.injections] == [10], "only the first has lost no neighbour"
+    assert len(job.captures) == 2
+    while bench.scheduling._requests["r"].num_rows_left > 0:
+        bench.step()
+    bench.finish_job("r", job.captures)
+    figures = bench.scheduling.on_finished("r")
+    assert figures is not None
+    stats = figures.to_stats()
+    assert (stats.num_chunks, stats.num_reused_tokens, stats.num_recomputed_tokens) == (2, 40, 40)
+    assert stats.fix_overhead == 0.5
+    key = chunk_key(_DOCUMENTS["b"])
+    assert len(bench.scheduling.library.find({key: _DOCUMENTS["b"]})[key]) == 2
+
+
 def test_an_aborted_job_is_cancelled_and_holds_nothing() -> None:
     bench = Bench()
     bench.store("ab")

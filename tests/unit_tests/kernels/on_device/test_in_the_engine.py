@@ -46,6 +46,16 @@ def test_keys_are_turned_into_the_cache_and_back(device: torch.device, is_neox: 
     torch.testing.assert_close(read_values, values)
 
 
+def test_warming_up_moves_nothing(device: torch.device) -> None:
+    kv = _Strided(device)
+    kv.cache.fill_(7.0)
+    rope = Rope(
+        SimpleNamespace(cos_sin_cache=torch.ones((4, _DIM), device=device), rotary_dim=_DIM, is_neox_style=True)
+    )
+    UnrotatedKV(rope, kv, uses_kernels=True).warm_up()
+    assert bool((kv.cache == 7.0).all())
+
+
 def test_attention_to_chunks_is_what_pytorch_measures(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(6)
     kv = _Strided(device)
