@@ -110,7 +110,7 @@ class ChunkReuse(KVConnectorBase_V1):
             self.scheduling: ChunkScheduling = build_scheduling(
                 settings, self._chunk_settings, vllm_config, kv_cache_config
             )
-            self.scheduling.order = self._real_first
+            self.scheduling.order = self._real_ones_first
             self._controller.library = self.scheduling.library
 
     def shutdown(self) -> None:
@@ -212,8 +212,12 @@ class ChunkReuse(KVConnectorBase_V1):
         controller: CacheController = self.controller
         return controller
 
-    def _real_first(self, request_ids: Iterable[str]) -> list[str]:
-        return sorted(request_ids, key=self._controller.is_speculative)
+    def _real_ones_first(self, request_ids: Iterable[str]) -> list[str]:
+        """Return which jobs may run; speculative ones wait while somebody waits for a first token."""
+        speculative, real = [], []
+        for request_id in request_ids:
+            (speculative if self._controller.is_speculative(request_id) else real).append(request_id)
+        return real if self._controller.num_pending_prefills else [*real, *speculative]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state

@@ -59,7 +59,7 @@ class ChunkScheduling:
     ) -> None:
         self.library = library
         self.order: Callable[[Iterable[str]], list[str]] = list
-        """Puts jobs in the order in which they run."""
+        """Says which jobs may run in a step, first ones first."""
         self._num_workers = num_workers
         self._max_step_tokens = max_step_tokens
         self._prefill_cost = prefill_cost

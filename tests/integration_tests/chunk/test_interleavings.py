@@ -12,7 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-_NUM_ROUNDS = 40
+pytestmark = pytest.mark.timeout(900)  # two engines, one after the other, and a hundred requests for each
+_NUM_ROUNDS = 24
 
 
 def _run(seed: int, directory: Path) -> dict[str, Any]:
@@ -38,9 +39,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_every_plain_request_is_exact(runs: list[dict[str, Any]]) -> None:
     for facts in runs:
-        assert facts["requests"]["plain"] > 20
-        assert facts["requests"]["approximate"] > 10
-        assert facts["requests"]["aborted"] > 5
+        assert facts["requests"]["plain"] > 12
+        assert facts["requests"]["approximate"] > 8
+        assert facts["requests"]["aborted"] > 4
         assert facts["worst plain"] <= 1e-4
 
 
