@@ -214,10 +214,10 @@ class ChunkReuse(KVConnectorBase_V1):
 
     def _real_ones_first(self, request_ids: Iterable[str]) -> list[str]:
         """Return which jobs may run; speculative ones wait while somebody waits for a first token."""
-        speculative, real = [], []
-        for request_id in request_ids:
-            (speculative if self._controller.is_speculative(request_id) else real).append(request_id)
-        return real if self._controller.num_pending_prefills else [*real, *speculative]
+        in_order = sorted(request_ids, key=self._controller.is_speculative)
+        if not self._controller.num_pending_prefills:
+            return in_order
+        return [request_id for request_id in in_order if not self._controller.is_speculative(request_id)]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
