@@ -250,7 +250,7 @@ class ChunkReuse(KVConnectorBase_V1):
         return finished
 
     def reset_cache(self) -> bool | None:
-        self.scheduling.library.clear()
+        self.scheduling.clear()
         is_reset: bool | None = super().reset_cache()
         return is_reset
 

@@ -40,6 +40,7 @@ class _Running:
     block_ids: torch.Tensor
     positions: torch.Tensor
     token_ids: torch.Tensor
+    captures: tuple[Capture, ...]
     num_done: int = 0
     is_injected: bool = False
     is_cancelled: bool = False
@@ -87,6 +88,9 @@ class ChunkExecution:
             if (running := self._running.get(request_id)) is not None:
                 running.is_cancelled = True
                 self._end_if_cancelled(request_id, running)
+        for request_id in step.forgotten:
+            if (running := self._running.get(request_id)) is not None:
+                running.captures = ()
         self._capture.forget((*step.forgotten, *step.cancelled))
         for job in step.jobs:
             self._running[job.request_id] = _Running(
@@ -94,6 +98,7 @@ class ChunkExecution:
                 self._tensor(job.block_ids),
                 self._tensor(job.positions),
                 self._tensor(job.token_ids),
+                job.captures,
                 awaits_load=job.awaits_load,
             )
         if step.captures:
@@ -217,7 +222,7 @@ class ChunkExecution:
 
     def _finish(self, running: _Running) -> None:
         job = running.job
-        self._keep(job.captures, running.block_ids)
+        self._keep(running.captures, running.block_ids)
         self._report.computed_rows[job.request_id] = running.row_layers / len(self._layers)
         del self._running[job.request_id]
         self._finished.add(job.request_id)
@@ -298,12 +303,12 @@ class _SeenInSlices:
         """See a layer's queries: those of the rows in flight."""
         execution, flight = self._execution, self.flight
         for number, (running, _) in enumerate(self._slices):
-            if not running.job.captures:
+            if not running.captures:
                 continue
             mine = flight.requests == number
             positions = flight.positions[mine]
             slots = execution._slots(running, 0, int(positions[-1]) + 1)
-            execution._capture.measure(index, running.job.captures, query[mine], positions, slots)
+            execution._capture.measure(index, running.captures, query[mine], positions, slots)
         for looking in self._looking:
             if not looking.is_done:
                 self._look(looking, index, query)

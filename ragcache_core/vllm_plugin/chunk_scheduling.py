@@ -174,6 +174,17 @@ class ChunkScheduling:
             self._forget(request_id, request)
         return request.figures
 
+    def clear(self) -> None:
+        """Forget all stored chunks, and keep none of those that are being computed."""
+        for request_id, request in self._requests.items():
+            if request.open:
+                self._forgotten.append(request_id)
+                request.open.clear()
+            if not request.is_running:
+                request.offered = None
+        self._capturing.clear()
+        self.library.clear()
+
     # Steps
 
     def take_step(

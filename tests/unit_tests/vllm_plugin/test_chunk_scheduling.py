@@ -250,6 +250,23 @@ def test_a_preempted_request_begins_anew() -> None:
     assert bench.scheduling.library.counters.num_captured_chunks == 2
 
 
+def test_clearing_keeps_nothing_that_is_being_computed() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.arrive("r", "cd")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.compute("r", 0)
+    bench.step(r=(0, 30))
+    bench.scheduling.clear()
+    step = bench.step(r=(30, 95))
+    assert step.forgotten == ["r"]
+    assert step.captures == []
+    bench.scheduling.on_finished("r")
+    assert not bench.scheduling.library._reservations
+    bench.arrive("s", "ab")
+    assert bench.scheduling.offer("s", 0) == 0
+
+
 def test_a_chunk_whose_attention_cannot_be_is_not_kept() -> None:
     bench = Bench()
     tokens = bench.arrive("r", "a")
