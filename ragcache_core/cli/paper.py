@@ -13,7 +13,7 @@ import click
 
 from ragcache_core.cli.command import Command
 from ragcache_core.cli.output import write_json
-from ragcache_core.cli.sweep import check_plot, save_plots
+from ragcache_core.cli.sweep import check_plot, read_finished, save_plots
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -69,6 +69,7 @@ _QUICK_REQUESTS = 120
     metavar="OUT.png|.svg|.html",
     help="Our curves; a page for many.",
 )
+@click.option("--resume", is_flag=True, help="Go on with the runs that were finished when it was interrupted.")
 def paper(
     figures: tuple[str, ...],
     tables: tuple[str, ...],
@@ -80,39 +81,55 @@ def paper(
     as_markdown: bool,
     output: Path | None,
     plot: Path | None,
+    resume: bool,
 ) -> None:
     """Simulate figures and tables of the RAGCache paper, and print its numbers beside ours.
 
     Each says with what it was simulated, how many rows agree, why others do not, and which command measures the same
-    on a real engine. What the paper only plots is compared with what its text says of it.
+    on a real engine. What the paper only plots is compared with what its text says of it. Interrupted by Ctrl-C, it
+    keeps what is finished beside OUT, and goes on with --resume.
     """
     asked = {*(f"figure {number}" for number in figures), *(f"table {number}" for number in tables)}
     if not asked and not is_all:
         raise click.UsageError("Name what to simulate: --figure N, --table N, or --all.")
+    if resume and output is None:
+        raise click.UsageError("--resume goes on with what is kept beside OUT: give --json OUT as well.")
     if plot is not None:
         check_plot(plot)
     from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict
     from ragcache_core.bench.paper.runs import PaperRuns
+    from ragcache_core.sim.sweep import Journal
 
+    journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
+    finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
     names = [name for name in EXHIBITS if is_all or name in asked]
     if quick:
         num_seeds, num_requests = 1, num_requests or _QUICK_REQUESTS
     exhibits = []
-    with _progress() as bar:
-        runs = PaperRuns(
-            num_seeds=num_seeds,
-            num_requests=num_requests,
-            jobs=jobs or os.cpu_count() or 1,
-            on_plan=bar.plan,
-            on_requests=bar.advance,
-        )
-        for name, exhibit in zip(names, measure(names, runs), strict=True):
-            exhibits.append(exhibit)
-            bar.say(name)
-            with bar.cleared():
-                click.echo((exhibit.markdown() if as_markdown else exhibit.text()) + "\n")
-            if output is not None:
-                write_json(to_dict(exhibits, runs), output)
+    try:
+        with _progress() as bar:
+            runs = PaperRuns(
+                num_seeds=num_seeds,
+                num_requests=num_requests,
+                jobs=jobs or os.cpu_count() or 1,
+                finished=finished,
+                journal=journal,
+                on_plan=bar.plan,
+                on_requests=bar.advance,
+            )
+            for name, exhibit in zip(names, measure(names, runs), strict=True):
+                exhibits.append(exhibit)
+                bar.say(name)
+                with bar.cleared():
+                    click.echo((exhibit.markdown() if as_markdown else exhibit.text()) + "\n")
+                if output is not None:
+                    write_json(to_dict(exhibits, runs), output)
+    except (KeyboardInterrupt, SystemExit):
+        cure = "with --json OUT its runs would have been kept" if output is None else "add --resume to go on"
+        click.echo(f"ragcache: {len(exhibits)} of {len(names)} figures are finished: {cure}", err=True)
+        raise
+    if journal is not None:
+        journal.remove()
     drawn = [one for exhibit in exhibits for one in exhibit.plots]
     if plot is not None and drawn:
         save_plots(drawn, plot, "ragcache bench paper")

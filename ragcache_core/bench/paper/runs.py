@@ -12,7 +12,7 @@ from typing import Any
 from ragcache_core.bench.paper.published import HOST_7B_GIB, MAX_BATCH, WINDOW
 from ragcache_core.bench.simulation import DEFAULT_POLICY
 from ragcache_core.sim.options import SimulationOptions
-from ragcache_core.sim.sweep import plan, run_all
+from ragcache_core.sim.sweep import FinishedRun, Journal, plan, run_all
 from ragcache_core.sim.testbeds import TESTBEDS
 from ragcache_core.sim.trace import write_trace
 from ragcache_core.sim.workload import WORKLOADS, Workload, make_trace
@@ -46,6 +46,8 @@ class PaperRuns:
     Args:
         num_requests: of every run, instead of its own number.
         jobs: processes at a time.
+        finished: runs of an earlier time, by their keys, that need not be done again.
+        journal: where each run is kept as soon as it is finished.
         on_plan: told how many more requests are to be simulated.
         on_requests: told now and then how many more have been.
     """
@@ -56,12 +58,16 @@ class PaperRuns:
         num_seeds: int,
         num_requests: int | None = None,
         jobs: int = 1,
+        finished: Mapping[str, FinishedRun] | None = None,
+        journal: Journal | None = None,
         on_plan: Callable[[int], object] = lambda _: None,
         on_requests: Callable[[int], object] = lambda _: None,
     ) -> None:
         self.num_seeds = num_seeds
         self.num_requests = num_requests
         self._jobs = jobs
+        self._finished = dict(finished or {})
+        self._journal = journal
         self._on_plan = on_plan
         self._on_requests = on_requests
         self._done: dict[Case, Summaries] = {}
@@ -75,7 +81,6 @@ class PaperRuns:
         to_do = [case for case in dict.fromkeys(cases) if case not in self._done]
         if not to_do:
             return self._done
-        self._on_plan(self.num_seeds * sum(map(self._size, to_do)))
         with TemporaryDirectory(prefix="ragcache-paper-") as folder:
             traces = self._write_traces(to_do, Path(folder))
             keys = sorted(
@@ -83,7 +88,11 @@ class PaperRuns:
                 key=lambda key: traces[key[0].workload, self._size(key[0]), key[1]],
             )  # runs of one trace one after the other: a process reads it once
             runs = [plan([traces[case.workload, self._size(case), seed]], case.options)[0] for case, seed in keys]
-            finished = run_all(runs, jobs=self._jobs, report=self._on_requests)
+            new = [key for key, run in zip(keys, runs, strict=True) if run.key not in self._finished]
+            self._on_plan(sum(self._size(case) for case, _ in new))
+            finished = run_all(
+                runs, jobs=self._jobs, finished=self._finished, keep=self._keep, report=self._on_requests
+            )
         by_key = {key: run.summary for key, run in zip(keys, finished, strict=True)}
         self._done.update({case: tuple(by_key[case, seed] for seed in self._seeds()) for case in to_do})
         return self._done
@@ -93,6 +102,11 @@ class PaperRuns:
         pressed = [replace(case.at(_MANY_RPS), num_requests=_CAPACITY_REQUESTS) for case in cases]
         done = self.summaries(pressed)
         return [fmean(summary["throughput_rps"] for summary in done[case]) for case in pressed]
+
+    def _keep(self, run: FinishedRun) -> None:
+        self._finished[run.key] = run
+        if self._journal is not None:
+            self._journal.append(run)
 
     def _seeds(self) -> range:
         return range(FIRST_SEED, FIRST_SEED + self.num_seeds)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, default, ragcache, workload
 from ragcache_core.cli import cli
 from ragcache_core.cli.paper import paper
+from ragcache_core.sim.sweep import Journal
 
 
 def run(*arguments: str | Path) -> Result:
@@ -52,6 +54,7 @@ def test_a_table_can_be_printed_as_a_section_of_a_page() -> None:
         (["--table", "1"], 2, "'1' is not one of"),
         (["--table", "3", "--seeds", "0"], 2, "--seeds"),
         (["--table", "3", "--jobs", "0"], 2, "--jobs"),
+        (["--table", "3", "--resume"], 2, "--json OUT"),
         (["--table", "3", "--plot", "out.pdf"], 2, "the name must end in .png, .svg, .html"),
         (["--figure", "17", "--requests", "2", "--seeds", "1"], 1, "ragcache: error: 2 requests are too few"),
     ],
@@ -69,7 +72,7 @@ def test_the_help_shows_examples_and_every_figure() -> None:
     assert "2|3|4" in done.stdout
 
 
-def test_ctrl_c_ends_with_130_leaves_no_process_and_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_130_leaves_no_process_and_what_is_finished_need_not_be_done_again(tmp_path: Path) -> None:
     output = tmp_path / "paper.json"
     arguments = ["bench", "paper", "--figure", "19", "--table", "4", "--requests", "60", "--seeds", "1", "--jobs", "1"]
     code = "from ragcache_core.cli import main; main()"
@@ -90,7 +93,31 @@ def test_ctrl_c_ends_with_130_leaves_no_process_and_keeps_what_is_finished(tmp_p
     finally:
         process.kill()
     assert process.returncode == 130, errors
-    assert errors.strip() == "ragcache: interrupted"
+    assert errors.splitlines() == [
+        "ragcache: 1 of 2 figures are finished: add --resume to go on", "ragcache: interrupted",
+    ]  # fmt: skip
     assert printed.startswith("Figure 19: ")
     assert len(json.loads(output.read_text())["exhibits"]) == 1
+    journal = tmp_path / "paper.json.runs.jsonl"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["paper.json", journal.name]
+    kept = journal.read_text()
+    refused = run(*arguments[2:], "--json", output)
+    assert (refused.exit_code, journal.read_text()) == (1, kept)
+    assert "add --resume to go on" in refused.stderr
+    done = run(*arguments[2:], "--json", output, "--resume")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(printed[: printed.index("\n\n")]), "the same figure from the runs that were kept"
+    assert [exhibit["name"] for exhibit in json.loads(output.read_text())["exhibits"]] == ["Figure 19", "Table 4"]
     assert [path.name for path in tmp_path.iterdir()] == ["paper.json"]
+
+
+def test_runs_that_were_kept_are_not_done_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "runs.jsonl")
+    case = Case(workload("mmlu", 1.0), default(ragcache(MISTRAL)), 60)
+    first = PaperRuns(num_seeds=1, journal=journal).summaries([case])[case]
+    planned: list[int] = []
+    again = PaperRuns(num_seeds=2, finished=journal.read(), journal=journal, on_plan=planned.append)
+    both = again.summaries([case])[case]
+    assert planned == [60], "that of the second seed"
+    assert both[0] == first[0]
+    assert len(journal.read()) == 2
