@@ -64,7 +64,7 @@ bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/b
 	$(VENV)/bin/python -m ragcache_core.bench.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (half an hour)
-	$(VENV)/bin/python -m ragcache_core.bench.simulation $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m ragcache_core.bench.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (half an hour)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl

@@ -15,9 +15,18 @@ from ragcache_core.bench.report import Goals, Part, Plan, merged, read_report, t
 
 
 def benchmark(
-    name: str, summary: str, parts: Mapping[str, Callable[[Plan], Part]], goals: Goals, examples: str
+    name: str,
+    summary: str,
+    parts: Mapping[str, Callable[[Plan], Part]],
+    goals: Goals,
+    examples: str,
+    *,
+    keeps_runs: bool = False,
 ) -> click.Command:
-    """Return the command that measures ``parts`` and writes ``build/<name>.json``."""
+    """Return the command that measures ``parts`` and writes ``build/<name>.json``.
+
+    With ``keeps_runs`` parts keep what is finished of them in ``Plan.kept_at``, and --resume goes on with it.
+    """
 
     @click.command(help=f"{summary}\n\nWith --only, the file of an earlier run keeps the figures of its other parts.")
     @click.option("--model", default="examples/demo_model", show_default=True, help="Folder of the model to use.")
@@ -34,12 +43,17 @@ def benchmark(
     @click.option(
         "--json", "json_path", default=f"build/{name}.json", show_default=True, type=click.Path(path_type=Path)
     )
-    def main(model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], json_path: Path) -> None:
+    def main(
+        model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], json_path: Path, resume: bool = False
+    ) -> None:
+        kept_at = json_path.with_name(json_path.name + ".runs.jsonl") if keeps_runs else None
+        if kept_at is not None and not resume:
+            kept_at.unlink(missing_ok=True)
         facts = {**machine(), "model": model, "seed": seed, "quick": quick}
         report = read_report(json_path) if only else {}
         names = only or tuple(parts)
         with tqdm(total=len(names), desc=name, bar_format="{desc} {n}/{total} [{elapsed}]", disable=None) as bar:
-            plan = Plan(model, corpus, seed, quick, bar.set_description_str)
+            plan = Plan(model, corpus, seed, quick, bar.set_description_str, kept_at)
             for part_name in names:
                 started_s = time.perf_counter()
                 part = to_json(parts[part_name](plan), facts)
@@ -48,6 +62,8 @@ def benchmark(
                 json_path.parent.mkdir(parents=True, exist_ok=True)
                 json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
                 bar.update()
+        if kept_at is not None:
+            kept_at.unlink(missing_ok=True)
         click.echo(", ".join(f"{key} {value}" for key, value in facts.items()))
         for part_name in names:
             part = report["parts"][part_name]
@@ -56,5 +72,8 @@ def benchmark(
         click.echo("\n" + table(figures, goals))
         click.echo(f"\nwritten to {json_path}")
 
+    if keeps_runs:
+        help_text = "Go on with the runs that were finished when it was interrupted."
+        main.params.append(click.Option(["--resume"], is_flag=True, help=help_text))
     main.epilog = f"\b\nExamples:\n{examples}"
     return main

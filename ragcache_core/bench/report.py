@@ -62,13 +62,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every measurement is told."""
+    """What every measurement is told; ``kept_at``: the file of runs that are finished, for those that keep them."""
 
     model: str
     corpus: Path
     seed: int
     is_quick: bool
     report: Callable[[str], None]
+    kept_at: Path | None = None
 
     def sized(self, full: int, quick: int) -> int:
         """Return how much to do."""

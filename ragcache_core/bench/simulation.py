@@ -19,8 +19,8 @@ from ragcache_core.bench.command import benchmark
 from ragcache_core.bench.report import Figure, Goal, Part, Plan
 from ragcache_core.config import CacheConfig
 from ragcache_core.sim.options import BELADY, SimulationOptions
+from ragcache_core.sim.sweep import FinishedRun, Journal, Run, run_all
 from ragcache_core.sim.sweep import plan as plan_runs
-from ragcache_core.sim.sweep import run_all
 from ragcache_core.sim.trace import Trace, write_trace
 from ragcache_core.sim.workload import WORKLOADS, Workload, make_trace
 
@@ -212,7 +212,7 @@ def _versus(key: str, unit: str, of: Mapping[System, Sequence[Summary]], ours: S
 
 
 def _compare(plan: Plan, workloads: Sequence[str], systems: Sequence[System], load: float | None = None) -> Results:
-    """Return what every system does on the traces of every seed, in as many processes as there are cores."""
+    """Return what every system does on the traces of every seed."""
     num_requests = plan.sized(_NUM_REQUESTS, 400)
     warm_up = plan.sized(_NUM_WARM_UP, 100)
     seeds = range(_FIRST_SEED + plan.seed, _FIRST_SEED + plan.seed + plan.sized(_NUM_SEEDS, 2))
@@ -231,12 +231,21 @@ def _compare(plan: Plan, workloads: Sequence[str], systems: Sequence[System], lo
             num_done += num_simulated
             plan.report(f"{', '.join(workloads)}: {num_done / num_requests:.1f} of {len(runs)} runs")
 
-        done = run_all(list(runs.values()), jobs=os.cpu_count() or 1, report=count)
+        done = _run(plan, list(runs.values()), count)
     summaries = {at: finished.summary for at, finished in zip(runs, done, strict=True)}
     return {
         setting: {system: [summaries[setting, system, seed] for seed in seeds] for system in systems}
         for setting in settings
     }
+
+
+def _run(plan: Plan, runs: Sequence[Run], report: Callable[[int], object]) -> list[FinishedRun]:
+    """Simulate what is not finished yet, in as many processes as there are cores, and keep each run at once."""
+    jobs = os.cpu_count() or 1
+    if plan.kept_at is None:
+        return run_all(runs, jobs=jobs, report=report)
+    journal = Journal(plan.kept_at)
+    return run_all(runs, jobs=jobs, finished=journal.read(), keep=journal.append, report=report)
 
 
 def _options(system: System, setting: Setting, warm_up: int) -> SimulationOptions:
@@ -265,7 +274,7 @@ def _write_traces(
         return paths
     plan.report(f"what {ALGORITHM_1.name} can serve")
     idle = [run for at in loaded for run in plan_runs([paths[at]], _options(ALGORITHM_1, at[0], warm_up))]
-    for (setting, seed), run in zip(loaded, run_all(idle, jobs=os.cpu_count() or 1), strict=True):
+    for (setting, seed), run in zip(loaded, _run(plan, idle, lambda _: None), strict=True):
         service_s = run.summary["mean_ttft_s"] - run.options["retrieval_s"]  # nobody waits for anybody
         assert setting.load
         path = paths[setting, seed] = folder / f"{setting}-{seed}.jsonl"
@@ -301,7 +310,9 @@ main = benchmark(
     GOALS,
     """  python -m ragcache_core.bench.simulation
   python -m ragcache_core.bench.simulation --quick --json build/smoke.json
-  python -m ragcache_core.bench.simulation --only mmlu --only load""",
+  python -m ragcache_core.bench.simulation --only mmlu --only load
+  python -m ragcache_core.bench.simulation --resume""",
+    keeps_runs=True,
 )
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from ragcache_core.bench import simulation
 from ragcache_core.bench.simulation import (
     ALGORITHM_1,
     CACHE_AWARE,
@@ -21,6 +25,7 @@ from ragcache_core.bench.simulation import (
     workload,
 )
 from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.sweep import FinishedRun, Run, run_all
 from ragcache_core.sim.workload import WORKLOADS
 
 
@@ -85,3 +90,32 @@ def test_the_load_is_one_at_which_somebody_waits(report: dict[str, object]) -> N
         idle = parts["mmlu"]["details"][setting.removesuffix(", load 1.05")]["algorithm 1"]["mean_ttft_s"]
         waiting = of["the paper's reordering"]["mean_ttft_s"]
         assert all(w > i for w, i in zip(waiting, idle, strict=True))
+
+
+def test_a_run_that_was_interrupted_goes_on_with_what_was_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--quick", "--only", "nq", "--json", str(tmp_path / "out.json")]
+    journal = tmp_path / "out.json.runs.jsonl"
+
+    def interrupted(runs: Sequence[Run], *, keep: Callable[[FinishedRun], None], **settings: Any) -> None:
+        def keep_one(run: FinishedRun) -> None:
+            keep(run)
+            raise KeyboardInterrupt
+
+        run_all(runs, keep=keep_one, **settings)
+
+    monkeypatch.setattr(simulation, "run_all", interrupted)
+    assert CliRunner().invoke(main, arguments).exit_code == 1
+    assert len(journal.read_text().splitlines()) == 1
+    num_finished = []
+
+    def counted(runs: Sequence[Run], **settings: Any) -> list[FinishedRun]:
+        num_finished.append(len(settings["finished"]))
+        return run_all(runs, **settings)
+
+    monkeypatch.setattr(simulation, "run_all", counted)
+    done = CliRunner().invoke(main, [*arguments, "--resume"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert num_finished == [1]
+    assert not journal.exists(), "all of it is in the report now"
