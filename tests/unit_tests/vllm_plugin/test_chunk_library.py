@@ -210,6 +210,41 @@ def test_a_chunk_that_cannot_be_read_is_lost_and_counted() -> None:
     assert reserve(books, tokens(1)) is not None
 
 
+def on_disk_alone(books: ChunkLibrary) -> ChunkVariant:
+    """Return a chunk that has left memory for others, which are on disk too."""
+    variant = capture(books, tokens(1))
+    report_all(books)
+    for chunk in range(2, 8):
+        capture(books, tokens(chunk))
+        report_all(books)
+    assert not books.is_on_host(variant)
+    return variant
+
+
+def test_a_pin_that_finds_no_room_changes_nothing() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    wanted = on_disk_alone(books)
+    here = [found(books, tokens(chunk))[0] for chunk in range(2, 8)]
+    assert books.pin(here[1:], "others")
+    assert not books.pin([here[0], wanted], "asks")
+    assert not any(isinstance(c, ReadChunk) for c in books.take_commands())
+    capture(books, tokens(20))
+    assert not books.is_on_host(here[0]), "nobody holds it"
+
+
+def test_pages_that_are_read_into_belong_to_nobody_else_until_the_disk_is_done() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    wanted = on_disk_alone(books)
+    assert books.pin([wanted], "asks")
+    [read] = [c for c in books.take_commands() if isinstance(c, ReadChunk)]
+    books.release("asks")
+    taken = [r.pages for chunk in range(20, 26) if (r := reserve(books, tokens(chunk), request=str(chunk))) is not None]
+    assert len(taken) == 5
+    assert not set(read.pages) & {page for pages in taken for page in pages}
+    books.on_report(MemoryReport(num_done=Counter([read.command_id])))
+    assert reserve(books, tokens(26)) is not None
+
+
 def test_a_chunk_is_on_disk_when_every_worker_has_written_it() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
     variant = capture(books, tokens(1))
@@ -461,6 +496,13 @@ class LibraryMachine(RuleBasedStateMachine):
                 elif at in self.held_pages:
                     raise AssertionError(f"{variant} left host memory while it was pinned")
         self.held_pages = held
+
+    @invariant()
+    def pages_of_a_transfer_stay_where_they_are(self) -> None:
+        for command in self.running:
+            variant = command.variant if isinstance(command, WriteChunk) else command
+            stored = self.books._stock.chunks[variant.key].stored[variant.number]
+            assert stored.pages == command.pages
 
     @invariant()
     def the_sums_are_true(self) -> None:
