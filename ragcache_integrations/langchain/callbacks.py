@@ -153,13 +153,13 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         self._runs.append((run_id, stats))
         self._sums["num_requests"] += 1
         self._sums.update({name: getattr(stats, name) or 0 for name in _SUMMED})
-        for document in stats.documents:
-            old = self._documents.get(document.doc_id, DocumentHits(0, 0, 0))
-            self._documents[document.doc_id] = DocumentHits(
         if (reuse := stats.chunk_reuse) is not None:
             self._sums["num_reused_chunks"] += reuse.num_chunks
             self._sums["num_reused_tokens"] += reuse.num_reused_tokens
             self._sums["num_recomputed_tokens"] += reuse.num_recomputed_tokens
+        for document in stats.documents:
+            old = self._documents.get(document.doc_id, DocumentHits(0, 0, 0))
+            self._documents[document.doc_id] = DocumentHits(
                 old.num_requests + 1,
                 old.num_tokens + document.num_tokens,
                 old.num_cached_tokens + document.num_cached_tokens,

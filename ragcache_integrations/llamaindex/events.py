@@ -146,15 +146,15 @@ class CacheStatsEventHandler(BaseEventHandler):
     num_disk_tokens: int = 0
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
-    num_timed_requests: int = 0
-    """Requests whose time to first token is known: those that were streamed, or all where the engine tells it."""
-    sum_ttft_s: float = 0.0
     num_reused_chunks: int = 0
     """Documents that were reused behind others than they were computed behind; those answers are approximate."""
     num_reused_tokens: int = 0
     """Of them, the tokens that were taken as they were stored."""
     num_recomputed_tokens: int = 0
     """Of them, the tokens that were computed anew."""
+    num_timed_requests: int = 0
+    """Requests whose time to first token is known: those that were streamed, or all where the engine tells it."""
+    sum_ttft_s: float = 0.0
     num_queued_requests: int = 0
     """Requests of which the engine told how long they waited to be scheduled."""
     sum_queue_s: float = 0.0
@@ -188,14 +188,14 @@ class CacheStatsEventHandler(BaseEventHandler):
             self.num_requests += 1
             for name in _SUMMED:
                 setattr(self, name, getattr(self, name) + (getattr(event, name) or 0))
-            if event.ttft_s is not None:
-                self.num_timed_requests += 1
-                self.sum_ttft_s += event.ttft_s
-            if event.queue_s is not None:
             if (reuse := event.chunk_reuse) is not None:
                 self.num_reused_chunks += reuse.num_chunks
                 self.num_reused_tokens += reuse.num_reused_tokens
                 self.num_recomputed_tokens += reuse.num_recomputed_tokens
+            if event.ttft_s is not None:
+                self.num_timed_requests += 1
+                self.sum_ttft_s += event.ttft_s
+            if event.queue_s is not None:
                 self.num_queued_requests += 1
                 self.sum_queue_s += event.queue_s
             self.last = event
