@@ -55,13 +55,11 @@ class QualityRun:
         for way in ways:
             report = begin(way)
             with self.launch(way) as engine:
-                yield (
-                    way,
-                    answers_of(
-                        engine,
-                        self.questions,
-                        max_tokens=self.max_tokens,
-                        reads_alone=way.reads_alone,
-                        report=report,
-                    ),
+                answers = answers_of(
+                    engine,
+                    self.questions,
+                    max_tokens=self.max_tokens,
+                    reads_alone=way.reads_alone,
+                    report=report,
                 )
+            yield way, answers
