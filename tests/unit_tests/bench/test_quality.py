@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragcache_core.bench.chunks_ttft import condensed
 from ragcache_core.bench.quality import (
     FULL,
     NAIVE,
@@ -31,6 +32,8 @@ from ragcache_core.client.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import RenderedPrompt
+from ragcache_core.sim.request import TracedRequest
+from ragcache_core.sim.trace import Trace
 from ragcache_core.stats import ChunkReuseStats, RequestStats
 from ragcache_core.types import Document, SegmentKind
 
@@ -244,3 +247,15 @@ def test_what_a_second_half_tells_is_asked_with_its_first_half_right_before_it()
         assert names[place - 1] == names[place].replace(" 2", " 1")
         assert question.answers[0] in question.documents[place].text
         assert place + 1 == len(names) or not names[place + 1].endswith(" 2")
+
+
+def test_a_condensed_history_reads_once_what_comes_again_in_the_order_of_its_last_use() -> None:
+    def request(*names: str) -> TracedRequest:
+        return TracedRequest(0.0, names, tuple(10 + ord(name) for name in names), 3, 2)
+
+    later = [request("a", "c", "z"), request("b", "f", "g")]
+    history = [request("a", "b"), request("x", "c"), request("f", "g", "b"), request("y")]
+    short = list(condensed(Trace.from_requests([*history, *later]), len(history)))
+    assert [r.doc_ids for r in short] == [("a", "c", "f", "g", "b"), *(r.doc_ids for r in later)]
+    assert short[0].doc_tokens == tuple(10 + ord(name) for name in "acfgb")
+    assert [r.question_tokens for r in short] == [1, 3, 3]
