@@ -18,6 +18,7 @@ from ragcache_core.vllm_plugin.chunk_scheduling import ChunkScheduling
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
 from ragcache_core.vllm_plugin.identity import chunk_identity
 from ragcache_core.vllm_plugin.partial_prefill import PartialPrefill
+from ragcache_core.vllm_plugin.scheduler import RAGCacheScheduler
 from ragcache_core.vllm_plugin.settings import ChunkSettings, PluginSettings
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         "speculative decoding": vllm_config.speculative_config is not None,
         "prefill that is not chunked": not vllm_config.scheduler_config.enable_chunked_prefill,
         "prefix caching switched off": not vllm_config.cache_config.enable_prefix_caching,
+        "another scheduler than RAGCacheScheduler, which keeps approximate blocks apart": (
+            vllm_config.scheduler_config.get_scheduler_cls() is not RAGCacheScheduler
+        ),
     }
     for reason, is_so in reasons.items():
         if is_so:
@@ -81,6 +85,7 @@ def build_scheduling(
         max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         prefill_cost=prefill_cost,
         run_tokens=1 if current_platform.is_cpu() else _RUN_TOKENS,
+        is_eager=vllm_config.model_config.enforce_eager,
     )
 
 

@@ -30,6 +30,7 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
     OffloadingConnector,
+    fence_blocks,
     keep_from_storing,
 )
 from ragcache_core.vllm_plugin.connector import DocumentConnector, RAGCacheConnector
@@ -49,6 +50,11 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.chunk_execution import ChunkExecution
     from ragcache_core.vllm_plugin.chunk_memory import ChunkMemory
     from ragcache_core.vllm_plugin.controller import CacheController
+
+
+_MAX_CHUNKS = 128
+"""Documents of a request with chunk reuse; a request with more is prefilled. What each of them looked at in each
+before it is measured and kept."""
 
 
 @dataclass(slots=True)
@@ -104,6 +110,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._chunk_engine = (vllm_config, kv_cache_config)
         self._offers: dict[str, _Offer] = {}
         self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
+        self._is_prefilling = False  # whether the step computes a prompt that somebody waits for
         self._execution: ChunkExecution | None = None
         self._memory: ChunkMemory | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -139,6 +146,8 @@ class ChunkReuse(KVConnectorBase_V1):
         if asked is False or (asked is None and not settings.is_default):
             return None
         is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
+        if request.prompt_embeds is not None:  # its tokens do not say what they are
+            return None
         if not is_like_others or not request.prompt_token_ids or request.skip_reading_prefix_cache:
             return None
         asked = asked or ChunkReuseRequest()
@@ -153,11 +162,11 @@ class ChunkReuse(KVConnectorBase_V1):
 
     @staticmethod
     def _spans(request: Request, metadata: RequestMetadata) -> list[ChunkSpan]:
-        """Return a request's documents without what separates them."""
+        """Return a request's documents without what separates them; none where there are too many."""
         tokens = request.prompt_token_ids
         documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
         places = [(each.start, each.end if each.text_end is None else each.text_end) for each in documents]
-        if not places:
+        if not 0 < len(places) <= _MAX_CHUNKS:
             return []
         static = chunk_key(tokens[: places[0][0]])
         return [ChunkSpan(start, end, chunk_key(tokens[start:end], behind=static)) for start, end in places]
@@ -187,6 +196,8 @@ class ChunkReuse(KVConnectorBase_V1):
             self.scheduling.compute(request.request_id, num_local + num_external_tokens)
             return by_tier
         block_ids = blocks.get_block_ids()[0]
+        if isinstance(self, OffloadingConnector):
+            fence_blocks(self, block_ids)
         first = self.scheduling.begin(request.request_id, block_ids, awaits_load=num_below > 0)
         self._approximate_from[request.request_id] = first
         return by_tier
@@ -213,15 +224,23 @@ class ChunkReuse(KVConnectorBase_V1):
         return controller
 
     def _real_ones_first(self, request_ids: Iterable[str]) -> list[str]:
-        """Return which jobs may run; speculative ones wait while somebody waits for a first token."""
+        """Return which jobs may run; speculative ones wait while a real request is being prefilled.
+
+        One that only waits holds nothing back: what it waits for may be the blocks of such a job, which vLLM takes
+        back when the job has ended.
+        """
         in_order = sorted(request_ids, key=self._controller.is_speculative)
-        if not self._controller.num_pending_prefills:
-            return in_order
-        return [request_id for request_id in in_order if not self._controller.is_speculative(request_id)]
+        real = [request_id for request_id in in_order if not self._controller.is_speculative(request_id)]
+        return real if real or self._is_prefilling else in_order
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
         assert state is not None
+        num_by_request = scheduler_output.num_scheduled_tokens
+        self._is_prefilling = any(
+            num_tokens > 1 and not self._controller.is_speculative(request_id)
+            for request_id, num_tokens in num_by_request.items()
+        )
         step = self.scheduling.take_step(
             scheduler_output.total_num_scheduled_tokens,
             _progress(scheduler_output) if self.scheduling.wants_progress else {},

@@ -68,7 +68,7 @@ class ChunkExecution:
         self._capture = ChunkCapture(layers, memory)
         self._observed = Observed(layers)
         self._running: dict[str, _Running] = {}
-        self._finished: set[str] = set()
+        self._finished: dict[str, torch.cuda.Event | None] = {}
         self._report = ChunkReport()
         self._step = ChunkStep()
         is_cuda = prefill.device.type == "cuda"
@@ -137,8 +137,10 @@ class ChunkExecution:
         self._step.captures = []
 
     def take_finished(self) -> set[str]:
-        """Return the requests whose jobs ended since the last call."""
-        finished, self._finished = self._finished, set()
+        """Return the requests whose jobs ended since the last call: on CUDA, whose copies out of the memory have."""
+        finished = {name for name, event in self._finished.items() if event is None or event.query()}
+        for name in finished:
+            del self._finished[name]
         return finished
 
     def take_report(self) -> ChunkReport:
@@ -149,7 +151,7 @@ class ChunkExecution:
     def _end_if_cancelled(self, request_id: str, running: _Running) -> None:
         if running.is_cancelled and not running.awaits_load:
             del self._running[request_id]
-            self._finished.add(request_id)
+            self._finished[request_id] = self._mark()
 
     # Slices
 
@@ -225,7 +227,15 @@ class ChunkExecution:
         self._keep(running.captures, running.block_ids)
         self._report.computed_rows[job.request_id] = running.row_layers / len(self._layers)
         del self._running[job.request_id]
-        self._finished.add(job.request_id)
+        self._finished[job.request_id] = self._mark()
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """Return what says that everything queued so far has been done; None where nothing is queued."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _keep(self, captures: Iterable[Capture], block_ids: torch.Tensor) -> None:
         for capture in captures:

@@ -36,6 +36,9 @@ from ragcache_core.vllm_plugin.chunk_steps import (
     Slice,
 )
 
+_LEAST_ASKINGS_A_STEP = 8
+"""A question that fits into a step less often than this is not asked what it looks at."""
+
 
 class ChunkScheduling:
     """Decides for all requests with chunk reuse on. One thread calls it.
@@ -46,6 +49,8 @@ class ChunkScheduling:
         max_step_tokens: tokens that a step may compute.
         run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
         prefill_cost: seconds of a prefill.
+        is_eager: whether vLLM computes a prompt without compilation, as a job does: only then is what a job computes
+            before the first reused chunk the same to the last bit, and others may find it.
     """
 
     def __init__(
@@ -56,7 +61,9 @@ class ChunkScheduling:
         max_step_tokens: int,
         prefill_cost: PrefillCost,
         run_tokens: int = 1,
+        is_eager: bool = True,
     ) -> None:
+        self._is_eager = is_eager
         self.library = library
         self.order: Callable[[Iterable[str]], list[str]] = list
         """Says which jobs may run in a step, first ones first."""
@@ -129,6 +136,9 @@ class ChunkScheduling:
         self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])
         positions = np.asarray(plan.recomputed, dtype=np.int64)
         focus = self.plans.focus(request, plan, reused)
+        num_asking = 0 if focus is None else int((positions >= focus.question_start).sum())
+        if num_asking > self._max_step_tokens // _LEAST_ASKINGS_A_STEP:  # every slice computes the question again
+            focus, num_asking = None, 0
         self._jobs[request_id] = ChunkJob(
             request_id,
             block_ids=np.asarray(block_ids, dtype=np.int32),
@@ -141,9 +151,11 @@ class ChunkScheduling:
             prefill_s=self._prefill_cost.estimate_s(plan.start, len(positions)) if len(positions) else 0.0,
         )
         request.num_rows_left = len(positions)
-        request.num_asking = 0 if focus is None else int((positions >= focus.question_start).sum())
+        request.num_asking = num_asking
         request.is_running, request.num_to_load = True, self._num_workers if awaits_load else 0
         self._running[request_id] = None
+        if not self._is_eager:
+            return plan.start
         return min((max(chunk.span.start, plan.start) for chunk in reused), default=plan.end)
 
     def compute(self, request_id: str, num_exact: int) -> None:

@@ -8,7 +8,7 @@ name is for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +254,11 @@ def keep_from_storing(connector: OffloadingConnector, request_id: str, num_token
     state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
     for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True):
         del group.offload_keys[num_tokens // config.tokens_per_chunk :]
+
+
+def fence_blocks(connector: OffloadingConnector, block_ids: Sequence[int]) -> None:
+    """Have stores out of these blocks end before this step writes to them, as vLLM does for blocks that it computes."""
+    connector.scheduler._current_batch_allocated_block_ids.update(block_ids)
 
 
 def platform_worker() -> type[Any]:

@@ -97,7 +97,8 @@ class _DocumentAware:
             request.request_id, metadata, request.block_hashes, request.num_prompt_tokens, since_s
         )
         is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
-        if request.prompt_token_ids and is_like_others:  # else the same tokens are not the same KV
+        is_told_by_tokens = request.prompt_token_ids and request.prompt_embeds is None
+        if is_told_by_tokens and is_like_others:  # else the same tokens are not the same KV
             self.controller.paths.track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
