@@ -40,7 +40,8 @@ demo: $(READY) ## answer questions from documents through LangChain and LlamaInd
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
 test: lint ## lint, types and every test
-	$(VENV)/bin/python -m pytest -n $(WORKERS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
+	$(VENV)/bin/python -m pytest tests/integration_tests
 
 test-quick: $(READY) ## the tests that need no engine
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts

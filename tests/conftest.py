@@ -36,13 +36,8 @@ ENGINE_ARGS: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what needs no engine first, so that a simple mistake shows at once.
-
-    With ``-n``, one process starts with what needs an engine and has all of it; the others share the rest.
-    """
+    """Run what needs no engine first, so that a simple mistake shows at once."""
     items.sort(key=_is_integration)
-    for item in filter(_is_integration, items):
-        item.add_marker(pytest.mark.xdist_group("engine"))
     if not _has_gpu():
         for item in items:
             if item.get_closest_marker("gpu"):
