@@ -25,7 +25,13 @@ class Bench:
     """A scheduling whose workers do at once what a step says."""
 
     def __init__(
-        self, *, num_pages: int = 64, num_workers: int = 1, max_step_tokens: int = 64, num_disk_pages: int = 0
+        self,
+        *,
+        num_pages: int = 64,
+        num_workers: int = 1,
+        max_step_tokens: int = 64,
+        num_disk_pages: int = 0,
+        is_eager: bool = True,
     ) -> None:
         cost = PrefillCostModel.default()
         library = ChunkLibrary(
@@ -37,17 +43,19 @@ class Bench:
             num_workers=num_workers,
         )
         self.scheduling = ChunkScheduling(
-            library, num_workers=num_workers, max_step_tokens=max_step_tokens, prefill_cost=cost
+            library, num_workers=num_workers, max_step_tokens=max_step_tokens, prefill_cost=cost, is_eager=is_eager
         )
         self.num_workers = num_workers
 
-    def arrive(self, name: str, documents: str, options: ReuseOptions = _HALF) -> list[int]:
+    def arrive(
+        self, name: str, documents: str, options: ReuseOptions = _HALF, *, question: Sequence[int] = (6, 7, 8)
+    ) -> list[int]:
         tokens, spans = list(range(10)), []
         for document in documents:
             ids = _DOCUMENTS[document]
             spans.append(ChunkSpan(len(tokens), len(tokens) + len(ids), chunk_key(ids)))
             tokens += [*ids, 5]
-        tokens += [6, 7, 8]
+        tokens += question
         self.scheduling.on_new_request(name, tokens, spans, options)
         return tokens
 
@@ -347,3 +355,29 @@ def test_whatever_happens_nothing_stays_held(seed: int) -> None:
     assert not scheduling._capturing
     assert not scheduling.library._pins
     assert not scheduling.library._reservations
+
+
+@pytest.mark.parametrize(("num_question_tokens", "is_asked"), [(3, True), (8, True), (9, False), (60, False)])
+def test_a_question_too_long_to_be_computed_again_in_each_slice_is_not_asked(
+    num_question_tokens: int, is_asked: bool
+) -> None:
+    bench = Bench(max_step_tokens=64)
+    bench.store("ab")
+    bench.arrive("r", "ba", question=range(900, 900 + num_question_tokens))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    step = bench.step()
+    assert (step.jobs[0].focus is not None) == is_asked
+    num_rows, num_steps = len(step.jobs[0].positions), 1
+    while bench.step().slices:
+        num_steps += 1
+    assert num_steps <= -(-num_rows // (64 - 8))
+
+
+@pytest.mark.parametrize(("is_eager", "first"), [(True, 10), (False, 0)])
+def test_what_a_compiled_engine_would_round_otherwise_is_nobody_elses(is_eager: bool, first: int) -> None:
+    bench = Bench(is_eager=is_eager)
+    bench.store("ab")
+    bench.arrive("r", "ba")
+    bench.scheduling.offer("r", 0)
+    assert bench.scheduling.begin("r", [1], awaits_load=False) == first
