@@ -73,11 +73,12 @@ def test_the_worker_has_the_model_and_its_attention(facts: dict[str, Any]) -> No
 
 
 def test_approximate_blocks_can_be_kept_apart(facts: dict[str, Any]) -> None:
-    assert facts["request"] == [True] * 4, "chunk_connector.py reads them"
+    assert facts["request"] == [True] * 5, "chunk_connector.py reads them"
     assert facts["skips"], "a request that wants all logits is prefilled"
     assert facts["hashes_grow"], "blocks of an answer chain off the private hashes"
     assert facts["delayed"], "blocks are named when they are there, which is after _keep_apart()"
     assert facts["storing"] == [True, "offload_keys"], "compat.keep_from_storing() limits them"
+    assert facts["fenced"], "compat.fence_blocks(): stores out of these blocks end before the step writes to them"
     assert facts["waits"], "an aborted request keeps its blocks until its job is reported as finished"
 
 

@@ -103,7 +103,8 @@ def facts() -> dict[str, Any]:
             name in _fields(SchedulerOutput) for name in ("kv_connector_block_state", "total_num_scheduled_tokens")
         ],
         "request": [
-            _sets(Request, name) for name in ("block_hashes", "all_token_ids", "prefill_stats", "num_preemptions")
+            _sets(Request, name)
+            for name in ("block_hashes", "all_token_ids", "prefill_stats", "num_preemptions", "prompt_embeds")
         ],
         "skips": _sets(Request, "skip_reading_prefix_cache"),
         "hashes_grow": "self.block_hashes.extend(" in inspect.getsource(Request.update_block_hashes),
@@ -115,6 +116,12 @@ def facts() -> dict[str, Any]:
             "max_offload_tokens" in _fields(offloading.RequestOffloadState),
             _fields(offloading.RequestGroupState)[0],
         ],
+        "fenced": _order(
+            offloading.OffloadingConnectorScheduler.build_connector_meta,
+            "self._block_id_to_pending_jobs.keys().isdisjoint(",
+            "self._current_batch_allocated_block_ids",
+            "self._current_batch_allocated_block_ids = set()",
+        ),
         "all_reduce": _arguments(compat.tensor_model_parallel_all_reduce),
     }
 
