@@ -65,7 +65,7 @@ def _scheduler(num_blocks: int) -> Iterator[Any]:
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
         ),
         kv_transfer_config=KVTransferConfig(
-            **arguments._transfer_config(Tiers(host_bytes="1MiB").resolved(), engine_id, None)
+            **arguments._transfer_config(Tiers(host_bytes="1MiB").resolved(), engine_id, None, ())
         ),
     )
     config.scheduler_config.async_scheduling = False
