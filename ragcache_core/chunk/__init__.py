@@ -2,7 +2,7 @@
 
 from ragcache_core.chunk.calibration import AlphaPoint, choose_alpha
 from ragcache_core.chunk.focus import FocusedChunks
-from ragcache_core.chunk.preload import loading_pays, preload_depth
+from ragcache_core.chunk.preload import preload_depth
 from ragcache_core.chunk.recompute import plan_reuse
 from ragcache_core.chunk.relevance import lexical_relevance
 from ragcache_core.chunk.selection import SELECTIONS, SelectableChunk, TokenSelection, make_selection
@@ -33,7 +33,6 @@ __all__ = [
     "choose_alpha",
     "chunk_key",
     "lexical_relevance",
-    "loading_pays",
     "make_selection",
     "plan_reuse",
     "preload_depth",

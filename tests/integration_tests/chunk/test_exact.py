@@ -87,7 +87,7 @@ def test_chunks_are_captured_and_reused_and_nothing_is_left_over(facts: tuple[st
 def test_chunks_are_reused_behind_what_comes_from_host_memory(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
     if "host memory" not in mode:
-        pytest.skip("this engine has none")
+        pytest.skip("this engine has none")  # one mode has host memory, which this is about
     assert found["computed behind host memory"] <= _tolerance(mode)
     assert found["tokens from host memory, computed"] > 64
     assert found["tokens from host memory, reused"] > 64

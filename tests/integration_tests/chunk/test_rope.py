@@ -98,7 +98,7 @@ def test_a_table_that_is_not_what_the_module_does_is_refused() -> None:
     rotary.cos_sin_cache = rotary.cos_sin_cache.clone()
     kept = rotary.forward_native
 
-    class Other(type(rotary)):  # type: ignore[misc]
+    class Other(type(rotary)):  # type: ignore[misc]  # the class is vLLM's choice at run time
         def forward(self, positions: Any, query: Any, key: Any = None) -> Any:
             return kept(positions // 2, query, key)
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.chunk import loading_pays, preload_depth
-from ragcache_core.chunk.preload import prefill_with_load_s
+from ragcache_core.chunk import preload_depth
 
 LAYERS = st.integers(1, 80)
 SECONDS = st.floats(0.001, 10.0)
@@ -46,24 +45,6 @@ def test_what_loads_faster_than_it_is_computed_needs_one_layer() -> None:
 
 def test_what_computes_nothing_loads_everything_first() -> None:
     assert preload_depth(32, prefill_s=0.0, load_s=1.0) == 32
-
-
-@given(LAYERS, SECONDS, SECONDS, st.floats(0.0, 20.0))
-def test_a_prefill_that_loads_takes_what_its_layers_take(
-    num_layers: int, prefill_s: float, load_s: float, queued_s: float
-) -> None:
-    end_s = 0.0
-    for layer in range(num_layers):
-        is_loaded_s = (layer + 1) * load_s / num_layers - queued_s
-        end_s = max(end_s, is_loaded_s) + prefill_s / num_layers
-    found = prefill_with_load_s(num_layers, prefill_s=prefill_s, load_s=load_s, queued_s=queued_s)
-    assert found == pytest.approx(end_s)
-
-
-def test_a_slow_disk_pays_only_behind_a_queue() -> None:
-    times = {"full_prefill_s": 0.4, "partial_prefill_s": 0.1, "load_s": 0.6}
-    assert not loading_pays(32, **times)
-    assert loading_pays(32, **times, queued_s=0.32)  # the paper's queue, §3.5
 
 
 @pytest.mark.parametrize("times", [(-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0)])

@@ -106,7 +106,7 @@ def test_the_engine_says_which_chunks_it_keeps(engine: Engine, server: ScriptedS
     assert "chunk" not in "".join(line for line in lines_of("m", engine.stats()) if "disk chunks" not in line)
     server.cache = {**THREE_TIERS, "chunks": CHUNKS}
     reading = engine.stats()
-    assert reading.chunks == ChunkStats(**CHUNKS)  # type: ignore[arg-type]
+    assert reading.chunks == ChunkStats(**CHUNKS)  # type: ignore[arg-type]  # as the engine sends them: numbers and a truth
     assert reading.to_dict()["chunks"] == CHUNKS
     lines = list(lines_of("m", reading))
     assert "chunk reuse      5 chunks of 2 requests: 900 tokens reused, 300 computed anew" in lines

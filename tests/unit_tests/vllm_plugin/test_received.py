@@ -75,7 +75,7 @@ async def test_whoever_waits_for_figures_gets_them_when_they_arrive() -> None:
         asyncio.create_task(received.news.wait_for(lambda: received.wait_of("s"), 5.0)),
         asyncio.create_task(received.news.wait_for(lambda: received.wait_of("nobody"), 0.0)),
     ]
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # let the three begin to wait
     received.add({"requests": {"cmpl-1": {"queue_s": 0.5}}}, engine_index=0)
     assert await waiting[0] == {"queue_s": 0.5}
     assert not waiting[1].done()
