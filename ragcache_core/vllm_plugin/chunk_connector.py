@@ -33,10 +33,10 @@ from ragcache_core.vllm_plugin.compat import (
     fence_blocks,
     keep_from_storing,
 )
-from ragcache_core.vllm_plugin.connector import DocumentConnector, RAGCacheConnector
+from ragcache_core.vllm_plugin.connector import DocumentConnector, RAGCacheConnector, is_told_by_tokens
 from ragcache_core.vllm_plugin.private_chain import private_hashes
 from ragcache_core.vllm_plugin.settings import PluginSettings
-from ragcache_core.wire import RequestMetadata, decode_kv_transfer_params
+from ragcache_core.wire import RequestMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -129,12 +129,7 @@ class ChunkReuse(KVConnectorBase_V1):
 
     # Scheduler side
 
-    def on_new_request(self, request: Request) -> None:
-        super().on_new_request(request)
-        try:
-            metadata = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
-        except ConfigError:
-            return  # it contradicts the prompt: the connector below has counted that
+    def _read(self, request: Request, metadata: RequestMetadata) -> None:
         options = self._options(request, metadata)
         spans = [] if options is None else self._spans(request, metadata)
         if options is not None and spans:
@@ -145,10 +140,7 @@ class ChunkReuse(KVConnectorBase_V1):
         asked, settings = metadata.chunk_reuse, self._chunk_settings
         if asked is False or (asked is None and not settings.is_default):
             return None
-        is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
-        if request.prompt_embeds is not None:  # its tokens do not say what they are
-            return None
-        if not is_like_others or not request.prompt_token_ids or request.skip_reading_prefix_cache:
+        if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
             return None
         asked = asked or ChunkReuseRequest()
         alpha = settings.alpha_for(asked)

@@ -57,6 +57,12 @@ _REPORT_EVERY_S = 0.2
 _TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
 
 
+def is_told_by_tokens(request: Request) -> bool:
+    """Return whether the same tokens are the same KV in another request."""
+    is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
+    return bool(request.prompt_token_ids) and request.prompt_embeds is None and is_like_others
+
+
 class _DocumentAware:
     """What both connectors do on the scheduler's side: tell the controller of each request's life."""
 
@@ -96,12 +102,11 @@ class _DocumentAware:
         self.controller.on_new_request(
             request.request_id, metadata, request.block_hashes, request.num_prompt_tokens, since_s
         )
-        is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
-        is_told_by_tokens = request.prompt_token_ids and request.prompt_embeds is None
-        if is_told_by_tokens and is_like_others:  # else the same tokens are not the same KV
+        if is_told_by_tokens(request):
             self.controller.paths.track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
+        self._read(request, metadata)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._num_local_tokens[request.request_id] = num_computed_tokens
@@ -159,6 +164,9 @@ class _DocumentAware:
         return RAGCachePromMetrics(*args, **kwargs)
 
     # What differs
+
+    def _read(self, request: Request, metadata: RequestMetadata) -> None:
+        """Take what a new request says of its documents, none where it contradicts its prompt."""
 
     def _limit_storing(self, request: Request) -> None:
         """Say how much of a prompt is worth storing below the GPU."""

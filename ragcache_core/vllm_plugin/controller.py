@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, cast
 
-from ragcache_core.chunkstore import ChunkEntry, ChunkNote
 from ragcache_core.policy import PrefillCostModel, make_policy
-from ragcache_core.tree import KnowledgeTree, Location, PathSegment, TreeNode
-from ragcache_core.types import DocId, SegmentKind, Tier
+from ragcache_core.tree import KnowledgeTree, Location, PathSegment
+from ragcache_core.types import SegmentKind, Tier
+from ragcache_core.vllm_plugin.document_uses import DocumentUses
 from ragcache_core.vllm_plugin.mirroring import PathTracker
 from ragcache_core.vllm_plugin.records import Counters, Key, RequestRecord
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from ragcache_core.queueing import CacheAwareQueue
     from ragcache_core.stats import ChunkReuseStats
     from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
-
-_MAX_HOTTEST = 10
-_MAX_COUNTED = 1024
 
 
 @dataclass(slots=True)
@@ -80,7 +76,7 @@ class CacheController:
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
-        self._uses: dict[DocId, tuple[int, TreeNode]] = {}
+        self.document_uses = DocumentUses(self.tree)
 
     # A request's life
 
@@ -269,30 +265,6 @@ class CacheController:
         before = self.tree.key_before(min(places, key=lambda at: at.node.start + at.unit))
         return [*(at.node.keys[at.unit] for at in places), *([] if before is None else [before])]
 
-    def note(self, location: Location) -> ChunkNote:
-        """Return what has to be stored with a block's KV for the tree to grow again from it."""
-        node, unit = location
-        parent = self.tree.key_before(location)
-        return ChunkNote(cast("Key | None", parent), node.doc_id, node.start + unit, node.frequency, node.avg_cost_s)
-
-    def restore(self, entries: Iterable[ChunkEntry], tier: Tier) -> tuple[list[Key], list[Key]]:
-        """Put stored blocks back into the tree, parents first; return those that stand there, and those that cannot.
-
-        A block whose prefix is gone is of no use to anybody.
-        """
-        found: list[Key] = []
-        orphans: list[Key] = []
-        for entry in entries:
-            node = self.tree.attach(entry.parent, entry.key, self.tokens_per_block, entry.doc_id)
-            location = self.tree.locate(entry.key)
-            if node is None or location is None:
-                orphans.append(entry.key)
-                continue
-            self.tree.add(location.node, 1 << location.unit, tier)
-            self.tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
-            found.append(entry.key)
-        return found, orphans
-
     # Reporting
 
     @property
@@ -321,7 +293,7 @@ class CacheController:
             "num_reordered_requests": 0 if self.queue is None else self.queue.num_reordered,
             "max_overtaken": 0 if self.queue is None else self.queue.max_overtaken,
             "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
-            "hottest_documents": self._hottest_documents(),
+            "hottest_documents": self.document_uses.hottest(),
             **({} if self.library is None else {"chunks": self.library.report()}),
         }
 
@@ -337,22 +309,6 @@ class CacheController:
             "is_enabled": report.is_enabled,
         }
 
-    def _hottest_documents(self) -> list[dict[str, object]]:
-        hottest = nsmallest(_MAX_HOTTEST, self._uses.items(), key=lambda item: (-item[1][0], item[0]))
-        return [
-            {
-                "doc_id": doc_id,
-                "frequency": num_uses,
-                "num_tokens": node.num_tokens,
-                "tiers": [tier.label for tier in Tier if self._is_resident(node, tier)],
-            }
-            for doc_id, (num_uses, node) in hottest
-        ]
-
-    def _is_resident(self, node: TreeNode, tier: Tier) -> bool:
-        location = self.tree.locate(node.keys[0])
-        return location is not None and bool(self.tree.resident_mask(location.node, tier))
-
     def _count_access(self, record: RequestRecord, keys: Sequence[Key]) -> None:
         self.counters.count(record)
         num_cached = record.num_cached_tokens
@@ -366,16 +322,9 @@ class CacheController:
         )
         for node in path:
             if node.doc_id is not None:
-                self._note_use(node.doc_id, node)
+                self.document_uses.count(node.doc_id, node)
                 if Tier.DISK in self.tiers:  # one unit speaks for its node: a tree that grows again takes the highest
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
-
-    def _note_use(self, doc_id: DocId, node: TreeNode) -> None:
-        """Count a document's uses, wherever it stood; the rarest are forgotten."""
-        self._uses[doc_id] = (self._uses.get(doc_id, (0, node))[0] + 1, node)
-        if len(self._uses) > _MAX_COUNTED:
-            kept = sorted(self._uses.items(), key=lambda item: -item[1][0])[: _MAX_COUNTED // 2]
-            self._uses = dict(kept)
 
     def _path_segments(self, record: RequestRecord, keys: Sequence[Key]) -> list[PathSegment]:
         """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one."""

@@ -39,6 +39,7 @@ from ragcache_core.vllm_plugin.controller import TierReport
 from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
 from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, is_adapted
 from ragcache_core.vllm_plugin.identity import kv_identity
+from ragcache_core.vllm_plugin.regrowing import note_of, regrow
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.offload import RAGCacheSpec
@@ -207,7 +208,7 @@ class DiskTier(SecondaryTierManager):
         self._tree.hold(node, unit, Tier.DISK)
         self._tree.add(node, 1 << unit, Tier.DISK)
         self._writing.add(key)
-        return PendingChunk(key, chunk_id, self._controller.note(location))
+        return PendingChunk(key, chunk_id, note_of(self._tree, location))
 
     def _take_in_written(self) -> None:
         for outcome in self._io.take_written():
@@ -264,7 +265,7 @@ class DiskTier(SecondaryTierManager):
 
     def _restore(self, store: ChunkStore) -> None:
         """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""
-        found, orphans = self._controller.restore(store.entries(), Tier.DISK)
+        found, orphans = regrow(self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block)
         self._stored.update(found)
         if orphans:
             store.delete_many(orphans)

@@ -17,6 +17,7 @@ from ragcache_core.vllm_plugin.compat import (
     ReqContext,
     get_offload_block_hash,
 )
+from ragcache_core.vllm_plugin.regrowing import note_of
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.controller import CacheController
@@ -169,7 +170,7 @@ class TreeCachePolicy(CachePolicy):
     def mark_evictable(self, key: OffloadKey) -> None:
         if self.journal is not None and key not in self._fleeting and (location := self._locate(key)) is not None:
             chunk = self._chunks[key]
-            self.journal.seal(chunk.chunk_id, get_offload_block_hash(key), self.controller.note(location))
+            self.journal.seal(chunk.chunk_id, get_offload_block_hash(key), note_of(self.controller.tree, location))
         if key not in self._num_promises:
             self._let_go(key)
 

@@ -27,6 +27,7 @@ from ragcache_core.vllm_plugin.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.host_journal import HostJournal
 from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, SelectiveHostTier, TreeCachePolicy
 from ragcache_core.vllm_plugin.identity import kv_identity
+from ragcache_core.vllm_plugin.regrowing import regrow
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -98,7 +99,9 @@ class RAGCacheSpec(TieringOffloadingSpec):
             logger.warning("Host memory will not survive the engine's death: %s", error)
             return
         chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restored}
-        found, orphans = self.controller.restore((entry for _, entry in chunks.values()), Tier.HOST)
+        found, orphans = regrow(
+            self.controller.tree, (entry for _, entry in chunks.values()), Tier.HOST, self.controller.tokens_per_block
+        )
         for key in orphans:
             journal.unseal(chunks[key][0])
         adopt_chunks(manager, {OffloadKey(key + FIRST_GROUP): chunks[key][0] for key in found})

@@ -187,7 +187,7 @@ def test_a_million_documents_do_not_fill_the_memory_with_their_uses() -> None:
     for i in range(3000):
         run(it, f"r{i}", segments((f"d{i}", 8), (None, 9)), keys(2, f"{i} "))
         run(it, f"hot{i}", segments(("hot", 8), (None, 9)), keys(2, "hot "))
-    assert len(it._uses) <= 1024
+    assert len(it.document_uses) <= 1024
     assert len(it.tree) < 20
     hottest: Any = it.report()["hottest_documents"]
     assert (hottest[0]["doc_id"], hottest[0]["frequency"]) == ("hot", 3000)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.tree import check_invariants
+from ragcache_core.vllm_plugin.regrowing import note_of
 from ragcache_core.wire import KEY, MAX_DOC_ID_CHARS, MAX_DOCUMENTS, decode_kv_transfer_params, tile
 from tests.unit_tests.vllm_plugin.scene import BLOCK, controller, keys, run
 
@@ -105,4 +106,4 @@ def test_the_most_documents_with_the_longest_ids_are_served() -> None:
     assert len(it.tree) == MAX_DOCUMENTS
     location = it.tree.locate(keys(MAX_DOCUMENTS)[-1])
     assert location is not None
-    assert it.note(location).doc_id == documents[-1]["id"], "and it can be stored"
+    assert note_of(it.tree, location).doc_id == documents[-1]["id"], "and it can be stored"

@@ -8,6 +8,7 @@ from ragcache_core.chunkstore import ChunkEntry
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, Tier
 from ragcache_core.vllm_plugin.controller import TierReport
+from ragcache_core.vllm_plugin.regrowing import note_of, regrow
 from ragcache_core.wire import RequestMetadata
 from tests.unit_tests.vllm_plugin.scene import controller, keys, nodes, run, segments
 
@@ -145,10 +146,10 @@ def test_a_tree_grows_again_from_what_was_noted_with_its_blocks() -> None:
     entries = []
     for key, location in zip(keys(5), locations, strict=True):
         assert location is not None
-        note = it.note(location)
+        note = note_of(it.tree, location)
         entries.append(ChunkEntry(key, note.parent, note.doc_id, note.position, note.frequency, note.cost))
     again = controller()
-    found, orphans = again.restore(entries, Tier.DISK)
+    found, orphans = regrow(again.tree, entries, Tier.DISK, again.tokens_per_block)
     assert (found, orphans) == (keys(5), [])
     assert nodes(again) == nodes(it)
     assert {n.doc_id: (n.frequency, n.avg_cost_s) for n in again.tree.nodes()} == {
@@ -166,7 +167,7 @@ def test_what_grew_again_gives_way_in_the_order_of_its_numbers(policy: str) -> N
         for doc, frequency, num_blocks in (("often", 9.0, 2), ("once", 1.0, 6))
         for i in range(num_blocks)
     ]
-    it.restore(entries, Tier.DISK)
+    regrow(it.tree, entries, Tier.DISK, it.tokens_per_block)
     check_invariants(it.tree)
     evicted = it.tree.evict(Tier.DISK, 6)
     assert evicted is not None
@@ -182,5 +183,5 @@ def test_blocks_without_their_prefix_are_orphans_and_so_is_what_follows_them() -
         ChunkEntry(b"3", b"2", "a", 2, 1.0, 0.1),
         ChunkEntry(b"4", b"4", "a", 2, 1.0, 0.1),
     ]
-    assert it.restore(entries, Tier.HOST) == ([b"1"], [b"2", b"3", b"4"])
+    assert regrow(it.tree, entries, Tier.HOST, it.tokens_per_block) == ([b"1"], [b"2", b"3", b"4"])
     check_invariants(it.tree)

@@ -24,7 +24,7 @@ def _query(case: Case, positions: torch.Tensor) -> torch.Tensor:
 def _attend(case: Case, query: torch.Tensor, positions: torch.Tensor, **options: object) -> torch.Tensor:
     caches = case.key_cache, case.value_cache
     options = {"tiles": TILES, **options}
-    return scattered_attention(query, positions, *caches, case.block_table, SCALE, **options)  # type: ignore[arg-type]
+    return scattered_attention(query, positions, *caches, case.block_table, SCALE, **options)  # type: ignore[arg-type]  # by name
 
 
 def _mass(case: Case, query: torch.Tensor, positions: torch.Tensor, edges: list[int]) -> torch.Tensor:
