@@ -102,9 +102,9 @@ class PipelineReport:
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
     one was right. ``unhidden_search_s`` is by how much later the answer was begun than if the documents had been known
     when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent,
-    and what it then waited in the engine for room, at first and whenever it was preempted unasked for. It is all of the
-    search without one, or until the engine has told. ``skipped_because`` says why nothing was sent; ``None`` where
-    something was.
+    less the processor time that its request took to make, and what it then waited in the engine for room, at first and
+    whenever it was preempted unasked for. It is all of the search without one, or until the engine has told.
+    ``skipped_because`` says why nothing was sent; ``None`` where something was.
     """
 
     search_s: float

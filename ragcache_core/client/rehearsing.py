@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from ragcache_core.client.asker import current_asker
 from ragcache_core.client.buffering import RawHeaders
 from ragcache_core.errors import ConfigError
 
@@ -18,19 +19,23 @@ _SET_AGAIN = frozenset((b"content-length", b"transfer-encoding"))
 
 @dataclass(frozen=True, slots=True)
 class CapturedRequest:
-    """A request for a completion as it would have been sent. ``key`` is that of every request that asks the same."""
+    """A request for a completion as it would have been sent.
+
+    ``key`` is that of every request that asks the same; it is made in the name of ``asker``.
+    """
 
     method: str
     url: str
     headers: RawHeaders
     body: bytes
     key: bytes
+    asker: object | None
 
     @classmethod
     def of(cls, request: httpx.Request) -> CapturedRequest:
         """Return what ``request`` asks; its body was read before."""
         headers = [(name, value) for name, value in request.headers.raw if name.lower() not in _SET_AGAIN]
-        return cls(request.method, str(request.url), headers, request.content, request_key(request))
+        return cls(request.method, str(request.url), headers, request.content, request_key(request), current_asker())
 
 
 def asks_completion(request: httpx.Request) -> bool:

@@ -75,10 +75,11 @@ class PipelineResult:
 
 
 def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
-    """Return how long a search from ``began_s`` on had gone on when the answer was begun; all of it until it is known.
+    """Return by how much later the answer was begun than without a search from ``began_s`` on; all of it until known.
 
-    That is when it was sent, and what it waited for room: see :class:`~ragcache_core.stats.PipelineReport`.
+    That is until it was sent, less the making of its request, and what it waited for room: see
+    :class:`~ragcache_core.stats.PipelineReport`.
     """
     if speculation.started_s is None:
         return search_s
-    return min(max(speculation.started_s - began_s, 0.0), search_s)
+    return min(max(speculation.started_s - speculation.making_s - began_s, 0.0), search_s)

@@ -62,6 +62,7 @@ class SearchRun:
         self._load_told_s = 0.0
         self._is_asking = False
         self._poll_s = _FIRST_POLL_S
+        self._ahead: StartedSpeculation | None = None  # made while the engine is asked whether it has room
         self._live: StartedSpeculation | None = None
         self._documents: _Documents = ()  # of the last stage, in the order of the prompt
         self._arranged: dict[tuple[DocId, ...], tuple[_Documents, _Documents]] = {}
@@ -89,6 +90,7 @@ class SearchRun:
     def abandon(self) -> None:
         """Cancel what was asked ahead."""
         self._pipeline.on_closed()
+        self._drop_ahead()
         if self._live is not None:
             self._live.abandon()
 
@@ -123,6 +125,8 @@ class SearchRun:
                 )
             )
             if self._pipeline.is_deferred:
+                if self._may_have_room(is_fresh):
+                    self._ahead = self._made_ahead() or self._make()
                 self._ask_load(self._poll_s if is_fresh else 0.0)
         return None
 
@@ -144,6 +148,7 @@ class SearchRun:
     async def _finish(self, update: RetrievalUpdate, documents: _Documents, search_s: float) -> PipelineResult:
         for stage, candidates in self._candidates:
             self._history.record(stage, _texts(candidates), _texts(documents))
+        self._drop_ahead()
         if self._live is not None and _texts(self._live.documents) == _texts(documents):
             await self._settle(self._live)
         expected = documents
@@ -189,10 +194,12 @@ class SearchRun:
         self._is_asking = False
         if load is None or load.max_prefill_bs == 0:
             self._cannot = why_not
+            self._drop_ahead()
             return
         self._load, self._load_told_s = load, time.perf_counter()
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         self._perform(self._pipeline.on_load(self._num_pending()))
+        self._drop_ahead()  # no thread waits for room
         if self._pipeline.is_deferred:
             self._ask_load(self._poll_s)
             self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
@@ -207,15 +214,33 @@ class SearchRun:
         for action in actions:
             match action:
                 case Start(number):
-                    assert self._speculator is not None
-                    self._live = live = StartedSpeculation(
-                        self._speculator, self._documents, number=number, stage=self._stage
-                    )
+                    self._live = live = self._made_ahead() or self._make()
+                    self._ahead = None
+                    live.send(number=number, stage=self._stage)
                     live.add_sent_callback(partial(self._tasks.post, partial(self._on_sent, live)))
                 case Cancel():
                     self._cancel()
                 case Confirm() | Generate():
                     pass  # the final stage's own business
+
+    def _may_have_room(self, is_fresh: bool) -> bool:
+        """Return whether a request is worth making before the engine has told that it has room."""
+        return not is_fresh and self._cannot is None and (self._load is None or self._load.has_room)
+
+    def _make(self) -> StartedSpeculation:
+        assert self._speculator is not None
+        return StartedSpeculation(self._speculator, self._documents)
+
+    def _made_ahead(self) -> StartedSpeculation | None:
+        """Return what was made ahead from the last stage's documents; what was from others is dropped."""
+        if self._ahead is not None and self._ahead.documents != self._documents:
+            self._drop_ahead()
+        return self._ahead
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.abandon()
+            self._ahead = None
 
     def _cancel(self) -> None:
         live = self._live

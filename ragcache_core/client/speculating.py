@@ -48,18 +48,20 @@ class Speculation:
         sent_s: when it was sent, by ``time.perf_counter()``.
         started_s: when it was sent, and as much later as it has waited in the engine for room, once that has told. The
             way there is not counted: a request that is made when the search has ended has it before it as well.
+        making_s: seconds of processor time that its request took to make, where that was measured.
         is_claimable: whether a real request may join it.
         is_promised: whether any has.
         error: why it failed.
     """
 
-    def __init__(self, owner: Speculations, key: bytes, *, is_claimable: bool) -> None:
+    def __init__(self, owner: Speculations, captured: CapturedRequest, *, is_claimable: bool) -> None:
         self.id = uuid.uuid4().hex
-        self.key = key
-        self.asker = current_asker()
+        self.key = captured.key
+        self.asker = captured.asker
         self.is_claimable = is_claimable
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None
+        self.making_s = 0.0
         self.error: Exception | None = None
         self.response = BufferedResponse()
         self._owner = owner
@@ -182,7 +184,7 @@ class Speculations:
             ConfigError: its body is no JSON object.
             EngineClosedError: the engine's handle was closed.
         """
-        speculation = Speculation(self, captured.key, is_claimable=is_claimable)
+        speculation = Speculation(self, captured, is_claimable=is_claimable)
         request = marked_request(captured, speculation.id)
         with self._lock:
             self._live[speculation] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 
 import httpx
 
@@ -65,7 +66,11 @@ class SpeculatingDoor:
             ConfigError: ``call`` sent no request. EngineClosedError: this handle was closed.
             Exception: whatever ``call`` raised before it came to that.
         """
-        return self._speculations.start(self.rehearse(call))
+        return self.prepare(call)()
+
+    def prepare(self, call: Callable[[], object]) -> Callable[[], Speculation]:
+        """Make the request of :meth:`speculate`, and return what sends it: with the same errors, some of them then."""
+        return partial(self._speculations.start, self.rehearse(call))
 
     def warm(self, prompt: RenderedPrompt) -> Speculation:
         """Prefill ``prompt`` in idle room, so that later requests which begin with it find it cached.
@@ -75,6 +80,10 @@ class SpeculatingDoor:
         Raises:
             PromptTooLongError: it does not fit into the context window. EngineClosedError: this handle was closed.
         """
+        return self.prepare_warm(prompt)()
+
+    def prepare_warm(self, prompt: RenderedPrompt) -> Callable[[], Speculation]:
+        """Make the request of :meth:`warm`, and return what sends it: with the same errors, some of them then."""
         plan = plan_rendered(prompt, max_model_len=self.max_model_len, chunk_reuse=False)
         body = {
             "model": self.model,
@@ -89,4 +98,4 @@ class SpeculatingDoor:
             headers={"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
             content=json.dumps(body).encode(),
         )
-        return self._speculations.start(CapturedRequest.of(request), is_claimable=False)
+        return partial(self._speculations.start, CapturedRequest.of(request), is_claimable=False)

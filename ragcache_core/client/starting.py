@@ -1,4 +1,4 @@
-"""Send a speculation from a thread, and give it up at any moment: before it was sent, meanwhile, or after."""
+"""Make and send a speculation in a thread, and give it up at any moment: before it was sent, meanwhile, or after."""
 
 from __future__ import annotations
 
@@ -36,21 +36,34 @@ _threads = _Threads()
 class Speculator(Protocol):
     """Knows what can be sent ahead. It is called in a thread: it may block for the milliseconds of tokenising."""
 
-    def start(self, documents: Sequence[Document]) -> Speculation | None:
-        """Send what follows from ``documents``, in the order of the prompt; ``None`` if nothing can be sent."""
+    def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
+        """Make the request that follows from ``documents``, in the order of the prompt; return what sends it.
+
+        ``None`` if nothing can be sent.
+        """
         ...
 
 
 class StartedSpeculation:
-    """One start: in a thread first, then in the engine."""
+    """One start: in a thread first, then in the engine.
 
-    def __init__(self, speculator: Speculator, documents: tuple[Document, ...], *, number: int, stage: int) -> None:
-        """Have a thread of its own send it, in a copy of the caller's context. It holds up no exit of the process."""
-        self.number = number
-        self.stage = stage
+    Attributes:
+        number: which start of its search it is, once it may be sent.
+        stage: the stage that it was sent at.
+    """
+
+    def __init__(self, speculator: Speculator, documents: tuple[Document, ...]) -> None:
+        """Have a thread of its own make its request, in a copy of the caller's context; :meth:`send` lets it go.
+
+        The thread holds up no exit of the process.
+        """
+        self.number = self.stage = -1
         self.documents = documents
         self.is_announced = False
         self._begun_s: float | None = None
+        self._sendable_s = 0.0
+        self._may_send = False
+        self._decided = threading.Event()
         self._future: Future[Speculation | BaseException | None] = Future()
         room = _threads.room  # a fork replaces it
         if not room.acquire(blocking=False):
@@ -64,6 +77,12 @@ class StartedSpeculation:
         except RuntimeError as error:  # no more threads
             room.release()
             self._future.set_result(error)
+
+    def send(self, *, number: int, stage: int) -> None:
+        """Let it be sent as soon as it is made."""
+        self.number, self.stage = number, stage
+        self._sendable_s, self._may_send = time.perf_counter(), True
+        self._decided.set()
 
     @property
     def is_sent(self) -> bool:
@@ -90,6 +109,8 @@ class StartedSpeculation:
 
     def abandon(self) -> None:
         """Cancel what was sent, or what a thread is about to send. Safe at any moment, and more than once."""
+        self._may_send = False
+        self._decided.set()
         if not self._future.cancel():
             self._future.add_done_callback(lambda _: self._cancel())
 
@@ -98,10 +119,10 @@ class StartedSpeculation:
         self._future.add_done_callback(lambda _: f())
 
     async def wait_until_sent(self, grace_s: float) -> None:
-        """Wait for a thread that began at most ``grace_s`` ago, until then; what has not begun is cancelled."""
+        """Wait for a thread that began, and might send, at most ``grace_s`` ago; what has not begun is cancelled."""
         if self._future.done() or self._future.cancel() or self._begun_s is None:
             return
-        left_s = self._begun_s + grace_s - time.perf_counter()
+        left_s = max(self._begun_s, self._sendable_s) + grace_s - time.perf_counter()
         if left_s > 0:
             await asyncio.wait([asyncio.wrap_future(self._future)], timeout=left_s)
 
@@ -118,9 +139,22 @@ class StartedSpeculation:
             if not self._future.set_running_or_notify_cancel():
                 return
             try:
-                outcome: Speculation | BaseException | None = speculator.start(self.documents)
+                outcome: Speculation | BaseException | None = self._send(speculator)
             except BaseException as error:  # whatever it is: the answer does not depend on it
                 outcome = error
         finally:
             room.release()
         self._future.set_result(outcome)
+
+    def _send(self, speculator: Speculator) -> Speculation | None:
+        began_s = time.thread_time()
+        send = speculator.prepare(self.documents)
+        making_s = time.thread_time() - began_s
+        if send is None:
+            return None
+        self._decided.wait()  # whoever started it lets it go or abandons it
+        if not self._may_send:
+            return None
+        speculation = send()
+        speculation.making_s = making_s
+        return speculation

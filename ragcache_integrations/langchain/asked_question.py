@@ -97,8 +97,8 @@ class AnswerAhead:
     kwargs: Mapping[str, Any]
     is_streamed: bool
 
-    def start(self, documents: Sequence[Document]) -> Speculation:
+    def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation]:
         self.llm.connect().remember_documents(documents, query=self.asked.question)
         messages = self.asked.messages(documents)
         with self.asked.asking():
-            return self.llm.speculate(messages, is_streamed=self.is_streamed, **self.kwargs)
+            return self.llm.prepare(messages, is_streamed=self.is_streamed, **self.kwargs)

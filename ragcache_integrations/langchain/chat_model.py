@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -145,12 +145,13 @@ class ChatRAGCache(BaseChatOpenAI):
                 self._connected = engine
             return self._connected
 
-    def speculate(
+    def prepare(
         self, messages: list[BaseMessage], stop: list[str] | None = None, *, is_streamed: bool, **kwargs: Any
-    ) -> Speculation:
-        """Ask ahead what a call with the same arguments will ask: that call takes the answer over. No callback is told.
+    ) -> Callable[[], Speculation]:
+        """Return what asks ahead for what a call with the same arguments will ask, which takes the answer over.
 
-        See :meth:`ServerDoor.speculate <ragcache_core.client.asking.ServerDoor.speculate>`, also for the errors.
+        No callback is told. See :meth:`ServerDoor.prepare <ragcache_core.client.asking.ServerDoor.prepare>`, also for
+        the errors.
         """
 
         def ask() -> None:
@@ -159,7 +160,7 @@ class ChatRAGCache(BaseChatOpenAI):
             else:
                 self._generate(messages, stop, **kwargs)
 
-        return self.connect().speculate(ask)
+        return self.connect().prepare(ask)
 
     def close(self) -> None:
         """Close the connection that this model opened itself. An engine that was passed in stays open."""

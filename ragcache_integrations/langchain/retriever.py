@@ -164,7 +164,7 @@ class _PromptWarmer:
     engine: Engine
     prompt: Callable[[], BoundPrompt | None]
 
-    def start(self, documents: Sequence[Document]) -> Speculation | None:
+    def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
         prompt = self.prompt()
         known = prompt and prompt.prefix([to_langchain(document) for document in documents], documents)
-        return self.engine.warm(known) if known else None
+        return self.engine.prepare_warm(known) if known else None

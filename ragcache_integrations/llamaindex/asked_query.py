@@ -49,7 +49,7 @@ class AskedQuery(AskedSearch, AbstractContextManager["AskedQuery"]):
         self._ends_with_stream = False
         self._span_id = active_span_id.get()
 
-    def _ask_ahead(self, ask: AskAhead, nodes: list[NodeWithScore]) -> Speculation | None:
+    def _ask_ahead(self, ask: AskAhead, nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
         with self.asking():
             return ask(nodes)
 

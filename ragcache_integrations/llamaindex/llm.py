@@ -10,7 +10,7 @@ about its documents; added to a response is what the cache did for it::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import (
@@ -118,10 +118,13 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     def __getstate__(self) -> dict[Any, Any]:
         raise TypeError("a RAGCacheLLM holds an engine and its key, and cannot be pickled: make one where it is used")
 
-    def speculate(self, messages: Sequence[ChatMessage], *, is_streamed: bool, **kwargs: Any) -> Speculation:
-        """Ask ahead what a chat with the same arguments will ask: that one takes the answer over. Publishes nothing.
+    def prepare(
+        self, messages: Sequence[ChatMessage], *, is_streamed: bool, **kwargs: Any
+    ) -> Callable[[], Speculation]:
+        """Return what asks ahead for what a chat with the same arguments will ask, which takes the answer over.
 
-        See :meth:`ServerDoor.speculate <ragcache_core.client.asking.ServerDoor.speculate>`, also for the errors.
+        Publishes nothing. See :meth:`ServerDoor.prepare <ragcache_core.client.asking.ServerDoor.prepare>`, also for
+        the errors.
         """
 
         def ask() -> None:
@@ -133,7 +136,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
             else:
                 self._chat(messages, **kwargs)
 
-        return self._engine.speculate(ask)
+        return self._engine.prepare(ask)
 
     def close(self) -> None:
         """Close the connection that ``api_base`` opened; an engine that was given stays open."""

@@ -34,8 +34,8 @@ from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document, similarities
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 
-AskAhead = Callable[[list[NodeWithScore]], Speculation | None]
-"""Asks the engine for what follows from the nodes of a stage; ``None`` if nothing can be asked."""
+AskAhead = Callable[[list[NodeWithScore]], Callable[[], Speculation] | None]
+"""Returns what asks the engine for what follows from the nodes of a stage; ``None`` if nothing can be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,16 +250,16 @@ class _NodesAhead:
     found: _FoundNodes
     ask_ahead: AskAhead
 
-    def start(self, documents: Sequence[Document]) -> Speculation | None:
+    def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
         return self.ask_ahead(self.found.nodes(documents))
 
 
 def _prefill(engine: Engine, prompt_of: Callable[[], BoundPrompt | None]) -> AskAhead:
     """Return what has ``engine`` prefill what a prompt begins with: its static part and the nodes of a stage."""
 
-    def ask(nodes: list[NodeWithScore]) -> Speculation | None:
+    def ask(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
         bound = prompt_of()
         known = bound and bound.prefix(nodes, [shown_document(n.node) for n in nodes])
-        return engine.warm(known) if known else None
+        return engine.prepare_warm(known) if known else None
 
     return ask

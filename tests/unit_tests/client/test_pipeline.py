@@ -6,12 +6,9 @@ import asyncio
 import gc
 import logging
 import multiprocessing
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,147 +17,21 @@ import pytest
 
 from ragcache_core.client import search_run
 from ragcache_core.client.load import Load
-from ragcache_core.client.pipeline import PipelineEvent, PipelineResult, run_pipeline
-from ragcache_core.client.starting import StartedSpeculation
+from ragcache_core.client.pipeline import PipelineEvent, run_pipeline
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
-
-STEP_S = 0.02
-"""Longer than anything here takes but what is told to."""
-
-
-class Sent:
-    """A speculation that was sent; the test says what becomes of it."""
-
-    def __init__(self, doc_ids: tuple[str, ...]) -> None:
-        self.doc_ids = doc_ids
-        self.sent_s = time.perf_counter()
-        self.started_s: float | None = self.sent_s
-        self.is_claimable = self.is_claimed = True
-        self.error: Exception | None = None
-        self.is_cancelled = self.is_confirmed = False
-        self._callbacks: list[Callable[[Any], None]] = []
-
-    @property
-    def is_failed(self) -> bool:
-        return self.error is not None
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        self._done()
-
-    def confirm(self) -> None:
-        self.is_confirmed = True
-
-    def fail(self) -> None:
-        self.error = RuntimeError("the engine died")
-        thread = threading.Thread(target=self._done)  # as the engine handle's own thread does
-        thread.start()
-        thread.join()
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._callbacks.append(callback)
-
-    def _done(self) -> None:
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
-
-
-class ScriptedSpeculator:
-    """Notes what is sent; may be slow, raise, or have nothing to send."""
-
-    def __init__(self, *, takes_s: float = 0.0, error: BaseException | None = None, has_any: bool = True) -> None:
-        self.sent: list[Sent] = []
-        self.threads: set[int] = set()
-        self.num_calls = 0
-        self._takes_s, self._error, self._has_any = takes_s, error, has_any
-
-    def start(self, documents: Sequence[Document]) -> Any:
-        self.num_calls += 1
-        self.threads.add(threading.get_ident())
-        time.sleep(self._takes_s)
-        if self._error is not None:
-            raise self._error
-        if not self._has_any:
-            return None
-        self.sent.append(Sent(tuple(d.doc_id for d in documents)))
-        return self.sent[-1]
-
-    def shown(self) -> list[tuple[str, ...]]:
-        return [sent.doc_ids for sent in self.sent]
-
-    def alive(self) -> list[Sent]:
-        return [sent for sent in self.sent if not sent.is_cancelled and not sent.is_failed]
-
-
-class ScriptedDoor:
-    """An engine with so many pending prefills."""
-
-    def __init__(
-        self, num_pending: int = 0, *, max_prefill_bs: int = 2, can: bool = True, error: Exception | None = None
-    ) -> None:
-        self.num_pending = num_pending
-        self.has_room: bool | None = None  # as the number says
-        self.num_asked = 0
-        self.answers_after_s = 0.0
-        self._max_prefill_bs, self._can, self._error = max_prefill_bs, can, error
-
-    async def acan_speculate(self) -> bool:
-        return self._can
-
-    async def apending_prefills(self) -> Load | None:
-        self.num_asked += 1
-        await asyncio.sleep(self.answers_after_s)
-        if self._error is not None:
-            raise self._error
-        has_room = self.num_pending < self._max_prefill_bs if self.has_room is None else self.has_room
-        return Load(self.num_pending, self._max_prefill_bs, has_room)
-
-
-def document(doc_id: str) -> Document:
-    return Document(doc_id, f"text of {doc_id}")
-
-
-def update(doc_ids: str, stage: int = 0, *, is_final: bool = False) -> RetrievalUpdate:
-    return RetrievalUpdate(
-        tuple(document(d) for d in doc_ids), tuple(float(i) for i in range(len(doc_ids))), stage, is_final
-    )
-
-
-class Source:
-    """A search that shows the given documents every ``STEP_S``, the last finally; knows whether it was closed."""
-
-    def __init__(self, *stages: str, error: Exception | None = None, ends: bool = True, final: bool = True) -> None:
-        self.is_closed = False
-        self.between: dict[int, Callable[[], object]] = {}
-        self._stages, self._error, self._ends, self._final = stages, error, ends, final
-
-    async def updates(self) -> AsyncGenerator[RetrievalUpdate]:
-        try:
-            for i, doc_ids in enumerate(self._stages):
-                await asyncio.sleep(STEP_S)
-                self.between.get(i, lambda: None)()
-                is_last = i == len(self._stages) - 1
-                yield update(doc_ids, i, is_final=is_last and self._ends and self._final and self._error is None)
-            if self._error is not None:
-                raise self._error
-            if not self._ends:
-                await asyncio.Event().wait()
-        finally:
-            self.is_closed = True
-
-
-async def run(source: Source, door: Any, speculator: Any, **settings: Any) -> PipelineResult:
-    """Run the pipeline, and see that whatever came of it nothing is left."""
-    before = asyncio.all_tasks()
-    try:
-        return await run_pipeline(source.updates(), door, speculator, **settings)
-    finally:
-        assert asyncio.all_tasks() == before
-        assert source.is_closed
-
+from tests.unit_tests.client.pipeline_scene import (
+    STEP_S,
+    ScriptedDoor,
+    ScriptedSpeculator,
+    Sent,
+    Source,
+    document,
+    join_starts,
+    run,
+    update,
+)
 
 # What a search gains
 
@@ -260,7 +131,7 @@ async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden(
     assert result.report == result.settled_report()
     assert (result.report.is_confirmed, result.report.hidden_search_s) == (True, 0.0)
     [sent] = speculator.sent
-    sent.started_s = result.began_s + result.report.search_s / 4
+    sent.started_s, sent.making_s = result.began_s + result.report.search_s / 4, 0.0
     assert result.settled_report().hidden_search_s == pytest.approx(0.75 * result.report.search_s)
     sent.started_s = result.began_s + 2 * result.report.search_s
     assert result.settled_report() == result.report, "it began when the search was over"
@@ -455,8 +326,8 @@ async def test_a_slow_speculator_runs_in_threads_and_delays_nothing() -> None:
     assert result.report.search_s < 0.3
     assert result.report.skipped_because is not None
     assert result.speculation is None
-    await _until(lambda: len(speculator.sent) == 2)
-    await _until(lambda: speculator.alive() == [])
+    join_starts()
+    assert (speculator.num_calls, speculator.sent) == (2, []), "what came too late is not even sent"
 
 
 async def test_final_documents_wait_a_moment_for_a_start_on_its_way() -> None:
@@ -464,77 +335,6 @@ async def test_final_documents_wait_a_moment_for_a_start_on_its_way() -> None:
     result = await run(Source("a", "a"), ScriptedDoor(), speculator)
     assert result.speculation is speculator.sent[0]
     assert result.report.hidden_search_s == 0.0, "it was sent when the search was over"
-
-
-@pytest.fixture
-def stuck() -> Iterator[Callable[[int], list[StartedSpeculation]]]:
-    """Return what begins so many starts that hang until the test's end."""
-    end = threading.Event()
-    _join_starts()  # those of other tests
-
-    class StuckSpeculator:
-        def start(self, documents: Sequence[Document]) -> None:
-            end.wait()
-
-    def begin(number: int) -> list[StartedSpeculation]:
-        return [StartedSpeculation(StuckSpeculator(), (document("a"),), number=i, stage=0) for i in range(number)]
-
-    yield begin
-    end.set()
-    _join_starts()
-
-
-async def test_starts_that_hang_do_not_hold_up_those_of_others(
-    stuck: Callable[[int], list[StartedSpeculation]],
-) -> None:
-    stuck(31)
-    assert (await run(Source("a", "a"), ScriptedDoor(), ScriptedSpeculator())).report.is_confirmed
-
-
-async def test_no_more_threads_start_when_too_many_hang_and_the_search_goes_on(
-    stuck: Callable[[int], list[StartedSpeculation]],
-) -> None:
-    stuck(32)
-    speculator = ScriptedSpeculator()
-    report = (await run(Source("a", "a"), ScriptedDoor(), speculator)).report
-    assert speculator.num_calls == 0
-    assert report.skipped_because is not None
-    assert "32 other starts are on their way: see whether the speculator hangs" in report.skipped_because
-
-
-async def test_only_a_start_that_began_lately_is_waited_for(stuck: Callable[[int], list[StartedSpeculation]]) -> None:
-    [started] = stuck(1)
-    began_s = time.perf_counter()
-    await started.wait_until_sent(0.2)
-    assert 0.1 < time.perf_counter() - began_s < 0.4
-    began_s = time.perf_counter()
-    await started.wait_until_sent(0.2)
-    assert time.perf_counter() - began_s < 0.1
-    assert not started.is_sent
-
-
-async def test_a_start_that_has_not_begun_is_cancelled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", lambda _: None)
-    speculator = ScriptedSpeculator()
-    started = StartedSpeculation(speculator, (document("a"),), number=0, stage=0)
-    began_s = time.perf_counter()
-    await started.wait_until_sent(5.0)
-    assert time.perf_counter() - began_s < 1.0
-    assert (started.is_sent, started.is_alive, speculator.num_calls) == (False, False, 0)
-
-
-def test_a_start_that_hangs_does_not_hold_up_the_end_of_the_process() -> None:
-    code = """
-        import threading
-        from ragcache_core.client.starting import StartedSpeculation
-
-        class Stuck:
-            def start(self, documents):
-                threading.Event().wait()
-
-        StartedSpeculation(Stuck(), (), number=0, stage=0)
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=30)
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit("enough"), KeyboardInterrupt()], ids=repr)
@@ -879,12 +679,6 @@ async def _until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(STEP_S)
     raise AssertionError("it did not come true")
-
-
-def _join_starts() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "ragcache-speculate":
-            thread.join()
 
 
 async def _hanging(num_stages: int) -> AsyncGenerator[RetrievalUpdate]:

@@ -511,6 +511,19 @@ def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, 
     assert len(server.requests) == 3
 
 
+def test_a_request_is_sent_in_the_name_that_it_was_made_in(server: ScriptedServer, engine: Engine) -> None:
+    server.script(Reply("mine"), Reply("anew"))
+    with asking_for("me"):
+        send = engine.prepare(lambda: of_the_engine(engine))
+    assert server.requests == []
+    assert done(mine := send())
+    with asking_for("you"):
+        assert of_the_engine(engine) == "anew"
+    with asking_for("me"):
+        assert of_the_engine(engine) == "mine"
+    assert mine.is_claimed
+
+
 def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_not_count_as_its_own(
     server: ScriptedServer, engine: Engine
 ) -> None:
