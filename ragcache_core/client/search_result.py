@@ -53,11 +53,12 @@ class PipelineResult:
         """Return the report as of now; ask at the answer's end.
 
         By then the engine has told when it began: until that is known nothing counts as hidden. And a request has
-        joined the speculation, or has not because it asked something else: then nothing was hidden.
+        joined the speculation, or has not because it asked something else, or because that failed: then nothing was
+        hidden.
         """
         if self.speculation is None:
             return self.report
-        is_right = self.speculation.is_claimed or not self.speculation.is_claimable
+        is_right = self.speculation.is_claimed or not (self.speculation.is_claimable or self.speculation.is_failed)
         unhidden_s = unhidden_search_s(self.speculation, self.began_s, self.report.search_s)
         return replace(
             self.report,

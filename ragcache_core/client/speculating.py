@@ -86,8 +86,9 @@ class Speculation:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a real request joined it; where it was sent in somebody's name, one of theirs."""
-        return self.is_promised and (self.asker is None or self.asker is self._claimer)
+        """Whether a real request joined it, and was not sent after all; where it was sent in a name, one of theirs."""
+        is_theirs = self.asker is None or self.asker is self._claimer
+        return self.is_promised and is_theirs and (self.response.has_bytes or not self.is_failed)
 
     def cancel(self) -> None:
         """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
