@@ -70,12 +70,13 @@ class SpeculatingDoor:
     def warm(self, prompt: RenderedPrompt) -> Speculation:
         """Prefill ``prompt`` in idle room, so that later requests which begin with it find it cached.
 
-        It is computed exactly: KV that was put together from chunks is found by nobody else.
+        It is computed exactly: KV that was put together from chunks is found by nobody else. The engine counts it as no
+        request, and as no use of its documents: those that find it cached are.
 
         Raises:
             PromptTooLongError: it does not fit into the context window. EngineClosedError: this handle was closed.
         """
-        plan = plan_rendered(prompt, max_model_len=self.max_model_len, chunk_reuse=False)
+        plan = plan_rendered(prompt, max_model_len=self.max_model_len, chunk_reuse=False, is_prefill=True)
         body = {
             "model": self.model,
             "prompt": list(prompt.token_ids),

@@ -562,6 +562,7 @@ def test_a_warm_up_prefills_a_prefix_and_is_never_joined(server: ScriptedServer,
     assert warmed.path == "/v1/completions"
     assert (warmed.body["prompt"], warmed.body["max_tokens"]) == (list(prompt.token_ids), 1)
     assert [d["id"] for d in warmed.documents] == ["zorval"]
+    assert warmed.body["kv_transfer_params"]["ragcache"]["prefill"] is True, "the request that it is for counts"
     speculation.confirm()
     speculation.confirm()
     assert until(lambda: server.confirmed)
