@@ -10,6 +10,7 @@ import httpx
 import openai
 
 from ragcache_core.client.arranging import ArrangingDoor, RememberedOrders
+from ragcache_core.client.asker import current_asker
 from ragcache_core.client.binding import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.cache_stats import CacheStatsRoutes
 from ragcache_core.client.failures import translate_errors
@@ -296,7 +297,8 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         known = {doc_id for doc_id, _ in given}
         shown = given + [(doc_id, text) for doc_id, text in self._remembered.shown() if doc_id not in known]
         if self._bound is None:
-            self._learner.see(messages, self._remembered.searches())
+            is_prefilled = current_asker() is None  # who asks in a name asks for the whole answer ahead
+            self._learner.see(messages, self._remembered.searches(), is_prefilled=is_prefilled)
         return plan_chat(
             self._tokenizer,
             messages,

@@ -284,9 +284,17 @@ class Chain:
     def messages(self, documents: Sequence[Document], question: str) -> list[ChatMessage]:
         return self.prompt(self.format_docs(documents), question)
 
-    def ask(self, documents: Sequence[Document], question: str = QUESTION, *, query: str | None = "") -> None:
+    def ask(
+        self,
+        documents: Sequence[Document],
+        question: str = QUESTION,
+        *,
+        query: str | None = "",
+        is_prefilled: bool = True,
+    ) -> None:
         self.remembered.add(documents, query=question if query == "" else query)
-        self.learner.see(self.messages(documents, question), self.remembered.searches())
+        messages = self.messages(documents, question)
+        self.learner.see(messages, self.remembered.searches(), is_prefilled=is_prefilled)
 
     def check(self, documents: Sequence[Document], question: str = "Which one is red?") -> RenderedPrompt:
         assert self.learner.prompt is not None
@@ -391,6 +399,19 @@ def test_a_learned_question_before_the_documents_is_said_once(caplog: pytest.Log
         assert prefix is not None
         whole = request(chain.messages(OTHERS, "And now?"), OTHERS)
         assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
+    (record,) = caplog.records
+    assert "put the context before the question" in record.getMessage()
+
+
+def test_of_requests_that_are_answered_ahead_no_question_is_said_to_come_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chain = Chain(question_first, joined)
+    chain.ask(DOCUMENTS, is_prefilled=False)
+    assert chain.learner.prompt is not None
+    assert chain.learner.prompt.is_question_first
+    assert caplog.records == []
+    chain.ask(DOCUMENTS)
     (record,) = caplog.records
     assert "put the context before the question" in record.getMessage()
 
