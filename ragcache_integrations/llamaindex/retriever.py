@@ -78,7 +78,7 @@ class RAGCacheRetriever(BaseRetriever):
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
         stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
-            its time.
+            its time. A source of stages has its own.
         embed_model: the model that embedded the nodes.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
@@ -88,7 +88,8 @@ class RAGCacheRetriever(BaseRetriever):
 
     Raises:
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, ``store`` is nothing that can be
-            searched in stages, or an ``embed_model`` is given for one that takes no vectors.
+            searched in stages, or an ``embed_model`` is given for one that takes no vectors, or ``stages`` for one that
+            has its own.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 

@@ -18,7 +18,7 @@ from langchain_core.tools import create_retriever_tool
 
 from ragcache_core import PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.errors import SearchError, SearchTimeoutError
+from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.retrieval import DocumentStore, ShardedStore, TfidfSvdEmbedder
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.scripted_server import Reply, ScriptedServer, Seen
@@ -162,6 +162,8 @@ def test_a_call_may_say_how_many_documents_it_wants(make: Any) -> None:
     retriever = make(Stage("moon"))
     assert retriever.invoke(QUESTION, k=7) == retriever.invoke(QUESTION)
     assert [k for _, k in retriever.store.asked] == [7, 2]
+    with pytest.raises(ConfigError, match="k is -1: ask for 0 documents or more"):
+        retriever.invoke(QUESTION, k=-1)
 
 
 @both_ways
