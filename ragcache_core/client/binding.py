@@ -77,11 +77,11 @@ class BoundPrompt:
     def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
         """Return what names the tokens before the documents in the cache, as they were of late; None: not known.
 
-        Cheap: the prompt is made by the first call and every ten seconds or so, and whenever :meth:`prefix` is asked
-        for.
+        Cheap: the prompt is made by the first call and every ten seconds or so, of one document, and whenever
+        :meth:`prefix` is asked for.
         """
         if time.monotonic() - self._made_s >= _REMADE_AFTER_S:
-            self.prefix(shown_documents, documents)
+            self.prefix(shown_documents[:1], documents[:1])
         return self._static_prefix
 
     def prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> RenderedPrompt | None:

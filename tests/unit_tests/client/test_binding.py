@@ -21,6 +21,7 @@ from ragcache_core.client.binding import MIN_PREFILL_TOKENS, BoundPrompt, bind
 from ragcache_core.client.learning import LayoutLearner
 from ragcache_core.client.plan import RememberedDocuments
 from ragcache_core.errors import ConfigError
+from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import ChatMessage, PromptLayout, RenderedPrompt, TokenizedText, render_chat
 from ragcache_core.types import Document, SegmentKind
 
@@ -477,6 +478,19 @@ def test_shorter_beginnings_than_a_block_are_not_worth_a_request() -> None:
     assert prefix is not None
     assert len(prefix.token_ids) >= MIN_PREFILL_TOKENS
     assert bound(PromptLayout("Answer."), None).prefix([], []) is None
+
+
+def test_the_static_part_is_made_of_one_document_as_nobody_may_wait_for_more() -> None:
+    num_shown: list[int] = []
+
+    def counted(documents: Sequence[Document]) -> str:
+        num_shown.append(len(documents))
+        return joined(documents)
+
+    whole = request(system_and_user(joined(DOCUMENTS), QUESTION), DOCUMENTS)
+    known = bound(system_and_user, counted).static_prefix(DOCUMENTS, DOCUMENTS)
+    assert known == static_prefix_digest(whole.token_ids, whole.segments)
+    assert num_shown == [1]
 
 
 def test_what_a_prompt_begins_with_is_made_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
