@@ -55,6 +55,7 @@ class BoundPrompt:
     Attributes:
         is_question_first: something that is not known while the search runs (the question, a history of the chat)
             stands before the documents, so that only the static part before it can be prefilled.
+        has_documents: whether any of what is known are the documents.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class BoundPrompt:
         *,
         max_model_len: int,
         is_question_first: bool = False,
+        has_documents: bool = True,
     ) -> None:
         """Bind ``prompt``; without a ``tokenizer`` nothing of it is known."""
         self.is_question_first = is_question_first
+        self.has_documents = has_documents and not is_question_first
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len

@@ -131,7 +131,11 @@ class LayoutLearner:
             if known is None or not is_foretold or seen.knows_more_than(known):
                 known = self._layout = seen
                 self._prompt = BoundPrompt(
-                    seen, self._tokenizer, max_model_len=self._max_model_len, is_question_first=seen.is_question_first
+                    seen,
+                    self._tokenizer,
+                    max_model_len=self._max_model_len,
+                    is_question_first=seen.is_question_first,
+                    has_documents=seen.num_documents != 0,
                 )
             is_new_warning = known.is_question_first and is_prefilled and not self._is_warned
             self._is_warned |= is_new_warning

@@ -78,8 +78,9 @@ class PipelineResult:
 def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
     """Return how long a search from ``began_s`` on had gone on when the answer was begun; all of it until it is known.
 
-    That is when it was sent, and what it waited for room: see :class:`~ragcache_core.stats.PipelineReport`.
+    That is when it was sent, and what it waited for room: see :class:`~ragcache_core.stats.PipelineReport`. A prefill
+    of nothing but what stands before the documents begins no answer.
     """
-    if speculation.started_s is None:
+    if speculation.started_s is None or not speculation.has_documents:
         return search_s
     return min(max(speculation.started_s - began_s, 0.0), search_s)

@@ -49,15 +49,16 @@ class Speculation:
         started_s: when it was sent, and as much later as it has waited in the engine for room, once that has told. The
             way there is not counted: a request that is made when the search has ended has it before it as well.
         is_claimable: whether a real request may join it.
+        has_documents: whether it reads any; what stands before them hides nothing of a search.
         is_promised: whether any has.
         error: why it failed.
     """
 
-    def __init__(self, owner: Speculations, key: bytes, *, is_claimable: bool) -> None:
+    def __init__(self, owner: Speculations, key: bytes, *, is_claimable: bool, has_documents: bool) -> None:
         self.id = uuid.uuid4().hex
         self.key = key
         self.asker = current_asker()
-        self.is_claimable = is_claimable
+        self.is_claimable, self.has_documents = is_claimable, has_documents
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None
         self.error: Exception | None = None
@@ -176,14 +177,14 @@ class Speculations:
     def __bool__(self) -> bool:
         return bool(self._claims)
 
-    def start(self, captured: CapturedRequest, *, is_claimable: bool = True) -> Speculation:
+    def start(self, captured: CapturedRequest, *, is_claimable: bool = True, has_documents: bool = True) -> Speculation:
         """Send ``captured`` as a speculation and return at once. ``is_claimable``: whether its answer is of any use.
 
         Raises:
             ConfigError: its body is no JSON object.
             EngineClosedError: the engine's handle was closed.
         """
-        speculation = Speculation(self, captured.key, is_claimable=is_claimable)
+        speculation = Speculation(self, captured.key, is_claimable=is_claimable, has_documents=has_documents)
         request = marked_request(captured, speculation.id)
         with self._lock:
             self._live[speculation] = None

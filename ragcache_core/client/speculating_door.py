@@ -67,8 +67,10 @@ class SpeculatingDoor:
         """
         return self._speculations.start(self.rehearse(call))
 
-    def warm(self, prompt: RenderedPrompt) -> Speculation:
+    def warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Speculation:
         """Prefill ``prompt`` in idle room, so that later requests which begin with it find it cached.
+
+        Without documents in it, it hides nothing of the search for them.
 
         It is computed exactly: KV that was put together from chunks is found by nobody else. The engine counts it as no
         request, and as no use of its documents: those that find it cached are.
@@ -90,4 +92,4 @@ class SpeculatingDoor:
             headers={"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
             content=json.dumps(body).encode(),
         )
-        return self._speculations.start(CapturedRequest.of(request), is_claimable=False)
+        return self._speculations.start(CapturedRequest.of(request), is_claimable=False, has_documents=has_documents)

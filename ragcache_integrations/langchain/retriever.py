@@ -169,6 +169,7 @@ class _PromptWarmer:
     prompt: Callable[[], BoundPrompt | None]
 
     def start(self, documents: Sequence[Document]) -> Speculation | None:
-        prompt = self.prompt()
-        known = prompt and prompt.prefix([to_langchain(document) for document in documents], documents)
-        return self.engine.warm(known) if known else None
+        if (prompt := self.prompt()) is None:
+            return None
+        known = prompt.prefix([to_langchain(document) for document in documents], documents)
+        return self.engine.warm(known, has_documents=prompt.has_documents) if known else None

@@ -259,8 +259,9 @@ def _prefill(engine: Engine, prompt_of: Callable[[], BoundPrompt | None]) -> Ask
     """Return what has ``engine`` prefill what a prompt begins with: its static part and the nodes of a stage."""
 
     def ask(nodes: list[NodeWithScore]) -> Speculation | None:
-        bound = prompt_of()
-        known = bound and bound.prefix(nodes, [shown_document(n.node) for n in nodes])
-        return engine.warm(known) if known else None
+        if (bound := prompt_of()) is None:
+            return None
+        known = bound.prefix(nodes, [shown_document(n.node) for n in nodes])
+        return engine.warm(known, has_documents=bound.has_documents) if known else None
 
     return ask

@@ -37,7 +37,7 @@ class Sent:
         self.doc_ids = doc_ids
         self.sent_s = time.perf_counter()
         self.started_s: float | None = self.sent_s
-        self.is_claimable = self.is_claimed = True
+        self.is_claimable = self.is_claimed = self.has_documents = True
         self.error: Exception | None = None
         self.is_cancelled = self.is_confirmed = False
         self._callbacks: list[Callable[[Any], None]] = []

@@ -115,6 +115,18 @@ async def test_the_prompt_is_learned_from_the_first_question(
     assert asked.kv_transfer_params["prompt_token_ids"][: len(warm.body["prompt"])] == warm.body["prompt"]
 
 
+def test_what_stands_before_a_question_is_prefilled_and_hides_nothing_of_the_search(
+    make: Any, engine: Engine, warmed: Any, num_begun: Any
+) -> None:
+    asked_first = ChatPromptTemplate.from_messages([("system", STATIC), ("human", "Question: {question}\n\n{context}")])
+    engine.bind_prompt(asked_first, format_docs)
+    events = Events()
+    make(Stage("moon"), Stage("moon", once=lambda: num_begun() == 1)).invoke(QUESTION, {"callbacks": [events]})
+    (warm,) = warmed()
+    assert (warm.documents, events.num("confirm")) == ([], 1)
+    assert events.seen[-1][1]["hidden_search_s"] == 0.0
+
+
 def test_chains_that_share_an_engine_each_have_their_prompt(make: Any, engine: Engine, warmed: Any) -> None:
     mine = engine.bind_prompt(PromptLayout(static_prefix=f"{STATIC} Mine."))
     engine.bind_prompt(PROMPT, format_docs)
