@@ -22,7 +22,7 @@ from ragcache_core.client.pipeline import PipelineResult, run_pipeline
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_stage, check_timeout, check_updates, close_stages
 from ragcache_core.errors import ConfigError
-from ragcache_core.ordering import DocumentOrder
+from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
@@ -87,9 +87,9 @@ class RAGCacheRetriever(BaseRetriever):
         speculate: whether the engine works ahead during a search.
 
     Raises:
-        ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, ``store`` is nothing that can be
-            searched in stages, or an ``embed_model`` is given for one that takes no vectors, or ``stages`` for one that
-            has its own.
+        ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
+            ``store`` is nothing that can be searched in stages, or an ``embed_model`` is given for one that takes no
+            vectors, or ``stages`` for one that has its own.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 
@@ -112,6 +112,8 @@ class RAGCacheRetriever(BaseRetriever):
         if similarity_top_k < 1:
             raise ConfigError(f"similarity_top_k is {similarity_top_k}: ask for at least 1 node")
         check_timeout(search_timeout_s)
+        if document_order not in DOCUMENT_ORDERS:
+            raise ConfigError(f"document_order is {document_order!r}: choose one of {', '.join(DOCUMENT_ORDERS)}")
         super().__init__(callback_manager=callback_manager, **kwargs)
         self._store = store.client if isinstance(store, StagedFAISSVectorStore) else store
         self._source = as_source(self._store, stages=stages)

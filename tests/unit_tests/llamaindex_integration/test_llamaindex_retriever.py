@@ -82,6 +82,8 @@ def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None
         RAGCacheRetriever(store).retrieve(" ")
     with pytest.raises(SearchError, match="stages"):
         RAGCacheRetriever(store, stages=(0.5, 0.2)).retrieve("sea")
+    with pytest.raises(ConfigError, match="document_order is 'best': choose one of retrieval, canonical, cache_aware"):
+        RAGCacheRetriever(store, document_order="best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stages is 4, but ScriptedSource cuts its search itself"):
         RAGCacheRetriever(ScriptedSource((Stage("moon"),)), stages=4)
 
