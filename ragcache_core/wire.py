@@ -44,13 +44,15 @@ class RequestMetadata:
 
     ``segments`` tile its prompt. ``speculation`` names it while nobody has asked for its answer yet: it must not delay
     a request that somebody waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
-    ``chunk_reuse`` is ``None`` where it is left to the engine.
+    ``chunk_reuse`` is ``None`` where it is left to the engine. One that ``is_prefill`` is no request in itself: the one
+    that begins with the same tokens follows it, and counts.
     """
 
     segments: tuple[PromptSegment, ...]
     speculation: str | None = None
     is_reordered: bool = False
     chunk_reuse: ChunkReuseRequest | Literal[False] | None = None
+    is_prefill: bool = False
 
 
 def encode_kv_transfer_params(
@@ -60,6 +62,7 @@ def encode_kv_transfer_params(
     speculation: str | None = None,
     is_reordered: bool = False,
     chunk_reuse: ChunkReuseOption = None,
+    is_prefill: bool = False,
 ) -> dict[str, object]:
     """Return the ``kv_transfer_params`` of a request.
 
@@ -80,6 +83,7 @@ def encode_kv_transfer_params(
         "documents": documents,
         **({} if speculation is None else {"speculation": speculation}),
         **({"reordered": True} if is_reordered else {}),
+        **({"prefill": True} if is_prefill else {}),
         **_encoded(read_chunk_reuse(chunk_reuse)),
     }
     return params
@@ -107,8 +111,9 @@ def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: i
     return RequestMetadata(
         tile([_document(d, i) for i, d in enumerate(documents)], num_prompt_tokens),
         _speculation(raw.get("speculation")),
-        _is_reordered(raw.get("reordered", False)),
+        _flag(raw, "reordered"),
         read_chunk_reuse(raw.get("chunk_reuse")),
+        _flag(raw, "prefill"),
     )
 
 
@@ -199,10 +204,11 @@ def _speculation(raw: object) -> str | None:
     )
 
 
-def _is_reordered(raw: object) -> bool:
+def _flag(metadata: Mapping[str, object], name: str) -> bool:
+    raw = metadata.get(name, False)
     if isinstance(raw, bool):
         return raw
-    raise ConfigError(f"'reordered' of the ragcache metadata is {raw!r:.120}; it must be true or false")
+    raise ConfigError(f"{name!r} of the ragcache metadata is {raw!r:.120}; it must be true or false")
 
 
 def _is_text(value: str) -> bool:

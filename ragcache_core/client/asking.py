@@ -1,8 +1,8 @@
-"""Asking a server: generation, tokens, statistics, and what the frameworks' doors need of it."""
+"""Asking a server: generation, statistics, and the clients that the frameworks' doors need."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -10,7 +10,6 @@ import httpx
 import openai
 
 from ragcache_core.client.arranging import ArrangingDoor, RememberedOrders
-from ragcache_core.client.binding import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.cache_stats import CacheStatsRoutes
 from ragcache_core.client.failures import translate_errors
 from ragcache_core.client.generation import (
@@ -27,21 +26,20 @@ from ragcache_core.client.learning import LayoutLearner
 from ragcache_core.client.load import LoadRoute
 from ragcache_core.client.metrics import parse_metrics
 from ragcache_core.client.mirror import CacheMirror
-from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, plan_rendered, server_renders
+from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_rendered
+from ragcache_core.client.prompting_door import PromptingDoor
 from ragcache_core.client.speculating import Speculations
 from ragcache_core.client.speculating_door import SpeculatingDoor
 from ragcache_core.client.tokenizer import checked_tokenizer
 from ragcache_core.client.transport import AsyncRetryingTransport, RetryingTransport, ServerWatch
-from ragcache_core.errors import TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt
+from ragcache_core.prompt import PromptTokenizer, RenderedPrompt
 from ragcache_core.stats import EngineStats, RequestStats
-from ragcache_core.types import Document
-from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
+from ragcache_core.wire import ChunkReuseOption
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
-class ServerDoor(SpeculatingDoor, ArrangingDoor):
+class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
     """The one way to ask a server that runs. Its methods may be called by any thread, the async ones from any loop.
 
     Attributes:
@@ -53,7 +51,6 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
 
     model: str
     max_model_len: int
-    _tokenizer: PromptTokenizer | TokenizerUnavailableError
 
     def __init__(self, base_url: str, api_key: str, watch: ServerWatch | None) -> None:
         """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` is the server's owner."""
@@ -74,7 +71,7 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
         self._remembered = RememberedDocuments()
         self._reordered = RememberedOrders()
         self._mirror = CacheMirror(base_url, api_key)
-        self._bound: BoundPrompt | None = None
+        self._bound = None
 
     def _shake_hands(self, tokenizer: Callable[[str], PromptTokenizer]) -> None:
         server = Handshake(self._http, self.base_url, self.api_key)
@@ -174,17 +171,6 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
                         yield chunk
         yield reader.last(await self.acomplete_stats(reader.stats(), reader.response_id))
 
-    def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
-
-        Raises:
-            TokenizerUnavailableError: the model's tokenizer is not at hand here.
-        """
-        tokenizer = self.tokenizer
-        if isinstance(prompt, str):
-            return list(tokenizer.encode(prompt, add_special_tokens=True).token_ids)
-        return list(tokenizer.encode(tokenizer.render(prompt)).token_ids)
-
     def stats(self) -> EngineStats:
         """Return the server's counters, and those of its cache unless it is plain vLLM."""
         with translate_errors():
@@ -199,17 +185,6 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
 
     # For the frameworks' doors
 
-    @property
-    def tokenizer(self) -> PromptTokenizer:
-        """The model's tokenizer and chat template.
-
-        Raises:
-            TokenizerUnavailableError: it is not at hand here.
-        """
-        if isinstance(self._tokenizer, TokenizerUnavailableError):
-            raise self._tokenizer
-        return self._tokenizer
-
     def http_client(self) -> httpx.Client:
         """Return the client to ask the server with: it sends again what a death cut off. The engine closes it."""
         return self._http
@@ -217,94 +192,6 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
     def http_async_client(self) -> httpx.AsyncClient:
         """Return the asynchronous client, good for any event loop. The engine closes it."""
         return self._http_async
-
-    def remember_documents(
-        self,
-        documents: Iterable[Document],
-        shown: Callable[[Document], str] | None = None,
-        *,
-        query: str | None = None,
-    ) -> None:
-        """Note what was retrieved: a later chat request that holds such a text is known to show that document.
-
-        ``documents`` are those of one search, best first, and ``query`` is what was asked: from the request that shows
-        them the layout of the prompt is learned, unless one is bound.
-        """
-        self._remembered.add(documents, shown, query=query)
-
-    def bind_prompt(
-        self,
-        prompt: Any,
-        format_docs: FormatDocuments | None = None,
-        *,
-        context: str = "context",
-        question: str = "question",
-        is_default: bool = True,
-        is_prefilled: bool = True,
-    ) -> BoundPrompt:
-        """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
-
-        Of one that shows the question before the documents only the static part can be prefilled; a warning says so.
-
-        Args:
-            prompt: a prompt template of LangChain or LlamaIndex, a ``PromptLayout``, or a function of context and
-                question that returns messages.
-            format_docs: makes the context of the framework's documents, as in the chain. A ``PromptLayout`` needs none.
-            context: the template's name of the documents (LlamaIndex: ``context_str``).
-            question: the template's name of the question (LlamaIndex: ``query_str``).
-            is_default: it is the prompt of every retriever that has none of its own.
-            is_prefilled: no more than a prefill is asked ahead of a search's end; of a whole answer, no warning.
-
-        Raises:
-            ConfigError: ``prompt`` cannot make messages of these variables.
-        """
-        tokenizer, limit = self._tokenizer_at_hand(), self.max_model_len
-        names = {"context": context, "question": question}
-        bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, is_prefilled=is_prefilled, **names)
-        if is_default:
-            self._bound = bound
-        return bound
-
-    @property
-    def bound_prompt(self) -> BoundPrompt | None:
-        """The prompt bound last, or else the one learned from the requests so far."""
-        return self._bound or self._learner.prompt
-
-    def plan_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        documents: Iterable[Document] | None = None,
-        settings: Mapping[str, Any] | None = None,
-        chunk_reuse: ChunkReuseOption = None,
-    ) -> RequestPlan:
-        """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
-
-        ``documents`` are found by their text, and so are those that were remembered. ``settings`` are the other fields
-        of the request (tools, ``extra_body``, ...). Requests with tools or settings of the chat template, messages
-        other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty,
-        and the engine knows no documents of theirs to reuse. ``chunk_reuse`` is that of :meth:`stream`.
-
-        Raises:
-            PromptTooLongError: the prompt does not fit into the context window.
-            ConfigError: ``chunk_reuse`` is not what it may be.
-        """
-        chunk_reuse = read_chunk_reuse(chunk_reuse)
-        if isinstance(self._tokenizer, TokenizerUnavailableError) or server_renders(messages, settings or {}):
-            return RequestPlan()
-        given = [(d.doc_id, d.text) for d in documents or ()]
-        known = {doc_id for doc_id, _ in given}
-        shown = given + [(doc_id, text) for doc_id, text in self._remembered.shown() if doc_id not in known]
-        if self._bound is None:
-            self._learner.see(messages, self._remembered.searches())
-        return plan_chat(
-            self._tokenizer,
-            messages,
-            shown,
-            max_model_len=self.max_model_len,
-            reordered=self._reordered,
-            chunk_reuse=chunk_reuse,
-        )
 
     def complete_stats(self, stats: RequestStats, response_id: str | None) -> RequestStats:
         """Return the statistics of an answered request with what the engine itself says of it.
@@ -341,9 +228,6 @@ class ServerDoor(SpeculatingDoor, ArrangingDoor):
             max_tokens = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
         return plan, streamed_body(prompt, plan, settings)
-
-    def _tokenizer_at_hand(self) -> PromptTokenizer | None:
-        return None if isinstance(self._tokenizer, TokenizerUnavailableError) else self._tokenizer
 
     def _metrics_url(self) -> str:
         return f"{self.base_url.removesuffix('/v1')}/metrics"

@@ -55,6 +55,7 @@ class BoundPrompt:
     Attributes:
         is_question_first: something that is not known while the search runs (the question, a history of the chat)
             stands before the documents, so that only the static part before it can be prefilled.
+        has_documents: whether any of what is known are the documents.
     """
 
     def __init__(
@@ -64,9 +65,11 @@ class BoundPrompt:
         *,
         max_model_len: int,
         is_question_first: bool = False,
+        has_documents: bool = True,
     ) -> None:
         """Bind ``prompt``; without a ``tokenizer`` nothing of it is known."""
         self.is_question_first = is_question_first
+        self.has_documents = has_documents and not is_question_first
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -77,11 +80,11 @@ class BoundPrompt:
     def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
         """Return what names the tokens before the documents in the cache, as they were of late; None: not known.
 
-        Cheap: the prompt is made by the first call and every ten seconds or so, and whenever :meth:`prefix` is asked
-        for.
+        Cheap: the prompt is made by the first call and every ten seconds or so, of one document, and whenever
+        :meth:`prefix` is asked for.
         """
         if time.monotonic() - self._made_s >= _REMADE_AFTER_S:
-            self.prefix(shown_documents, documents)
+            self.prefix(shown_documents[:1], documents[:1])
         return self._static_prefix
 
     def prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> RenderedPrompt | None:

@@ -112,8 +112,13 @@ class LayoutLearner:
         with self._lock:
             return self._prompt if self._num_contradictions < _MAX_CONTRADICTIONS else None
 
-    def see(self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> None:
-        """Learn from a request of plain text that shows what one of ``searches`` (the newest first) has found."""
+    def see(
+        self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch], *, is_prefilled: bool = True
+    ) -> None:
+        """Learn from a request of plain text that shows what one of ``searches`` (the newest first) has found.
+
+        ``is_prefilled``: no more than a prefill is asked ahead of such a request; of a whole answer, no warning.
+        """
         messages = [dict(m) for m in messages]
         if (shown := _find(messages, searches)) is None:
             return
@@ -123,14 +128,17 @@ class LayoutLearner:
             known = self._layout
             is_foretold = known is not None and known.foretells(messages, documents)
             self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
-            if known is not None and is_foretold and not seen.knows_more_than(known):
-                return
-            is_new_warning = seen.is_question_first and not self._is_warned
+            if known is None or not is_foretold or seen.knows_more_than(known):
+                known = self._layout = seen
+                self._prompt = BoundPrompt(
+                    seen,
+                    self._tokenizer,
+                    max_model_len=self._max_model_len,
+                    is_question_first=seen.is_question_first,
+                    has_documents=seen.num_documents != 0,
+                )
+            is_new_warning = known.is_question_first and is_prefilled and not self._is_warned
             self._is_warned |= is_new_warning
-            self._layout = seen
-            self._prompt = BoundPrompt(
-                seen, self._tokenizer, max_model_len=self._max_model_len, is_question_first=seen.is_question_first
-            )
         if is_new_warning:
             warn_question_first(["question"])
 

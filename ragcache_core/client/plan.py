@@ -112,8 +112,11 @@ def plan_rendered(
     max_model_len: int,
     reordered: Container[tuple[DocId, ...]] = (),
     chunk_reuse: ChunkReuseOption = None,
+    is_prefill: bool = False,
 ) -> RequestPlan:
     """Return the plan of a prompt whose token ids are sent to the completions endpoint; see :func:`plan_chat`.
+
+    ``is_prefill``: the request that it is for follows.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
@@ -121,7 +124,9 @@ def plan_rendered(
     """
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     is_reordered = _shown_ids(prompt.segments) in reordered
-    params = encode_kv_transfer_params(prompt.segments, is_reordered=is_reordered, chunk_reuse=chunk_reuse)
+    params = encode_kv_transfer_params(
+        prompt.segments, is_reordered=is_reordered, chunk_reuse=chunk_reuse, is_prefill=is_prefill
+    )
     return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
 
 

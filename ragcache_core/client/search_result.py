@@ -53,11 +53,12 @@ class PipelineResult:
         """Return the report as of now; ask at the answer's end.
 
         By then the engine has told when it began: until that is known nothing counts as hidden. And a request has
-        joined the speculation, or has not because it asked something else: then nothing was hidden.
+        joined the speculation, or has not because it asked something else, or because that failed: then nothing was
+        hidden.
         """
         if self.speculation is None:
             return self.report
-        is_right = self.speculation.is_claimed or not self.speculation.is_claimable
+        is_right = self.speculation.is_claimed or not (self.speculation.is_claimable or self.speculation.is_failed)
         unhidden_s = unhidden_search_s(self.speculation, self.began_s, self.report.search_s)
         return replace(
             self.report,
@@ -78,8 +79,9 @@ def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float)
     """Return by how much later the answer was begun than without a search from ``began_s`` on; all of it until known.
 
     That is until it was sent, less the making of its request, and what it waited for room: see
-    :class:`~ragcache_core.stats.PipelineReport`.
+    :class:`~ragcache_core.stats.PipelineReport`. A prefill of nothing but what stands before the documents begins no
+    answer.
     """
-    if speculation.started_s is None:
+    if speculation.started_s is None or not speculation.has_documents:
         return search_s
     return min(max(speculation.started_s - speculation.making_s - began_s, 0.0), search_s)

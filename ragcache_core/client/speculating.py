@@ -50,15 +50,18 @@ class Speculation:
             way there is not counted: a request that is made when the search has ended has it before it as well.
         making_s: seconds of processor time that its request took to make, where that was measured.
         is_claimable: whether a real request may join it.
+        has_documents: whether it reads any; what stands before them hides nothing of a search.
         is_promised: whether any has.
         error: why it failed.
     """
 
-    def __init__(self, owner: Speculations, captured: CapturedRequest, *, is_claimable: bool) -> None:
+    def __init__(
+        self, owner: Speculations, captured: CapturedRequest, *, is_claimable: bool, has_documents: bool
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.key = captured.key
         self.asker = captured.asker
-        self.is_claimable = is_claimable
+        self.is_claimable, self.has_documents = is_claimable, has_documents
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None
         self.making_s = 0.0
@@ -88,8 +91,9 @@ class Speculation:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a real request joined it; where it was sent in somebody's name, one of theirs."""
-        return self.is_promised and (self.asker is None or self.asker is self._claimer)
+        """Whether a real request joined it, and was not sent after all; where it was sent in a name, one of theirs."""
+        is_theirs = self.asker is None or self.asker is self._claimer
+        return self.is_promised and is_theirs and (self.response.has_bytes or not self.is_failed)
 
     def cancel(self) -> None:
         """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
@@ -177,14 +181,14 @@ class Speculations:
     def __bool__(self) -> bool:
         return bool(self._claims)
 
-    def start(self, captured: CapturedRequest, *, is_claimable: bool = True) -> Speculation:
+    def start(self, captured: CapturedRequest, *, is_claimable: bool = True, has_documents: bool = True) -> Speculation:
         """Send ``captured`` as a speculation and return at once. ``is_claimable``: whether its answer is of any use.
 
         Raises:
             ConfigError: its body is no JSON object.
             EngineClosedError: the engine's handle was closed.
         """
-        speculation = Speculation(self, captured, is_claimable=is_claimable)
+        speculation = Speculation(self, captured, is_claimable=is_claimable, has_documents=has_documents)
         request = marked_request(captured, speculation.id)
         with self._lock:
             self._live[speculation] = None

@@ -72,19 +72,22 @@ class SpeculatingDoor:
         """Make the request of :meth:`speculate`, and return what sends it: with the same errors, some of them then."""
         return partial(self._speculations.start, self.rehearse(call))
 
-    def warm(self, prompt: RenderedPrompt) -> Speculation:
+    def warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Speculation:
         """Prefill ``prompt`` in idle room, so that later requests which begin with it find it cached.
 
-        It is computed exactly: KV that was put together from chunks is found by nobody else.
+        Without documents in it, it hides nothing of the search for them.
+
+        It is computed exactly: KV that was put together from chunks is found by nobody else. The engine counts it as no
+        request, and as no use of its documents: those that find it cached are.
 
         Raises:
             PromptTooLongError: it does not fit into the context window. EngineClosedError: this handle was closed.
         """
-        return self.prepare_warm(prompt)()
+        return self.prepare_warm(prompt, has_documents=has_documents)()
 
-    def prepare_warm(self, prompt: RenderedPrompt) -> Callable[[], Speculation]:
+    def prepare_warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Callable[[], Speculation]:
         """Make the request of :meth:`warm`, and return what sends it: with the same errors, some of them then."""
-        plan = plan_rendered(prompt, max_model_len=self.max_model_len, chunk_reuse=False)
+        plan = plan_rendered(prompt, max_model_len=self.max_model_len, chunk_reuse=False, is_prefill=True)
         body = {
             "model": self.model,
             "prompt": list(prompt.token_ids),
@@ -98,4 +101,5 @@ class SpeculatingDoor:
             headers={"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
             content=json.dumps(body).encode(),
         )
-        return partial(self._speculations.start, CapturedRequest.of(request), is_claimable=False)
+        captured = CapturedRequest.of(request)
+        return partial(self._speculations.start, captured, is_claimable=False, has_documents=has_documents)

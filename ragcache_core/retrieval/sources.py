@@ -50,11 +50,17 @@ def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> St
     ``stages`` is what a store's search is cut into; a source that is one already cuts its own.
 
     Raises:
-        ConfigError: it is neither, or what it has yields nothing that could be awaited.
+        ConfigError: it is neither, or what it has yields nothing that could be awaited; ``stages`` are given for one
+            that cuts its own.
     """
     if not isinstance(obj, type):
         if callable(search := getattr(obj, "stages", None)):
             _check_yields(search)
+            if stages is not None:
+                raise ConfigError(
+                    f"stages is {stages!r:.80}, but {type(obj).__name__} cuts its search itself: leave stages out, or "
+                    "give an object with search_staged(query, k, stages=...)"
+                )
             return obj  # type: ignore[return-value]
         if callable(search := getattr(obj, "search_staged", None)):
             _check_yields(search)

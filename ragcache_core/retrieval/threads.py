@@ -162,9 +162,9 @@ def _use_one_thread() -> None:
 async def in_thread(call: Callable[[], _Result]) -> _Result:
     """Return what a blocking call comes to. It has a thread of its own: one that never returns holds up nobody."""
     outcome: Future[_Result] = Future()
+    outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
 
     def run() -> None:
-        outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
         try:
             outcome.set_result(call())
         except BaseException as error:

@@ -139,13 +139,9 @@ class KnowledgeTree(TieredTree):
                 charged cost_s / beta for each of its tokens.
         """
         self.num_requests += 1
-        cost_per_token_s = cost_s / num_missed_tokens if num_missed_tokens > 0 else 0.0
+        self.record_prefill(path, num_missed_tokens, cost_s, num_hit_units)
         for node in path:
-            self._forget_uses((node,))
             node.frequency += 1
-            if node.start + len(node.keys) > num_hit_units:
-                node.total_cost_s += cost_per_token_s
-                node.num_computed += 1
             self.policy.on_access(node, self.num_requests)
             node.last_request = self.num_requests
             node.updated = self._next_sequence()
@@ -158,6 +154,20 @@ class KnowledgeTree(TieredTree):
         if self._tournament is not None and self._tournament.observe(path):
             for state in self.tiers:
                 state.rerank()
+
+    def record_prefill(
+        self, path: Sequence[TreeNode], num_missed_tokens: int, cost_s: float, num_hit_units: int
+    ) -> None:
+        """Charge ``path`` with a prefill ahead of the request that it is for, which will count as the use of it.
+
+        See :meth:`record_access`. Ranks stand until that request comes.
+        """
+        cost_per_token_s = cost_s / num_missed_tokens if num_missed_tokens > 0 else 0.0
+        for node in path:
+            self._forget_uses((node,))
+            if node.start + len(node.keys) > num_hit_units:
+                node.total_cost_s += cost_per_token_s
+                node.num_computed += 1
 
     def restore(self, node: TreeNode, *, frequency: int, cost_s: float) -> None:
         """Give a node that grew again from storage the numbers that were stored with it; the largest win."""

@@ -139,7 +139,8 @@ class CacheController:
     def confirm(self, speculation: str) -> list[str]:
         """Return the ids of the requests in the engine that somebody asks for from now on.
 
-        Until then nobody has used the documents of a speculation: they count now, and so does the request.
+        Until then nobody has used the documents of a speculation: they count now, and so does the request, unless it
+        only prefilled for one that comes by itself.
         """
         self.note_change()
         confirmed = self.speculations.confirm(speculation)
@@ -310,16 +311,16 @@ class CacheController:
         }
 
     def _count_access(self, record: RequestRecord, keys: Sequence[Key]) -> None:
-        self.counters.count(record)
         num_cached = record.num_cached_tokens
         num_missed = max(record.num_prompt_tokens - num_cached, 0)
         path = self.tree.insert(self._path_segments(record, keys))
-        self.tree.record_access(
-            path,
-            num_hit_units=num_cached // self.tokens_per_block,
-            num_missed_tokens=num_missed,
-            cost_s=self._prefill_cost.estimate_s(num_cached, num_missed),
-        )
+        num_hit_units = num_cached // self.tokens_per_block
+        cost_s = self._prefill_cost.estimate_s(num_cached, num_missed)
+        if record.metadata.is_prefill:
+            self.tree.record_prefill(path, num_missed, cost_s, num_hit_units)
+            return
+        self.counters.count(record)
+        self.tree.record_access(path, num_missed, cost_s, num_hit_units)
         for node in path:
             if node.doc_id is not None:
                 self.document_uses.count(node.doc_id, node)

@@ -18,6 +18,7 @@ from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.pipeline import PipelineResult, Speculator, run_pipeline
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
+from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.shards import ShardedStore
@@ -60,6 +61,7 @@ class RAGCacheRetriever(BaseRetriever):
 
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
+        ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -72,7 +74,7 @@ class RAGCacheRetriever(BaseRetriever):
     k: int = Field(default=4, ge=1)
     """How many documents to return; a call may ask for another number, ``retriever.invoke(query, k=2)``."""
     stages: int | Sequence[float] | None = None
-    """Number of stages, or increasing shares of the work that end in 1. By default by the size of the store."""
+    """Number of stages of a store's search, or increasing shares of the work that end in 1. By default by its size."""
     document_order: DocumentOrder = "retrieval"
     """``canonical`` and ``cache_aware`` return the documents in an order that finds more of them cached; their metadata
     holds their ``relevance_rank`` then, for the prompt's ``relevance_hint``."""
@@ -111,6 +113,8 @@ class RAGCacheRetriever(BaseRetriever):
     ) -> list[LangChainDocument]:
         engine, speculator, timeout_s = self.engine, self._warmer(), self.search_timeout_s
         prompt, k = self._prompt, self.k if k is None else k
+        if k < 0:
+            raise ConfigError(f"k is {k}: ask for 0 documents or more")
         if overlap is not None:
             timeout_s = overlap.timeout_s or timeout_s
             if overlap.speculator is not None:
@@ -165,6 +169,7 @@ class _PromptWarmer:
     prompt: Callable[[], BoundPrompt | None]
 
     def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
-        prompt = self.prompt()
-        known = prompt and prompt.prefix([to_langchain(document) for document in documents], documents)
-        return self.engine.prepare_warm(known) if known else None
+        if (prompt := self.prompt()) is None:
+            return None
+        known = prompt.prefix([to_langchain(document) for document in documents], documents)
+        return self.engine.prepare_warm(known, has_documents=prompt.has_documents) if known else None

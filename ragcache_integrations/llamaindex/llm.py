@@ -182,7 +182,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         request = await asyncio.to_thread(self._plan, messages, kwargs)
         with translate_errors():
             response: ChatResponse = await super()._achat(messages, **request.body)
-        return request.finish(response)
+        return await request.afinish(response)
 
     def _stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         request = self._plan(messages, kwargs)
@@ -202,7 +202,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         request = self._plan_text(kwargs)
         with translate_errors():
             response: CompletionResponse = await super()._acomplete(prompt, **request.body)
-        return request.finish(response)
+        return await request.afinish(response)
 
     def _stream_complete(self, prompt: str, **kwargs: Any) -> CompletionResponseGen:
         request = self._plan_text(kwargs)

@@ -54,9 +54,12 @@ def shown_document(node: BaseNode) -> Document:
 def similarities(update: RetrievalUpdate, metric: Metric | None) -> list[float]:
     """Return the scores of an update as LlamaIndex has them: the larger, the nearer.
 
-    Of a source that does not tell its ``metric`` the order says it: the first document is the best.
+    Of a source that does not tell its ``metric`` the order says it: the first document is the best. Its scores may be
+    anything that ascends, negative numbers too.
     """
     scores = update.scores
     if metric is None:
         metric = "l2" if scores and scores[0] < scores[-1] else "ip"
-    return list(scores) if metric == "ip" else [1.0 / (1.0 + distance) for distance in scores]
+    if metric == "ip":
+        return list(scores)
+    return [1.0 / (1.0 + distance) if distance >= 0.0 else 1.0 - distance for distance in scores]

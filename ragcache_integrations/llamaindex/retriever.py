@@ -22,7 +22,7 @@ from ragcache_core.client.pipeline import PipelineResult, run_pipeline
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_stage, check_timeout, check_updates, close_stages
 from ragcache_core.errors import ConfigError
-from ragcache_core.ordering import DocumentOrder
+from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
@@ -78,7 +78,7 @@ class RAGCacheRetriever(BaseRetriever):
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
         stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
-            its time.
+            its time. A source of stages has its own.
         embed_model: the model that embedded the nodes.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
@@ -87,8 +87,9 @@ class RAGCacheRetriever(BaseRetriever):
         speculate: whether the engine works ahead during a search.
 
     Raises:
-        ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, ``store`` is nothing that can be
-            searched in stages, or an ``embed_model`` is given for one that takes no vectors.
+        ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
+            ``store`` is nothing that can be searched in stages, or an ``embed_model`` is given for one that takes no
+            vectors, or ``stages`` for one that has its own.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 
@@ -111,6 +112,8 @@ class RAGCacheRetriever(BaseRetriever):
         if similarity_top_k < 1:
             raise ConfigError(f"similarity_top_k is {similarity_top_k}: ask for at least 1 node")
         check_timeout(search_timeout_s)
+        if document_order not in DOCUMENT_ORDERS:
+            raise ConfigError(f"document_order is {document_order!r}: choose one of {', '.join(DOCUMENT_ORDERS)}")
         super().__init__(callback_manager=callback_manager, **kwargs)
         self._store = store.client if isinstance(store, StagedFAISSVectorStore) else store
         self._source = as_source(self._store, stages=stages)
@@ -258,8 +261,9 @@ def _prefill(engine: Engine, prompt_of: Callable[[], BoundPrompt | None]) -> Ask
     """Return what has ``engine`` prefill what a prompt begins with: its static part and the nodes of a stage."""
 
     def ask(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
-        bound = prompt_of()
-        known = bound and bound.prefix(nodes, [shown_document(n.node) for n in nodes])
-        return engine.prepare_warm(known) if known else None
+        if (bound := prompt_of()) is None:
+            return None
+        known = bound.prefix(nodes, [shown_document(n.node) for n in nodes])
+        return engine.prepare_warm(known, has_documents=bound.has_documents) if known else None
 
     return ask

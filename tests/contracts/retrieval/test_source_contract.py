@@ -107,6 +107,11 @@ def test_what_has_no_stages_is_refused(other: object) -> None:
         as_source(other)
 
 
+def test_stages_for_what_cuts_its_search_itself_are_refused() -> None:
+    with pytest.raises(ConfigError, match="stages is 4, but OtherRetriever cuts its search itself: leave stages out"):
+        as_source(OtherRetriever(), stages=4)
+
+
 class _WithoutYield:
     async def stages(self, query: str, k: int) -> list[RetrievalUpdate]:
         return []

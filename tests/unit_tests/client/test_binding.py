@@ -21,6 +21,7 @@ from ragcache_core.client.binding import MIN_PREFILL_TOKENS, BoundPrompt, bind
 from ragcache_core.client.learning import LayoutLearner
 from ragcache_core.client.plan import RememberedDocuments
 from ragcache_core.errors import ConfigError
+from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import ChatMessage, PromptLayout, RenderedPrompt, TokenizedText, render_chat
 from ragcache_core.types import Document, SegmentKind
 
@@ -284,9 +285,17 @@ class Chain:
     def messages(self, documents: Sequence[Document], question: str) -> list[ChatMessage]:
         return self.prompt(self.format_docs(documents), question)
 
-    def ask(self, documents: Sequence[Document], question: str = QUESTION, *, query: str | None = "") -> None:
+    def ask(
+        self,
+        documents: Sequence[Document],
+        question: str = QUESTION,
+        *,
+        query: str | None = "",
+        is_prefilled: bool = True,
+    ) -> None:
         self.remembered.add(documents, query=question if query == "" else query)
-        self.learner.see(self.messages(documents, question), self.remembered.searches())
+        messages = self.messages(documents, question)
+        self.learner.see(messages, self.remembered.searches(), is_prefilled=is_prefilled)
 
     def check(self, documents: Sequence[Document], question: str = "Which one is red?") -> RenderedPrompt:
         assert self.learner.prompt is not None
@@ -395,6 +404,19 @@ def test_a_learned_question_before_the_documents_is_said_once(caplog: pytest.Log
     assert "put the context before the question" in record.getMessage()
 
 
+def test_of_requests_that_are_answered_ahead_no_question_is_said_to_come_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chain = Chain(question_first, joined)
+    chain.ask(DOCUMENTS, is_prefilled=False)
+    assert chain.learner.prompt is not None
+    assert chain.learner.prompt.is_question_first
+    assert caplog.records == []
+    chain.ask(DOCUMENTS)
+    (record,) = caplog.records
+    assert "put the context before the question" in record.getMessage()
+
+
 def test_a_history_before_the_documents_is_not_taken_for_a_static_part() -> None:
     static = "Answer the question from the documents, and say no more than they do."
     history = [{"role": "user", "content": "Hello, is anybody there?"}, {"role": "assistant", "content": "Yes."}]
@@ -456,6 +478,19 @@ def test_shorter_beginnings_than_a_block_are_not_worth_a_request() -> None:
     assert prefix is not None
     assert len(prefix.token_ids) >= MIN_PREFILL_TOKENS
     assert bound(PromptLayout("Answer."), None).prefix([], []) is None
+
+
+def test_the_static_part_is_made_of_one_document_as_nobody_may_wait_for_more() -> None:
+    num_shown: list[int] = []
+
+    def counted(documents: Sequence[Document]) -> str:
+        num_shown.append(len(documents))
+        return joined(documents)
+
+    whole = request(system_and_user(joined(DOCUMENTS), QUESTION), DOCUMENTS)
+    known = bound(system_and_user, counted).static_prefix(DOCUMENTS, DOCUMENTS)
+    assert known == static_prefix_digest(whole.token_ids, whole.segments)
+    assert num_shown == [1]
 
 
 def test_what_a_prompt_begins_with_is_made_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

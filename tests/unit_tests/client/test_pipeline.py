@@ -99,6 +99,16 @@ async def test_of_a_prefill_it_is_told_with_the_final_documents_what_was_hidden(
     assert result.settled(result.settled_report()) is None, "no answer tells it again"
 
 
+async def test_a_prefill_that_fails_after_all_hid_nothing() -> None:
+    speculator, source = ScriptedSpeculator(), Source("ab", "ab")
+    source.between[1] = lambda: vars(speculator.sent[0]).update(is_claimable=False, is_claimed=False)
+    result = await run(source, ScriptedDoor(), speculator)
+    assert result.settled_report().is_confirmed
+    speculator.sent[0].fail()
+    report = result.settled_report()
+    assert (report.is_confirmed, report.hidden_search_s) == (False, 0.0)
+
+
 async def test_final_documents_that_nobody_expected_are_a_miss() -> None:
     speculator = ScriptedSpeculator()
     events: list[PipelineEvent] = []

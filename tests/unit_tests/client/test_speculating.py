@@ -396,6 +396,7 @@ def test_a_request_that_joined_is_sent_when_the_engine_dies_before_the_first_tok
     assert until(lambda: server.num_running == 1)
     assert ask(engine) == "sent"
     assert speculation.is_failed
+    assert not speculation.is_claimed, "the answer is another request's"
 
 
 def test_an_answer_that_was_joined_and_is_cut_off_fails_as_any_other(server: ScriptedServer, engine: Engine) -> None:
@@ -574,6 +575,7 @@ def test_a_warm_up_prefills_a_prefix_and_is_never_joined(server: ScriptedServer,
     assert warmed.path == "/v1/completions"
     assert (warmed.body["prompt"], warmed.body["max_tokens"]) == (list(prompt.token_ids), 1)
     assert [d["id"] for d in warmed.documents] == ["zorval"]
+    assert warmed.body["kv_transfer_params"]["ragcache"]["prefill"] is True, "the request that it is for counts"
     speculation.confirm()
     speculation.confirm()
     assert until(lambda: server.confirmed)

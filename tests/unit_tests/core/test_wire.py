@@ -39,17 +39,23 @@ def test_segments_tile_the_prompt_and_keep_every_document(prompt: tuple[list[Pro
     assert all(s.end >= d.end for s, d in zip(kept, documents, strict=True))
 
 
-@given(prompts(), st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), st.booleans())
+@given(prompts(), st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), st.booleans(), st.booleans())
 def test_what_the_client_encodes_the_engine_decodes(
-    prompt: tuple[list[PromptSegment], int], speculation: str | None, is_reordered: bool
+    prompt: tuple[list[PromptSegment], int], speculation: str | None, is_reordered: bool, is_prefill: bool
 ) -> None:
     documents, num_tokens = prompt
     segments = tile(documents, num_tokens)
     params = encode_kv_transfer_params(
-        segments, list(range(num_tokens)), speculation=speculation, is_reordered=is_reordered
+        segments,
+        list(range(num_tokens)),
+        speculation=speculation,
+        is_reordered=is_reordered,
+        is_prefill=is_prefill,
     )
     assert params["prompt_token_ids"] == list(range(num_tokens))
-    assert decode_kv_transfer_params(params, num_tokens) == RequestMetadata(segments, speculation, is_reordered)
+    assert decode_kv_transfer_params(params, num_tokens) == RequestMetadata(
+        segments, speculation, is_reordered, is_prefill=is_prefill
+    )
 
 
 def test_an_ordinary_request_carries_no_word_of_speculation_or_order() -> None:
@@ -87,7 +93,8 @@ def _metadata(*documents: object, version: object = 1, **more: object) -> dict[s
         (_metadata(speculation="x" * 65), "1 to 64 letters"),
         (_metadata(speculation="../stats"), "1 to 64 letters"),
         (_metadata(speculation=7), "speculation of the ragcache metadata is 7"),
-        (_metadata(reordered="yes"), "true or false"),
+        (_metadata(reordered="yes"), "'reordered' of the ragcache metadata is 'yes'; it must be true or false"),
+        (_metadata(prefill=1), "'prefill' of the ragcache metadata is 1; it must be true or false"),
     ],
 )
 def test_contradictory_metadata_is_refused_with_the_value_and_the_limit(params: dict[str, object], said: str) -> None:

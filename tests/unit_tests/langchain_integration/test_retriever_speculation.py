@@ -18,7 +18,7 @@ from langchain_core.tools import create_retriever_tool
 
 from ragcache_core import PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.errors import SearchError, SearchTimeoutError
+from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.retrieval import DocumentStore, ShardedStore, TfidfSvdEmbedder
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.scripted_server import Reply, ScriptedServer, Seen
@@ -115,6 +115,18 @@ async def test_the_prompt_is_learned_from_the_first_question(
     assert asked.kv_transfer_params["prompt_token_ids"][: len(warm.body["prompt"])] == warm.body["prompt"]
 
 
+def test_what_stands_before_a_question_is_prefilled_and_hides_nothing_of_the_search(
+    make: Any, engine: Engine, warmed: Any, num_begun: Any
+) -> None:
+    asked_first = ChatPromptTemplate.from_messages([("system", STATIC), ("human", "Question: {question}\n\n{context}")])
+    engine.bind_prompt(asked_first, format_docs)
+    events = Events()
+    make(Stage("moon"), Stage("moon", once=lambda: num_begun() == 1)).invoke(QUESTION, {"callbacks": [events]})
+    (warm,) = warmed()
+    assert (warm.documents, events.num("confirm")) == ([], 1)
+    assert events.seen[-1][1]["hidden_search_s"] == 0.0
+
+
 def test_chains_that_share_an_engine_each_have_their_prompt(make: Any, engine: Engine, warmed: Any) -> None:
     mine = engine.bind_prompt(PromptLayout(static_prefix=f"{STATIC} Mine."))
     engine.bind_prompt(PROMPT, format_docs)
@@ -162,6 +174,8 @@ def test_a_call_may_say_how_many_documents_it_wants(make: Any) -> None:
     retriever = make(Stage("moon"))
     assert retriever.invoke(QUESTION, k=7) == retriever.invoke(QUESTION)
     assert [k for _, k in retriever.store.asked] == [7, 2]
+    with pytest.raises(ConfigError, match="k is -1: ask for 0 documents or more"):
+        retriever.invoke(QUESTION, k=-1)
 
 
 @both_ways

@@ -231,6 +231,21 @@ def test_what_no_request_joined_hid_nothing(make_rag: Any, generations: Any, num
     assert (summary.num_speculations, summary.num_confirmed_speculations, summary.hidden_search_s) == (1, 0, 0)
 
 
+@each_way
+async def test_a_question_before_the_documents_is_as_good_as_one_behind_them(
+    way: Any, make_rag: Any, generations: Any, llm: ChatRAGCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = ChatPromptTemplate.from_messages([("human", "Question: {question}\n\n{context}")])
+    rag = make_rag(Stage("moon"), Stage("moon", once=lambda: bool(generations())), prompt=prompt)
+    text = DOCUMENTS["moon"].text
+    assert text in await answered(way, rag)
+    assert len(generations()) == 1
+    assert caplog.records == []
+    chain = {"context": rag.retriever | format_documents, "question": RunnablePassthrough()} | prompt | llm
+    assert text in await answered(way, chain)
+    assert ["put the context before the question" in r.getMessage() for r in caplog.records] == [True]
+
+
 @pytest.mark.parametrize("shows_metadata", [False, True])
 def test_new_metadata_count_where_the_prompt_shows_them(
     make_rag: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from tests.unit_tests.llamaindex_integration.ways import (
     STREAMED,
     WHOLE,
     Ask,
+    achat,
     acomplete,
     astream_chat,
     astream_complete,
@@ -108,6 +110,20 @@ async def test_stream_measures_the_time_to_its_first_token(ask: Ask, llm: RAGCac
 async def test_answer_that_is_not_streamed_has_no_time_to_first_token(ask: Ask, llm: RAGCacheLLM) -> None:
     _, extra = await ask(llm)
     assert extra["ragcache"]["ttft_s"] is None
+
+
+@pytest.mark.parametrize("ask", [achat, acomplete, astream_chat, astream_complete])
+async def test_waiting_for_the_engines_figures_holds_up_no_event_loop(
+    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer
+) -> None:
+    server.cache, server.cache_wait_s = THREE_TIERS, 0.2
+    asking, num_turns = asyncio.ensure_future(ask(llm)), 0
+    while not asking.done():
+        num_turns += bool(server.cache_questions)
+        await asyncio.sleep(0.01)
+    _, extra = await asking
+    assert extra["ragcache"]["num_gpu_tokens"] is not None
+    assert num_turns > 3
 
 
 @pytest.mark.parametrize(

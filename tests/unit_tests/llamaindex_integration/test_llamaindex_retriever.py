@@ -32,6 +32,7 @@ from ragcache_integrations.llamaindex import (
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
+from ragcache_integrations.llamaindex.nodes import similarities
 from tests.scripted_server import ScriptedServer
 from tests.scripted_source import ScriptedSource, Stage
 from tests.unit_tests.llamaindex_integration.conftest import EventLog
@@ -81,6 +82,17 @@ def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None
         RAGCacheRetriever(store).retrieve(" ")
     with pytest.raises(SearchError, match="stages"):
         RAGCacheRetriever(store, stages=(0.5, 0.2)).retrieve("sea")
+    with pytest.raises(ConfigError, match="document_order is 'best': choose one of retrieval, canonical, cache_aware"):
+        RAGCacheRetriever(store, document_order="best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="stages is 4, but ScriptedSource cuts its search itself"):
+        RAGCacheRetriever(ScriptedSource((Stage("moon"),)), stages=4)
+
+
+@pytest.mark.parametrize("scores", [(-3.0, -1.0, 0.0, 2.0), (2.0, 0.5, -1.0), (0.25, 4.0)])
+def test_scores_of_any_source_become_similarities_in_its_order(scores: tuple[float, ...]) -> None:
+    found = similarities(RetrievalUpdate((), scores, 0, is_final=True), None)
+    assert found == sorted(set(found), reverse=True)
+    assert len(found) == len(scores)
 
 
 async def test_every_stage_is_published(tmp_path: Path, event_log: EventLog) -> None:

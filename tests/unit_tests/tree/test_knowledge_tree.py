@@ -240,6 +240,18 @@ def test_an_evicted_document_keeps_its_count_unless_told_otherwise() -> None:
         assert node.frequency == expected
 
 
+def test_a_prefill_ahead_of_its_request_is_a_cost_and_no_use() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    path = tree.insert(prompt("A", "B"))
+    tree.record_prefill(path, num_hit_units=2, num_missed_tokens=32, cost_s=0.32)
+    first, second = path
+    assert [(n.frequency, n.num_computed, n.avg_cost_s) for n in path] == [(0, 0, 0.0), (0, 1, pytest.approx(0.01))]
+    assert tree.num_requests == 0
+    tree.record_access(path, num_hit_units=4, num_missed_tokens=0, cost_s=0.0)
+    assert (first.frequency, second.frequency, tree.num_requests) == (1, 1, 1)
+    assert second.avg_cost_s == pytest.approx(0.01)
+
+
 def test_ghosts_are_bounded_and_the_oldest_is_forgotten() -> None:
     tree = new_tree(ghost_size=2)
     for doc in "ABCD":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.controller import TierReport
 from ragcache_core.wire import RequestMetadata
@@ -81,6 +83,34 @@ def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
     it.on_admitted("waiting", keys(2), {}, 11.0)
     it.on_admitted("running", keys(2), {}, 11.0)
     assert counts() == [3, 30, 3]
+
+
+@pytest.mark.parametrize("is_confirmed_early", [True, False])
+def test_a_prefill_that_was_right_pays_and_the_request_that_it_was_for_counts_once(is_confirmed_early: bool) -> None:
+    it = controller()
+    parts = segments(("a", 8), (None, 10))
+    it.on_new_request("guess", RequestMetadata(parts, "wrong", is_prefill=True), keys(2), 10, 10.0)
+    it.on_admitted("guess", keys(2), {}, 10.5)
+    it.on_finished("guess")
+    (node,) = [node for node in it.tree.nodes() if node.doc_id == "a"]
+    assert (node.frequency, node.num_computed) == (0, 0)
+    if is_confirmed_early:
+        it.confirm("s")
+    it.on_new_request("warm", RequestMetadata(parts, "s", is_prefill=True), keys(2), 10, 10.0)
+    it.on_admitted("warm", keys(2), {}, 10.5)
+    it.confirm("s")
+    it.on_finished("warm")
+    assert (node.frequency, node.num_computed) == (0, 1)
+    paid_s = node.avg_cost_s
+    assert paid_s > 0
+    assert (it.report()["num_requests"], it.report()["hottest_documents"]) == (0, [])
+    it.on_new_request("r", RequestMetadata(parts, is_reordered=True), keys(2), 10, 11.0)
+    it.on_admitted("r", keys(2), {Tier.GPU: 8}, 11.5)
+    it.on_finished("r")
+    assert (node.frequency, node.num_computed, node.avg_cost_s) == (1, 1, paid_s)
+    report: Any = it.report()
+    assert (report["num_requests"], report["num_prompt_tokens"], report["num_reordered_prompts"]) == (1, 10, 1)
+    assert [document["frequency"] for document in report["hottest_documents"]] == [1]
 
 
 def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebody_asks() -> None:
