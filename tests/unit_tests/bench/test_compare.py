@@ -91,6 +91,18 @@ def test_finished_runs_are_in_the_file_and_are_gone_on_with(tmp_path: Path) -> N
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_runs_of_two_machines_or_commits_name_both(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    before, now = {"processor": "one", "cores": 2, "commit": "a"}, {"processor": "one", "cores": 4, "commit": "b"}
+    Results.open(path, {}, before).add(a_run("ragcache", 64))
+    again = Results.open(path, {}, now, resume=True)
+    again.summarise({})
+    assert again.machine == before, "nothing was measured there"
+    for rate in (1, 2):
+        again.add(a_run("ragcache", 64, rate=rate))
+        assert Results.read(path).machine == {"processor": "one", "cores": "2, then 4", "commit": "a, then b"}
+
+
 def test_runs_are_neither_overwritten_nor_mixed_with_others(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     Results.open(path, {"seeds": 2}, MACHINE).add(a_run("ragcache", 64))
