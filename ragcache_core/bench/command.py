@@ -47,8 +47,11 @@ def benchmark(
         model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], json_path: Path, resume: bool = False
     ) -> None:
         kept_at = json_path.with_name(json_path.name + ".runs.jsonl") if keeps_runs else None
-        if kept_at is not None and not resume:
-            kept_at.unlink(missing_ok=True)
+        if kept_at is not None and kept_at.exists() and not resume:
+            raise click.UsageError(
+                f"{kept_at} keeps what an interrupted run finished: go on with it by --resume (make: RESUME=1), or "
+                "delete it to begin anew."
+            )
         facts = {**machine(), "model": model, "seed": seed, "quick": quick}
         report = read_report(json_path) if only else {}
         names = only or tuple(parts)

@@ -13,7 +13,9 @@ from click.core import ParameterSource
 
 from ragcache_core.cli.command import CommandGroup
 from ragcache_core.cli.options import api_key_option
+from ragcache_core.cli.output import check_no_input, check_writable
 from ragcache_core.cli.paper import paper
+from ragcache_core.cli.trace import WORKLOAD_NAMES
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +29,6 @@ _AUTO = "auto:0.25,0.5,0.8,1.2,1.8,2.6"
 _OF_A_LAUNCH = frozenset(
     ("compare", "model", "dtype", "kv_memory", "host_memory", "disk_memory", "block_size", "max_num_seqs", "vllm_args")
 )
-_WORKLOADS = ("mmlu", "nq", "nq-small", "sysx", "drift")
 
 
 class Rates(click.ParamType[Any]):
@@ -66,7 +67,11 @@ class Rates(click.ParamType[Any]):
 )
 @api_key_option
 @click.option(
-    "--workload", type=click.Choice(_WORKLOADS), default="mmlu", show_default=True, help="What the requests are like."
+    "--workload",
+    type=click.Choice(WORKLOAD_NAMES),
+    default="mmlu",
+    show_default=True,
+    help="What the requests are like.",
 )
 @click.option(
     "--trace",
@@ -164,6 +169,10 @@ def bench(
     _check_engine(ctx, given["engine"])
     if html_path is not None:
         _require_matplotlib()
+    for option, path in (("--json", json_path), ("--html", html_path)):
+        if path is not None:
+            check_no_input(option, path, [given["trace"] or Path()])
+            check_writable(option, path, makes_folder=True)
     from ragcache_core.bench.compare.comparison import run_comparison
     from ragcache_core.bench.compare.options import BenchOptions, prepare
     from ragcache_core.bench.compare.results import Results
@@ -179,6 +188,9 @@ def bench(
     try:
         with _progress() as progress:
             run_comparison(prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress)
+    except (KeyboardInterrupt, SystemExit):
+        click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to go on", err=True)
+        raise
     finally:  # an interruption as well: what is finished is worth reading
         if results.runs:
             _report(prepared, results, html_path)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command
-from ragcache_core.cli.output import write_json
-from ragcache_core.cli.sweep import check_plot, read_finished, save_plots
+from ragcache_core.cli.output import check_writable, write_json
+from ragcache_core.cli.sweep import check_plot, clear_journal, read_finished, save_plots
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -96,6 +96,9 @@ def paper(
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --json OUT as well.")
     if plot is not None:
         check_plot(plot)
+    for option, path in (("--json", output), ("--plot", plot)):
+        if path is not None:
+            check_writable(option, path, makes_folder=True)
     from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict
     from ragcache_core.bench.paper.runs import PaperRuns
     from ragcache_core.sim.sweep import Journal
@@ -129,7 +132,7 @@ def paper(
         click.echo(f"ragcache: {len(exhibits)} of {len(names)} figures are finished: {cure}", err=True)
         raise
     if journal is not None:
-        journal.remove()
+        clear_journal(journal, runs.keys)
     drawn = [one for exhibit in exhibits for one in exhibit.plots]
     if plot is not None and drawn:
         save_plots(drawn, plot, "ragcache bench paper")

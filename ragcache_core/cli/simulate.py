@@ -13,14 +13,13 @@ import click
 
 from ragcache_core.cli.command import Command, Group
 from ragcache_core.cli.output import check_no_input, check_writable, counting_requests, write_json
-from ragcache_core.cli.sweep import sweep
+from ragcache_core.cli.sweep import ORDERS, POLICIES, sweep
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult
 
 _STDOUT = "-"
-_POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament", "belady", "infinite")
 _TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b"
 
 
@@ -54,14 +53,14 @@ class Shares(click.ParamType[Any]):
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
 @click.option(
     "--policy",
-    type=click.Choice(_POLICIES),
+    type=click.Choice(POLICIES),
     default="tournament",
     show_default=True,
     help="What a full tier gives up; belady knows the future, and infinite gives up nothing.",
 )
 @click.option(
     "--order",
-    type=click.Choice(["retrieval", "canonical", "cache_aware"]),
+    type=click.Choice(ORDERS),
     default="retrieval",
     show_default=True,
     help="In which order a prompt shows its documents.",
@@ -108,6 +107,12 @@ class Shares(click.ParamType[Any]):
     "--frequency",
     type=click.Choice(["cached", "ghost"]),
     help="Whether uses count beyond eviction. [default: cached for pgdsf, ghost for others]",
+)
+@click.option(
+    "--max-cached-documents",
+    type=int,
+    metavar="N",
+    help="Keep the first N documents of a prompt, as the engine's option does; of blocks alone. [default: all]",
 )
 @click.option(
     "--overlap-transfers/--no-overlap-transfers",

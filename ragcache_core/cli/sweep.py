@@ -6,6 +6,7 @@ import html
 import json
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,11 @@ from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache_core.bench.plots import Plot
+    from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import FinishedRun, Journal, Run
 
-_POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament", "belady", "infinite")
-_ORDERS = ("retrieval", "canonical", "cache_aware")
+POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament", "belady", "infinite")
+ORDERS = ("retrieval", "canonical", "cache_aware")
 _PLOT_KINDS = (".png", ".svg", ".html")
 _CAPACITIES = ("host_tokens", "gpu_tokens", "disk_tokens")
 _VARIED = ("policy", "order", *_CAPACITIES)
@@ -68,19 +70,19 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE...")
 @click.option(
     "--policies",
-    type=Listed(_POLICIES),
+    type=Listed(POLICIES),
     default="pgdsf,lru,tournament",
     show_default=True,
     metavar="P,P,...",
-    help=f"What a full tier gives up: {', '.join(_POLICIES)}.",
+    help=f"What a full tier gives up: {', '.join(POLICIES)}.",
 )
 @click.option(
     "--orders",
-    type=Listed(_ORDERS),
+    type=Listed(ORDERS),
     default="retrieval",
     show_default=True,
     metavar="O,O,...",
-    help=f"In which order a prompt shows its documents: {', '.join(_ORDERS)}.",
+    help=f"In which order a prompt shows its documents: {', '.join(ORDERS)}.",
 )
 @click.option(
     "--gpu-tokens", type=Listed(), default="40960", show_default=True, metavar="N,N,...", help="KV on the GPU."
@@ -153,8 +155,6 @@ def sweep(
     """
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import Journal, plan
-    from ragcache_core.sim.testbeds import load_testbed
-    from ragcache_core.sim.trace import read_trace
 
     if resume and output is None:
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --json OUT as well.")
@@ -169,14 +169,13 @@ def sweep(
     finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
     given = {name: value for name, value in settings.items() if value is not None}
     base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
-    load_testbed(base.cost_model)
-    num_requests = {trace: len(read_trace(trace)) for trace in traces}
+    num_requests = _count_requests(traces, base)
     axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
     runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
     if output is not None and journal is not None:
         write_json({"version": __version__, "runs": [run.to_dict() for run in done]}, output)
-        _clear(journal, done)
+        clear_journal(journal, {run.key for run in done})
     click.echo(table(done))
     for note in dict.fromkeys(note for run in done for note in run.notes):
         click.echo(f"ragcache: {note}", err=True)
@@ -185,6 +184,28 @@ def sweep(
     for path in (output, plot):
         if path is not None:
             click.echo(f"ragcache: written to {path}", err=True)
+
+
+def _count_requests(traces: Sequence[Path], base: SimulationOptions) -> dict[Path, int]:
+    """Return how many requests each trace has; one that is broken or does not fit is refused before anything runs.
+
+    Raises:
+        TraceError: a line is broken. ConfigError: the options do not fit a trace.
+    """
+    from ragcache_core.sim.simulator import check_trace
+    from ragcache_core.sim.testbeds import load_testbed
+    from ragcache_core.sim.trace import read_trace
+
+    testbed = load_testbed(base.cost_model)
+    num_requests = {}
+    for path in traces:
+        trace = read_trace(path)
+        try:
+            check_trace(trace, base, testbed)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        num_requests[path] = len(trace)
+    return num_requests
 
 
 def _run(
@@ -216,9 +237,9 @@ def _run(
         raise
 
 
-def _clear(journal: Journal, done: Sequence[FinishedRun]) -> None:
-    """Remove the journal, unless it holds runs that are nowhere else: those of a wider sweep that was interrupted."""
-    num_others = len(journal.read().keys() - {run.key for run in done})
+def clear_journal(journal: Journal, keys: AbstractSet[str]) -> None:
+    """Remove the journal, unless it holds runs besides ``keys``, which are nowhere else: a wider sweep's."""
+    num_others = len(journal.read().keys() - keys)
     if num_others:
         click.echo(f"ragcache: {journal.path} keeps {num_others} finished runs that were not asked for", err=True)
     else:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ragcache_core.sim.summary import TraceSummary
     from ragcache_core.sim.trace import Trace
 
-_WORKLOADS = ("mmlu", "nq", "nq-small", "sysx", "drift")
+WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift")
 _STANDARD_OUTPUT = Path("-")
 _output_option = click.option(
     "--output",
@@ -50,7 +50,9 @@ def trace() -> None:
         "ragcache trace make --workload drift --requests 2880 --k 5 --rate 1.5 --seed 3 --output - | head",
     ],
 )
-@click.option("--workload", type=click.Choice(_WORKLOADS), required=True, help="Whose statistics the requests have.")
+@click.option(
+    "--workload", type=click.Choice(WORKLOAD_NAMES), required=True, help="Whose statistics the requests have."
+)
 @click.option("--requests", "num_requests", type=click.IntRange(1), required=True, metavar="N", help="How many.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
 @_output_option

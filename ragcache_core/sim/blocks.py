@@ -10,7 +10,6 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import CachedPaths, PathChange, arrange
 from ragcache_core.policy import PrefillCost, make_policy
 from ragcache_core.sim.block_tiers import DiskChunks, GPUBlocks, HostChunks
-from ragcache_core.sim.bound import BeladyPolicy
 from ragcache_core.sim.cache import NO_REUSE, Reuse, Served, SimulatedCache
 from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.options import INFINITE, SimulationOptions
@@ -67,25 +66,18 @@ class BlockCache(SimulatedCache):
         self,
         options: SimulationOptions,
         cost: PrefillCost,
-        belady: BeladyPolicy | None = None,
         *,
-        max_cached_documents: int | None = None,
         chunks: StoredChunks | None = None,
     ) -> None:
         """Begin empty; ``chunks`` are reused beyond exact prefixes.
 
         Raises:
-            ConfigError: the policy is the offline bound, or a tier is smaller than a block.
+            ConfigError: a tier is smaller than a block.
         """
-        if belady is not None:
-            raise ConfigError(
-                "policy belady knows when documents come again, and not their blocks: choose granularity document, or "
-                "another policy"
-            )
         is_infinite = options.policy == INFINITE
         self._block_size = options.block_size
         self._system_tokens = options.system_tokens
-        self._max_cached_documents = max_cached_documents
+        self._max_cached_documents = options.max_cached_documents
         self._cost = cost
         self._chunks = chunks
         gpu_tokens = _UNBOUNDED_TOKENS if is_infinite else options.gpu_tokens

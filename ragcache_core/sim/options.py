@@ -41,6 +41,8 @@ class SimulationOptions:
         frequency: whether uses are counted beyond eviction; None: as the paper has it for ``pgdsf`` (not), and as the
             engine has it for all others.
         ghost_size: evicted documents whose uses are remembered.
+        max_cached_documents: of a prompt, that are stored below the GPU; those behind them are the first to go. None:
+            all. Of blocks alone.
         overlaps_transfers: whether KV is loaded layer by layer while the layers before are computed.
         speculation: whether candidates of a search that goes on are prefilled in idle time.
         settle_shares: for each stage of a search, the share of searches whose candidates are the final ones from then
@@ -72,6 +74,7 @@ class SimulationOptions:
     max_batch: int = 1
     frequency: FrequencyScope | None = None
     ghost_size: int = 100_000
+    max_cached_documents: int | None = None
     overlaps_transfers: bool = True
     speculation: Speculation = "none"
     settle_shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
@@ -107,10 +110,28 @@ class SimulationOptions:
                 f"settle_shares are {shares!r}; give a share of 0 or more for each stage, together at most 1"
             )
         self._check_chunks()
+        self._check_max_cached_documents()
+        if self.policy == BELADY and self.granularity == "block":
+            raise ConfigError(
+                "policy belady knows when documents come again, and not their blocks: choose granularity document, or "
+                "another policy"
+            )
         if self.policy == BELADY and self.order == "cache_aware":
             raise ConfigError(
                 "belady knows when an order of documents comes again, and cache_aware orders are not known ahead: "
                 "choose order retrieval or canonical, or another policy"
+            )
+
+    def _check_max_cached_documents(self) -> None:
+        limit = self.max_cached_documents
+        if limit is None:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ConfigError(f"max_cached_documents is {limit!r}; it must be a whole number, 1 or more, or left out")
+        if self.granularity != "block":
+            raise ConfigError(
+                f"max_cached_documents is {limit}, which the engine has and Algorithm 1 has not: choose granularity "
+                "block, or leave it out"
             )
 
     def _check_chunks(self) -> None:

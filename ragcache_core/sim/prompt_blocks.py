@@ -96,7 +96,8 @@ def cut_into_blocks(
 
 def _chain(digest: bytes, kind: str, number: int = 0, doc_id: str = "") -> bytes:
     """Return what names a run of tokens after everything before it."""
-    return blake2b(digest + f"{kind} {number} {doc_id}".encode(), digest_size=_DIGEST_BYTES).digest()
+    name = f"{kind} {number} {doc_id}".encode("utf-8", "surrogatepass")  # half a pair is an id as any other
+    return blake2b(digest + name, digest_size=_DIGEST_BYTES).digest()
 
 
 def _keys(runs: Sequence[tuple[int, bytes]], block_size: int) -> list[int]:

@@ -54,25 +54,45 @@ def simulate(
     Raises:
         ConfigError: the testbed is unknown or does not cover the trace, or nothing is left after the warm-up.
     """
-    if options.warm_up >= len(trace):
-        raise ConfigError(f"warm_up is {options.warm_up:,}, the trace has {len(trace):,} requests: lower warm_up")
     testbed = load_testbed(options.cost_model)
-    notes = _check_lengths(trace, testbed, options)
+    notes = check_trace(trace, options, testbed)
     recorder = Recorder(trace, options, keeps_requests=keeps_requests)
     _Simulation(trace, options, testbed, recorder, progress).run()
     return recorder.result(notes)
 
 
+def check_trace(trace: Trace, options: SimulationOptions, testbed: Testbed) -> tuple[str, ...]:
+    """Return what a reader of the run should know, and refuse a trace that does not fit the options.
+
+    Raises:
+        ConfigError: nothing is left after the warm-up, or prompts are longer than the profile, and that was refused.
+    """
+    if options.warm_up >= len(trace):
+        raise ConfigError(f"warm_up is {options.warm_up:,}, the trace has {len(trace):,} requests: lower warm_up")
+    ends = np.concatenate([[0], np.cumsum(trace.doc_tokens, dtype=np.int64)])[trace.first]
+    documents = np.diff(ends)
+    num_new_tokens = int((documents + trace.question_tokens).max())
+    if options.granularity == "block":  # nothing is there from the beginning
+        num_new_tokens += options.system_tokens
+    missing = testbed.lengths_beyond(options.system_tokens + int(documents.max()), num_new_tokens)
+    if missing is not None and options.beyond == "refuse":
+        raise ConfigError(f"{missing}: measure longer prompts (ragcache profile --max-tokens), or extrapolate")
+    notes = [] if missing is None else [f"{missing}: times are continued in straight lines"]
+    if testbed.assumed and options.host_tokens:
+        notes.append(f"{testbed.name} does not say how large KV is, or how fast: assumed {', '.join(testbed.assumed)}")
+    return tuple(notes)
+
+
 def make_cache(trace: Trace, options: SimulationOptions, testbed: Testbed) -> SimulatedCache:
     """Return the cache that the options ask for, which has seen nothing of the trace but, for the bound, its future."""
     exact, chunks = _share_out(options, testbed)
-    belady = None
-    if options.policy == BELADY:
-        belady = BeladyPolicy(in_canonical_order(trace) if options.order == "canonical" else trace)
     if options.granularity == "block":
         from ragcache_core.sim.blocks import BlockCache
 
-        return BlockCache(exact, testbed.cost, belady, chunks=chunks)
+        return BlockCache(exact, testbed.cost, chunks=chunks)
+    belady = None
+    if options.policy == BELADY:
+        belady = BeladyPolicy(in_canonical_order(trace) if options.order == "canonical" else trace)
     return DocumentCache(exact, testbed.cost, belady, chunks=chunks)
 
 
@@ -94,18 +114,6 @@ def _share_out(options: SimulationOptions, testbed: Testbed) -> tuple[Simulation
         system_tokens=options.system_tokens,
         page_tokens=options.block_size if options.granularity == "block" else 1,
     )
-
-
-def _check_lengths(trace: Trace, testbed: Testbed, options: SimulationOptions) -> tuple[str, ...]:
-    ends = np.concatenate([[0], np.cumsum(trace.doc_tokens, dtype=np.int64)])[trace.first]
-    documents = np.diff(ends)
-    num_cached_tokens = options.system_tokens + int(documents.max())
-    missing = testbed.lengths_beyond(num_cached_tokens, int((documents + trace.question_tokens).max()))
-    if missing is None:
-        return ()
-    if options.beyond == "refuse":
-        raise ConfigError(f"{missing}: measure longer prompts (ragcache profile --max-tokens), or extrapolate")
-    return (f"{missing}: times are continued in straight lines",)
 
 
 @dataclass(slots=True)

@@ -178,7 +178,7 @@ def run_all(
                 pending: set[Future[FinishedRun]] = {executor.submit(_simulate, run) for run in to_do.values()}
             while pending:
                 done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-                for future in done:
+                for future in sorted(done, key=lambda future: future.exception() is not None):  # failures last
                     by_key[future.result().key] = future.result()
                     keep(future.result())
                 report(counter.value - num_reported)
@@ -236,6 +236,8 @@ def _simulate(run: Run) -> FinishedRun:
     from ragcache_core.sim.simulator import simulate
 
     started_s = time.perf_counter()
+    if run.cost_sha256 and _digest(Path(run.options.cost_model)) != run.cost_sha256:
+        raise ConfigError(f"{run.options.cost_model} has changed since the sweep began: run it again")
     result = simulate(_load(run.trace, run.trace_sha256), run.options, progress=_count)
     seconds = round(time.perf_counter() - started_s, 3)
     options, summary = result.options.to_dict(), result.summary.to_dict()

@@ -12,6 +12,12 @@ from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
 
 _PCIE4_GIB_PER_S, _PCIE5_GIB_PER_S, _NVME_GIB_PER_S = 11.5, 23.0, 2.0
 _KV_7B_TOKENS_PER_GIB = 8_192
+_OF_KV: Mapping[str, float] = {
+    "tokens_per_gib": _KV_7B_TOKENS_PER_GIB,
+    "host_gib_per_s": _PCIE4_GIB_PER_S,
+    "disk_gib_per_s": _NVME_GIB_PER_S,
+}
+"""What a file may say beside its times, and what is assumed where it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class Testbed:
         host_gib_per_s, disk_gib_per_s: at which KV comes to the GPU.
         decode_per_token_s: what a token of context adds to an iteration that decodes; None: what ``cost`` says of one
             new token.
+        assumed: names and values of what its file does not say.
     """
 
     __test__ = False  # it is no test, whatever pytest makes of its name
@@ -57,6 +64,7 @@ class Testbed:
     host_gib_per_s: float = _PCIE4_GIB_PER_S
     disk_gib_per_s: float = _NVME_GIB_PER_S
     decode_per_token_s: float | None = None
+    assumed: tuple[str, ...] = ()
 
     def decode_s(self, num_context_tokens: int) -> float:
         """Return the seconds of an iteration that computes one more token behind ``num_context_tokens``."""
@@ -146,7 +154,7 @@ def load_testbed(name_or_file: str) -> Testbed:
         ) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name another profile") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): name a profile that ragcache profile wrote") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {data!r:.40}, no profile: measure one with ragcache profile --output FILE")
@@ -169,15 +177,14 @@ def _read(name: str, data: Mapping[str, object]) -> Testbed:
     else:
         times = PrefillCostModel.from_dict(data.get("cost_model", data))
         cost, base_s = times, min(map(min, times.seconds))
-    host_gib_per_s = _number(data, "host_gib_per_s", _PCIE4_GIB_PER_S)
-    disk_gib_per_s = _number(data, "disk_gib_per_s", _NVME_GIB_PER_S)
-    tokens_per_gib = int(_number(data, "tokens_per_gib", _KV_7B_TOKENS_PER_GIB))
+    tokens_per_gib, host_gib_per_s, disk_gib_per_s = (_number(data, key, value) for key, value in _OF_KV.items())
     for key, value in (("host_gib_per_s", host_gib_per_s), ("disk_gib_per_s", disk_gib_per_s)):
         if not value:
             raise ConfigError(f"{key} is 0; give the GiB that a link brings in a second")
-    if not tokens_per_gib:
+    if tokens_per_gib < 1:
         raise ConfigError("tokens_per_gib is less than 1; give the tokens whose KV a GiB holds")
-    return Testbed(name, cost, base_s, tokens_per_gib, host_gib_per_s, disk_gib_per_s)
+    assumed = tuple(f"{key} {value:,g}" for key, value in _OF_KV.items() if key not in data)
+    return Testbed(name, cost, base_s, int(tokens_per_gib), host_gib_per_s, disk_gib_per_s, assumed=assumed)
 
 
 def _number(data: Mapping[str, object], key: str, default: float | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,9 +50,9 @@ class Comparison:
 
     def __post_init__(self) -> None:
         for name, values in (("host memory", self.host_bytes), ("rates", self.rates)):
-            if not values or list(values) != sorted(set(values)) or values[0] <= 0:
-                shown = ", ".join(f"{value:g}" for value in values)
-                raise ConfigError(f"{name} {shown or '(none)'}: give sizes above 0 in ascending order, each once")
+            if not values or list(values) != sorted(set(values)) or not all(0 < value < math.inf for value in values):
+                shown = ", ".join(f"{value:g}" for value in values) or "(none)"
+                raise ConfigError(f"{name} {shown}: give finite numbers above 0 in ascending order, each once")
         if not self.seeds:
             raise ConfigError("no seeds: measure one at least")
         if len({peer.name for peer in self.peers}) != len(self.peers) or not self.peers:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from ragcache_core._version import __version__
 from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
 from ragcache_core.bench.compare.peers import PEERS, Peer, Setup
-from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
+from ragcache_core.bench.compare.prompts import TracedPrompts, check_scale, scaled
 from ragcache_core.bench.compare.random_model import random_model
 from ragcache_core.bench.compare.sessions import Amounts
 from ragcache_core.bench.compare.sizing import HOST_TOKENS, KV_TOKENS, ModelFacts, check_host, window
@@ -81,8 +81,10 @@ def prepare(options: BenchOptions) -> Prepared:
     peers = _peers(options.compare)
     model = str(random_model()) if options.model == RANDOM else options.model
     facts = ModelFacts.read(model, options.dtype)
-    scale = options.scale or (_RANDOM_MODELS_SCALE if options.model == RANDOM else 1.0)
-    kv_bytes = _bytes("--kv-memory", options.kv_memory) or facts.memory_bytes(KV_TOKENS, scale, options.block_size)
+    scale = _scale(options, _RANDOM_MODELS_SCALE if options.model == RANDOM else 1.0)
+    kv_bytes = facts.memory_bytes(KV_TOKENS, scale, options.block_size)
+    if options.kv_memory is not None:
+        kv_bytes = _bytes("--kv-memory", options.kv_memory)
     host_bytes = tuple(_bytes("--host-memory", size) for size in options.host_memory)
     host_bytes = host_bytes or tuple(facts.memory_bytes(tokens, scale, options.block_size) for tokens in HOST_TOKENS)
     check_host(host_bytes, facts, options.block_size)
@@ -128,14 +130,14 @@ def _on_a_server(options: BenchOptions) -> Prepared:
         num_tokens = engine.max_model_len
     peer = Peer("server", f"the server at {options.engine}", is_ragcache=is_ragcache)
     comparison = _comparison(options, (peer,), (1,))
-    prompts = _prompts(options, comparison, options.scale or 1.0, _ASSUMED_VOCABULARY)
+    scale = _scale(options, 1.0)
+    prompts = _prompts(options, comparison, scale, _ASSUMED_VOCABULARY)
     facts = ModelFacts(_ASSUMED_VOCABULARY, 1, num_tokens)
     window(prompts, facts, num_requests=comparison.num_trace_requests, kv_bytes=num_tokens, block_size=1)
 
     def open_engine(peer: Peer, host_bytes: int, folder: Path) -> Engine:  # noqa: ARG001 (it has its own)
         return Engine.connect(options.engine, api_key=options.api_key)
 
-    scale = options.scale or 1.0
     return Prepared(comparison, prompts, open_engine, _facts(options, scale), _notes(options, scale, comparison))
 
 
@@ -165,9 +167,13 @@ def _prompts(options: BenchOptions, comparison: Comparison, scale: float, vocab_
     }
 
 
-def _bytes(name: str, size: str | None) -> int:
-    if size is None:
-        return 0
+def _scale(options: BenchOptions, default: float) -> float:
+    scale = default if options.scale is None else options.scale
+    check_scale(scale)
+    return scale
+
+
+def _bytes(name: str, size: str) -> int:
     try:
         return int(_SIZE.validate_python(size))
     except ValidationError as error:

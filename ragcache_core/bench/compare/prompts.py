@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,14 +19,23 @@ _FIRST_TOKEN = 256
 _SPARED_AT_THE_END = 1_024
 
 
+def check_scale(factor: float) -> None:
+    """Refuse a factor that no lengths can be multiplied with.
+
+    Raises:
+        ConfigError: it is not above 0 and finite.
+    """
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"lengths times {factor:g}: the scale must be above 0 and finite")
+
+
 def scaled(trace: Trace, factor: float) -> Trace:
     """Return the trace with every prompt's lengths times ``factor``: documents and questions, each a token at least.
 
     Raises:
-        ConfigError: the factor is not positive.
+        ConfigError: the factor is not above 0 and finite, or makes a length that cannot be.
     """
-    if not factor > 0:
-        raise ConfigError(f"lengths times {factor:g}: the scale must be above 0")
+    check_scale(factor)
     if factor == 1:
         return trace
     return Trace.from_requests(

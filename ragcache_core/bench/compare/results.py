@@ -13,6 +13,7 @@ from ragcache_core.bench.compare.sessions import Run
 from ragcache_core.errors import ConfigError
 
 VERSION = 1
+_THEN = ", then "
 
 
 class Results:
@@ -22,6 +23,7 @@ class Results:
         self.path = path
         self.options = dict(options)
         self.machine = dict(machine)
+        self._machine_now = self.machine
         self.rates_rps: tuple[float, ...] = ()
         self.capacity_rps: float | None = None
         self.runs: list[Run] = []
@@ -50,6 +52,7 @@ class Results:
                     f"{path} was measured with {name} = {kept.options.get(name)!r:.120}, not {asked.get(name)!r:.120}: "
                     "resume with the same options, trace and version, or choose another --json"
                 )
+        kept._machine_now = dict(machine)
         return kept
 
     @classmethod
@@ -83,8 +86,9 @@ class Results:
         self.write()
 
     def add(self, run: Run) -> None:
-        """Add a run that is finished."""
+        """Add a run that is finished; where the machine or the code is another than before, both are named."""
         self.runs.append(run)
+        self.machine = {name: _then(self.machine.get(name), value) for name, value in self._machine_now.items()}
         self.write()
 
     def summarise(self, summary: Mapping[str, Any]) -> None:
@@ -119,3 +123,10 @@ class Results:
             "summary": self.summary,
             "runs": [run.to_dict() for run in self.runs],
         }
+
+
+def _then(before: Any, now: Any) -> Any:
+    """Return a fact of the machine with which runs were measured, and behind it that of those which follow."""
+    if before is None:
+        return now
+    return before if str(before).split(_THEN)[-1] == str(now) else f"{before}{_THEN}{now}"

@@ -72,9 +72,10 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The highest rate at which an engine keeps the mean TTFT within ``slo_s``; ``is_bound``: no higher one was tried.
+    """The highest rate at which an engine keeps the mean TTFT within ``slo_s``.
 
-    ``ratio`` is to that of the baseline, seed by seed.
+    ``is_bound``: with some seed it kept it at all rates, so that the mean is a lower bound. ``ratio`` is to that of the
+    baseline, seed by seed.
     """
 
     peer: str
@@ -142,7 +143,7 @@ class Summary:
                     self.main_host,
                     slo_s,
                     Estimate.of(list(best.values())),
-                    all(rate == curves[seed][-1][0] for seed, rate in best.items()),
+                    any(rate == curves[seed][-1][0] for seed, rate in best.items()),
                     Estimate.of(ratios, is_ratio=True) if ratios else None,
                 )
             )

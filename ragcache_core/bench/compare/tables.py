@@ -54,14 +54,14 @@ def ratios_table(summary: Summary, rates_rps: Sequence[float], host_bytes: int, 
 def throughput_table(summary: Summary) -> Table:
     """Return what each engine serves within the SLO, beside the first one's."""
     throughputs = summary.throughputs()
-    rows = [
-        [
-            found.peer,
-            (">= " if found.is_bound else "") + _shown(found.requests_per_s, "{:.3g}"),
-            _shown(found.ratio, "{:.2f}"),
-        ]
-        for found in throughputs
-    ]
+    rows = []
+    for found in throughputs:
+        requests_per_s, ratio = _shown(found.requests_per_s, "{:.3g}"), _shown(found.ratio, "{:.2f}")
+        if found.is_bound:
+            requests_per_s = f">= {requests_per_s}"
+            if found.ratio is not None and not throughputs[0].is_bound:  # the ratio of two bounds is none
+                ratio = f">= {ratio}"
+        rows.append([found.peer, requests_per_s, ratio])
     slo = f"{throughputs[0].slo_s * 1000:,.0f} ms" if throughputs else "?"
     title = f"Throughput with a mean TTFT within {slo}, {SLO_FACTOR:g} times the lowest rate's"
     return Table(title, ("engine", "requests/s", f"times {summary.peers[0]}" if summary.peers else ""), rows)

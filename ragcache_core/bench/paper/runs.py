@@ -50,6 +50,9 @@ class PaperRuns:
         journal: where each run is kept as soon as it is finished.
         on_plan: told how many more requests are to be simulated.
         on_requests: told now and then how many more have been.
+
+    Attributes:
+        keys: of the runs that were asked for so far.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class PaperRuns:
     ) -> None:
         self.num_seeds = num_seeds
         self.num_requests = num_requests
+        self.keys: set[str] = set()
         self._jobs = jobs
         self._finished = dict(finished or {})
         self._journal = journal
@@ -88,6 +92,7 @@ class PaperRuns:
                 key=lambda key: traces[key[0].workload, self._size(key[0]), key[1]],
             )  # runs of one trace one after the other: a process reads it once
             runs = [plan([traces[case.workload, self._size(case), seed]], case.options)[0] for case, seed in keys]
+            self.keys.update(run.key for run in runs)
             new = [key for key, run in zip(keys, runs, strict=True) if run.key not in self._finished]
             self._on_plan(sum(self._size(case) for case, _ in new))
             finished = run_all(

@@ -84,9 +84,12 @@ def wait_until_stored(engine: Engine) -> None:
         assert time.monotonic() < deadline, "a copy to the host does not end"
 
 
-@pytest.mark.parametrize(("policy", "frequency"), [("tournament", "ghost"), ("pgdsf", "cached")])
+@pytest.mark.parametrize(
+    ("policy", "frequency", "max_cached_documents"),
+    [("tournament", "ghost", None), ("pgdsf", "cached", None), ("tournament", "ghost", 1)],
+)
 def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
-    policy: PolicyName, frequency: FrequencyScope, tmp_path: Path
+    policy: PolicyName, frequency: FrequencyScope, max_cached_documents: int | None, tmp_path: Path
 ) -> None:
     config = CacheConfig(
         kv_cache_bytes=NUM_GPU_BLOCKS * BLOCK_BYTES,
@@ -95,6 +98,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         policy=policy,
         frequency=frequency,
         ghost_size=GHOST_SIZE,
+        max_cached_documents=max_cached_documents,
     )
     options = SimulationOptions(
         policy=policy,
@@ -105,6 +109,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         granularity="block",
         block_size=BLOCK,
         ghost_size=GHOST_SIZE,
+        max_cached_documents=max_cached_documents,
     )
     simulated = BlockCache(options, PluginSettings(profile=find_profile(str(DEMO_MODEL))).prefill_cost())
     found = dict.fromkeys(Tier, 0)

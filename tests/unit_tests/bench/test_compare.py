@@ -12,6 +12,7 @@ from ragcache_core.bench.compare.peers import PEERS
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import Amounts, Run, Session, plan
 from ragcache_core.bench.compare.summary import Estimate, Summary
+from ragcache_core.bench.compare.tables import throughput_table
 from ragcache_core.errors import ConfigError
 
 PLAIN, HOST, OURS = PEERS["no-cache"], PEERS["vllm-host-lru"], PEERS["ragcache"]
@@ -91,6 +92,18 @@ def test_finished_runs_are_in_the_file_and_are_gone_on_with(tmp_path: Path) -> N
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_runs_of_two_machines_or_commits_name_both(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    before, now = {"processor": "one", "cores": 2, "commit": "a"}, {"processor": "one", "cores": 4, "commit": "b"}
+    Results.open(path, {}, before).add(a_run("ragcache", 64))
+    again = Results.open(path, {}, now, resume=True)
+    again.summarise({})
+    assert again.machine == before, "nothing was measured there"
+    for rate in (1, 2):
+        again.add(a_run("ragcache", 64, rate=rate))
+        assert Results.read(path).machine == {"processor": "one", "cores": "2, then 4", "commit": "a, then b"}
+
+
 def test_runs_are_neither_overwritten_nor_mixed_with_others(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     Results.open(path, {"seeds": 2}, MACHINE).add(a_run("ragcache", 64))
@@ -148,6 +161,19 @@ def test_throughput_is_where_ttft_leaves_five_times_the_first_engines_lowest() -
     assert ours.is_bound
     assert ours.ratio is not None
     assert ours.ratio.mean == pytest.approx(4 / 2.5)
+
+
+def test_a_throughput_that_was_not_reached_with_every_seed_is_a_lower_bound() -> None:
+    ttft_s = {
+        ("no-cache", 0): (1.0, 9.0),
+        ("no-cache", 1): (1.0, 9.0),
+        ("vllm", 0): (1.0, 9.0),
+        ("vllm", 1): (1.0, 2.0),
+    }
+    runs = [a_run(peer, seed=s, rate=r, ttft_s=t) for (peer, s), of in ttft_s.items() for r, t in enumerate(of)]
+    summary = Summary(runs, ["no-cache", "vllm"], (64,), 2)
+    assert [found.is_bound for found in summary.throughputs()] == [False, True]
+    assert [cell.partition(" [")[0] for cell in throughput_table(summary).rows[1]] == ["vllm", ">= 1.75", ">= 1.15"]
 
 
 def test_a_summary_is_plain_json() -> None:

@@ -110,6 +110,7 @@ def test_every_seed_has_requests_for_every_rate() -> None:
         ({"scale": 4.0}, "lower --scale"),
         ({"scale": -1.0}, "above 0"),
         ({"kv_memory": "1MiB"}, "raise --kv-memory"),
+        ({"kv_memory": "0"}, "the KV memory holds 0: .*raise --kv-memory"),
         ({"kv_memory": "much"}, "--kv-memory is 'much'"),
         ({"host_memory": ("1KiB",)}, "a block"),
         ({"host_memory": ("256MiB", "64MiB")}, "ascending"),

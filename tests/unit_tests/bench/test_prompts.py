@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
@@ -76,5 +78,6 @@ def test_a_scaled_trace_keeps_documents_times_and_answers() -> None:
         (r.arrival_s, r.doc_ids, r.output_tokens) for r in TRACE
     ]
     assert scaled(TRACE, 1) is TRACE
-    with pytest.raises(ConfigError, match="above 0"):
-        scaled(TRACE, 0)
+    for factor in (0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="above 0 and finite"):
+            scaled(TRACE, factor)

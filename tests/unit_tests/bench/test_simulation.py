@@ -108,6 +108,10 @@ def test_a_run_that_was_interrupted_goes_on_with_what_was_finished(
     monkeypatch.setattr(simulation, "run_all", interrupted)
     assert CliRunner().invoke(main, arguments).exit_code == 1
     assert len(journal.read_text().splitlines()) == 1
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 2
+    assert "--resume" in refused.output
+    assert len(journal.read_text().splitlines()) == 1
     num_finished = []
 
     def counted(runs: Sequence[Run], **settings: Any) -> list[FinishedRun]:

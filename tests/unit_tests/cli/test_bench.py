@@ -33,8 +33,12 @@ def on(server: ScriptedServer, path: Path) -> list[str]:
         (["--seeds", "0"], 2, "--seeds"),
         (["--engine", "http://127.0.0.1:9", "--model", "m"], 2, "leave out --model"),
         (["--compare", "vllm,sglang"], 1, "ragcache: error: there is no engine 'sglang'"),
-        (["--rates", "2,1"], 1, "ragcache: error: rates 2, 1: give sizes above 0 in ascending order"),
+        (["--rates", "2,1"], 1, "ragcache: error: rates 2, 1: give finite numbers above 0 in ascending order"),
         (["--rates", "0"], 1, "ragcache: error: rates 0"),
+        (["--rates", "1,inf"], 1, "ragcache: error: rates 1, inf: give finite numbers above 0"),
+        (["--rates", "auto:nan"], 1, "ragcache: error: rates nan: give finite numbers above 0"),
+        (["--scale", "0"], 1, "ragcache: error: lengths times 0: the scale must be above 0"),
+        (["--scale", "inf"], 1, "ragcache: error: lengths times inf: the scale must be above 0 and finite"),
         (["--trace", "missing.jsonl"], 1, "missing.jsonl"),
         (["--model", "/nowhere"], 1, "ragcache: error: the configuration of '/nowhere' cannot be read"),
         (["--engine", "http://127.0.0.1:9"], 1, "ragcache: error: no engine answers at http://127.0.0.1:9"),
@@ -46,6 +50,19 @@ def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message
     assert message in done.stderr
     assert status == 2 or len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_file_that_cannot_be_written_or_is_read_is_refused_before_anything_runs(tmp_path: Path, option: str) -> None:
+    kept, trace = tmp_path / "kept.json", tmp_path / "trace.jsonl"
+    trace.write_text("{}\n")
+    for path, said in ((trace / "new.json", "no directory"), (trace, f"would overwrite {trace}")):
+        done = bench("--trace", str(trace), "--json", str(kept), option, str(path))
+        assert done.exit_code == 1
+        assert f"ragcache: error: {option} {path}" in done.stderr
+        assert said in done.stderr
+    assert trace.read_text() == "{}\n"
+    assert not kept.exists()
 
 
 def test_a_server_that_runs_is_put_under_load(tmp_path: Path) -> None:
@@ -80,6 +97,7 @@ def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(
         refused = bench(*on(server, path))
         resumed = bench(*on(server, path), "--resume")
     assert stopped.exit_code == 130
+    assert "ragcache: 2 runs are finished: add --resume to go on" in stopped.stderr
     assert "ragcache: interrupted" in stopped.stderr
     assert [(run["seed"], run["rate"]) for run in kept] == [(0, 0), (0, 1)]
     assert refused.exit_code == 1

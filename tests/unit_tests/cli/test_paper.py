@@ -111,6 +111,26 @@ def test_ctrl_c_ends_with_130_leaves_no_process_and_what_is_finished_need_not_be
     assert [path.name for path in tmp_path.iterdir()] == ["paper.json"]
 
 
+def test_going_on_with_one_figure_keeps_the_runs_of_the_others(tmp_path: Path) -> None:
+    output = tmp_path / "paper.json"
+    journal = Journal(tmp_path / "paper.json.runs.jsonl")
+    PaperRuns(num_seeds=1, journal=journal).summaries([Case(workload("nq", 3.0), ragcache(MISTRAL), 60)])
+    others = journal.read().keys()
+    done = run("--table", "3", "--requests", "60", "--seeds", "1", "--jobs", "1", "--json", output, "--resume")
+    assert done.exit_code == 0, done.output
+    assert f"{journal.path} keeps 1 finished runs that were not asked for" in done.stderr
+    assert others <= journal.read().keys()
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path, option: str) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = run("--table", "3", option, blocked / "out.svg")
+    assert done.exit_code == 1
+    assert f"ragcache: error: {option} {blocked / 'out.svg'} cannot be written" in done.stderr
+
+
 def test_runs_that_were_kept_are_not_done_again(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "runs.jsonl")
     case = Case(workload("mmlu", 1.0), default(ragcache(MISTRAL)), 60)

@@ -136,6 +136,8 @@ def test_a_profile_that_ends_too_early_is_extended_or_refused_as_asked(trace: Pa
     extended = run(trace, "--cost-model", profile)
     assert extended.exit_code == 0
     assert "512 cached and 512 new tokens" in extended.stderr
+    assert "assumed tokens_per_gib 8,192, host_gib_per_s 11.5, disk_gib_per_s 2" in extended.stderr
+    assert "assumed" not in run(trace, "--cost-model", profile, "--host-tokens", "0").stderr
     refused = run(trace, "--cost-model", profile, "--beyond", "refuse")
     assert refused.exit_code == 1
     assert "512 cached and 512 new tokens" in refused.stderr

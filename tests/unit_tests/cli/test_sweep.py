@@ -183,6 +183,24 @@ def test_a_broken_trace_is_named_with_its_line_before_anything_runs(trace: Path,
     assert not list(tmp_path.glob("sweep.json*"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--warm-up", "150"), "short.jsonl: warm_up is 150, the trace has 100 requests"),
+        (("--policies", "lru,belady", "--granularity", "block"), "choose granularity document"),
+    ],
+)
+def test_what_fails_for_one_run_of_many_is_refused_before_the_first(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    short = tmp_path / "short.jsonl"
+    write_trace(make_trace(WORKLOADS["nq-small"], 100, seed=1), short)
+    monkeypatch.setattr("ragcache_core.sim.sweep.run_all", lambda *_, **__: pytest.fail("it ran"))
+    done = run(trace, short, *SMALL, *arguments)
+    assert done.exit_code == 1
+    assert said in done.stderr
+
+
 def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: Path) -> None:
     long, output = tmp_path / "long.jsonl", tmp_path / "sweep.json"
     write_trace(make_trace(WORKLOADS["mmlu"], 20_000, seed=1), long)

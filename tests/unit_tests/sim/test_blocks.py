@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import POLICIES, PrefillCostModel
 from ragcache_core.sim.blocks import BlockCache
-from ragcache_core.sim.bound import BeladyPolicy
 from ragcache_core.sim.options import INFINITE, SimulationOptions
 from ragcache_core.sim.prompt_blocks import cut_into_blocks
-from ragcache_core.sim.trace import Trace, TracedRequest
+from ragcache_core.sim.trace import TracedRequest
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
 
@@ -28,9 +27,7 @@ def asked(doc_ids: str, question_tokens: int = 5, output_tokens: int = 1) -> Tra
     return TracedRequest(0.0, tuple(doc_ids), tuple(LENGTHS[doc] for doc in doc_ids), question_tokens, output_tokens)
 
 
-def cache(
-    gpu: int, host: int = 0, disk: int = 0, *, max_cached_documents: int | None = None, **given: Any
-) -> BlockCache:
+def cache(gpu: int, host: int = 0, disk: int = 0, **given: Any) -> BlockCache:
     """Return a cache of so many blocks in each tier."""
     options = SimulationOptions(
         **{
@@ -43,7 +40,7 @@ def cache(
             **given,
         }
     )
-    return BlockCache(options, COST, max_cached_documents=max_cached_documents)
+    return BlockCache(options, COST)
 
 
 def num_blocks(cache: BlockCache, tier: Tier) -> int:
@@ -287,7 +284,9 @@ def test_a_tier_smaller_than_a_block_is_refused(given: dict[str, int], said: str
         cache(20, **given)
 
 
-def test_the_offline_bound_is_refused() -> None:
-    options = SimulationOptions(policy="belady", granularity="block")
-    with pytest.raises(ConfigError, match="choose granularity document"):
-        BlockCache(options, COST, BeladyPolicy(Trace.from_requests([asked("a")])))
+def test_an_id_may_be_any_text_of_json() -> None:
+    it = cache(20)
+    half_a_pair = TracedRequest(0.0, ("\ud800",), (8,), 5, 1)
+    assert it.serve(half_a_pair, 0).tiers == (None,)
+    assert it.serve(TracedRequest(0.0, ("\ud801",), (8,), 5, 1), 1).tiers == (None,)
+    assert it.serve(half_a_pair, 2).tiers == (Tier.GPU,)

@@ -24,7 +24,7 @@ def test_the_defaults_are_those_of_the_command_line() -> None:
     for name, value in SimulationOptions().to_dict().items():
         if name == "settle_shares":
             assert typed[name] == "0.25,0.25,0.25,0.25"
-        elif name not in ("frequency", "ghost_size", "chunk_reuse"):
+        elif name not in ("frequency", "ghost_size", "max_cached_documents", "chunk_reuse"):
             assert typed[name] == value, name
 
 
@@ -59,6 +59,9 @@ def test_uses_count_beyond_eviction_except_in_the_papers_policy() -> None:
         ({"settle_shares": ()}, "a share of 0 or more for each stage"),
         ({"host_tokens": 0, "disk_tokens": 5}, "set host_tokens"),
         ({"policy": "belady", "order": "cache_aware"}, "retrieval or canonical"),
+        ({"policy": "belady", "granularity": "block"}, "choose granularity document"),
+        ({"max_cached_documents": 2}, "choose granularity block"),
+        ({"max_cached_documents": 0, "granularity": "block"}, "max_cached_documents is 0; .* 1 or more"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, object], words: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +131,17 @@ def test_the_warm_up_is_served_and_not_counted() -> None:
     assert result.summary.mean_ttft_s == pytest.approx(T(1_090, 10))
     with pytest.raises(ConfigError, match="lower warm_up"):
         simulate(Trace.from_requests(requests), replace(NO_SEARCH, warm_up=4))
+
+
+def test_the_system_prompt_is_new_to_blocks_at_first_and_always_there_to_documents(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    times = {"format": 1, "cached_tokens": [0, 4_096], "new_tokens": [16, 1_050], "seconds": [[0.1, 0.2]] * 2}
+    path.write_text(json.dumps(times))
+    options = replace(NO_SEARCH, cost_model=str(path), system_tokens=90, host_tokens=0)
+    trace = Trace.from_requests([traced(0.0, "A")])
+    assert simulate(trace, options).notes == ()
+    (note,) = simulate(trace, replace(options, granularity="block")).notes
+    assert "the trace needs up to 1,090 and 1,100" in note
 
 
 def test_requests_without_documents_are_served() -> None:

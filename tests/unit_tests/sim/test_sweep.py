@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,29 @@ def test_a_trace_that_changes_meanwhile_is_noticed(trace: Path) -> None:
     trace.write_bytes(trace.read_bytes() + b"\n")
     with pytest.raises(ConfigError, match="has changed"):
         run_all(runs, jobs=1)
+
+
+def test_a_cost_model_that_changes_meanwhile_is_noticed(trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text('{"formula": {"base_s": 0.01}}')
+    runs = plan([trace], replace(BASE, cost_model=str(path)))
+    assert run_all(runs, jobs=1)[0].key == runs[0].key
+    path.write_text('{"formula": {"base_s": 0.02}}')
+    with pytest.raises(ConfigError, match=r"cost\.json has changed"):
+        run_all(runs, jobs=1)
+
+
+def test_what_ends_together_with_a_run_that_fails_is_kept(
+    tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"t": 1e9}\n')
+    good = plan([trace], BASE, policies=["lru", "lfu", "gdsf", "pgdsf"])
+    monkeypatch.setattr(sweep, "wait", lambda pending, **_: futures.wait(pending))
+    kept: list[FinishedRun] = []
+    with pytest.raises(TraceError, match=r"broken\.jsonl:1"):
+        run_all([*plan([broken], BASE), *good], jobs=2, keep=kept.append)
+    assert {run.key for run in kept} == {run.key for run in good}
 
 
 def test_no_processes_at_all_are_refused(trace: Path) -> None:

@@ -63,6 +63,7 @@ def test_a_file_of_times_is_a_testbed(tmp_path: Path, holder: object) -> None:
     assert testbed.base_s == 0.03
     assert testbed.decode_s(512) >= testbed.base_s
     assert testbed.transfer_s(2_048, 0) == pytest.approx(1 / 20)
+    assert testbed.assumed == ("disk_gib_per_s 2",)
     assert testbed.lengths_beyond(512, 512) is None
     missing = testbed.lengths_beyond(513, 512)
     assert missing is not None
@@ -82,6 +83,7 @@ def test_a_file_may_hold_a_formula(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "no profile"),
         ('{"kind": "profile"}', "no prefill times"),
         (json.dumps({**TIMES, "tokens_per_gib": "many"}), "tokens_per_gib is 'many'"),
