@@ -42,6 +42,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA adapters (layers apply those of vLLM's step to any tokens)": vllm_config.lora_config is not None,
         "prefill that is not chunked": not vllm_config.scheduler_config.enable_chunked_prefill,
         "prefix caching switched off": not vllm_config.cache_config.enable_prefix_caching,
         "another scheduler than RAGCacheScheduler, which keeps approximate blocks apart": (
