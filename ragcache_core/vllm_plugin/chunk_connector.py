@@ -123,9 +123,9 @@ class ChunkReuse(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._execution is not None:
             self._execution.close()
-        if self._memory is not None:
-            self._memory.close()
         super().shutdown()
+        if self._memory is not None:  # last: it may wait for a disk
+            self._memory.close()
 
     # Scheduler side
 

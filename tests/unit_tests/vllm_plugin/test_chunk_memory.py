@@ -330,6 +330,24 @@ def test_a_disk_that_is_only_slow_is_waited_for(
     assert memory.take_report().num_done.keys() == set(range(100, 105))
 
 
+def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = opening()
+    fill(memory, (1,), 5)
+    variant, token_ids = chunk(5)
+    memory.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0)])
+    with monkeypatch.context() as hurried:
+        hurried.setattr(chunk_memory, "_CLOSE_TIMEOUT_S", 0.01)
+        memory.close()
+    assert memory._pending, "the write has not ended"
+    gate.set()
+    memory.close()
+    assert not memory._pending
+    [stored] = opening().stored()
+    assert (stored.variant, stored.token_ids) == (variant, token_ids)
+
+
 def test_a_chunk_that_is_not_there_is_a_miss(opening: Opening) -> None:
     memory = opening()
     report = read(memory, (1,), 5)
