@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -85,6 +86,7 @@ def build_scheduling(
         num_workers=num_workers,
         max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         prefill_cost=prefill_cost,
+        max_step_runs=sys.maxsize if current_platform.is_cpu() else vllm_config.scheduler_config.max_num_seqs,
         run_tokens=1 if current_platform.is_cpu() else _RUN_TOKENS,
         is_eager=vllm_config.model_config.enforce_eager,
     )

@@ -118,6 +118,7 @@ class ChunkReuse(KVConnectorBase_V1):
                 settings, self._chunk_settings, vllm_config, kv_cache_config
             )
             self.scheduling.order = self._real_ones_first
+            self.scheduling.is_guess = self._controller.is_speculative
             self._controller.library = self.scheduling.library
 
     def shutdown(self) -> None:
