@@ -380,6 +380,23 @@ def test_a_disk_keeps_within_its_capacity(tmp_path: Path) -> None:
     disk.close()
 
 
+@pytest.mark.parametrize("tokens_per_page", [32, 256, 640])
+def test_nothing_is_left_of_a_chunk_behind_as_many_as_a_request_may_have(tmp_path: Path, tokens_per_page: int) -> None:
+    before = 127
+    masses = (1.0,) * before
+    keys = tuple(bytes([i]) * 32 for i in range(before))
+    statistics = ChunkStatistics(keys, (9,) * before, masses, 0.5, (0.1,) * tokens_per_page)
+    ids = list(range(tokens_per_page))
+    variant = ChunkVariant(chunk_key(ids), 0, tokens_per_page, statistics)
+    disk = ChunkDisk(DiskPlace(tmp_path, {}, 1 << 20), page_bytes=5000, tokens_per_page=tokens_per_page)
+    command = WriteChunk(0, variant, pack_token_ids(ids), (0,), 1.0, 1.0)
+    disk.write(command, lambda _, rows: rows.fill(1))
+    assert [stored.variant for stored in disk.stored()] == [variant]
+    disk.drop(DropChunks(((variant.key, 0, 1),)))
+    assert (len(disk._pages), len(disk._statistics)) == (0, 0)
+    disk.close()
+
+
 def test_an_unwritable_place_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CacheTierError):
