@@ -115,6 +115,10 @@ def _turns_otherwise(model: Model) -> None:
     rotary.cos_sin_cache = table
 
 
+def _turns_a_part(model: Model) -> None:
+    model.layers[1].self_attn.rotary_emb.head_size = 3
+
+
 _REASONS: dict[str, tuple[Callable[[Model], None], str]] = {
     "another kind": (_is_of_another_kind, "layers of type ChunkedLocalAttention"),
     "8-bit cache": (_sets(kv_cache_dtype="fp8_e4m3"), "a KV cache of dtype fp8_e4m3"),
@@ -127,6 +131,7 @@ _REASONS: dict[str, tuple[Callable[[Model], None], str]] = {
     "no rope": (_has_no_rope, "Model, whose attention has no rotary embedding"),
     "no list": (_has_layers_in_no_list, "Model, whose layers are no list"),
     "not in the model": (_is_not_the_models_own, "Model, whose layers are no list"),
+    "part of a head": (_turns_a_part, "Rotary of 3 numbers in heads of 8"),
     "another rope": (_turns_otherwise, "Rotary, which does not turn keys as its table says"),
 }
 
