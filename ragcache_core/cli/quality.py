@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,16 @@ class Alphas(click.ParamType[Any]):
         return alphas
 
 
+class Share(click.FloatRange):
+    """A share of 1. ``nan`` is none, which click would let through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        share = super().convert(value, param, ctx)
+        if math.isnan(share):
+            self.fail(f"{value!r} is no number: give one of 0 to 1.", param, ctx)
+        return share
+
+
 _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--questions",
@@ -75,7 +86,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
     ),
     click.option(
         "--max-recompute",
-        type=click.FloatRange(0, 1),
+        type=Share(0, 1),
         default=1.0,
         show_default=True,
         metavar="SHARE",

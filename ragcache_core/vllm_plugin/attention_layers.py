@@ -101,7 +101,7 @@ def _unsupported_attention(attention: Any) -> str | None:
 def _place(model: torch.nn.Module, attention: Any) -> tuple[Any, Any]:
     """Return the decoder layer and the rotary module of an attention layer; None for what there is not."""
     names = {id(module): name for name, module in model.named_modules()}
-    parts = names[id(attention)].split(".")
+    parts = names.get(id(attention), "").split(".")
     decoder = rotary = None
     for depth in range(len(parts) - 1, 0, -1):
         around = model.get_submodule(".".join(parts[:depth]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -42,6 +43,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA adapters (layers apply those of vLLM's step to any tokens)": vllm_config.lora_config is not None,
         "prefill that is not chunked": not vllm_config.scheduler_config.enable_chunked_prefill,
         "prefix caching switched off": not vllm_config.cache_config.enable_prefix_caching,
         "another scheduler than RAGCacheScheduler, which keeps approximate blocks apart": (
@@ -84,6 +86,7 @@ def build_scheduling(
         num_workers=num_workers,
         max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         prefill_cost=prefill_cost,
+        max_step_runs=sys.maxsize if current_platform.is_cpu() else vllm_config.scheduler_config.max_num_seqs,
         run_tokens=1 if current_platform.is_cpu() else _RUN_TOKENS,
         is_eager=vllm_config.model_config.enforce_eager,
     )

@@ -118,14 +118,15 @@ class ChunkReuse(KVConnectorBase_V1):
                 settings, self._chunk_settings, vllm_config, kv_cache_config
             )
             self.scheduling.order = self._real_ones_first
+            self.scheduling.is_guess = self._controller.is_speculative
             self._controller.library = self.scheduling.library
 
     def shutdown(self) -> None:
         if self._execution is not None:
             self._execution.close()
-        if self._memory is not None:
-            self._memory.close()
         super().shutdown()
+        if self._memory is not None:  # last: it may wait for a disk
+            self._memory.close()
 
     # Scheduler side
 

@@ -40,6 +40,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _NUM_READERS = 2
 _READ_TIMEOUT_S = 20.0
+_CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class ChunkMemory:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-chunk-write")
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ragcache-chunk-read")
         self._reading: dict[int, _Read] = {}
-        self._reads: set[Future[None]] = set()
+        self._pending: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._report = _Tally()
         self._is_down = False
@@ -150,12 +151,12 @@ class ChunkMemory:
                 case ReadChunk():
                     read = self._reading[command.command_id] = _Read(command)
                     future = self._readers.submit(self._read, read)
-                    self._reads.add(future)
-                    future.add_done_callback(self._reads.discard)
                 case WriteChunk():
-                    self._writer.submit(self._write, command)
+                    future = self._writer.submit(self._write, command)
                 case DropChunks() | NoteUses():
-                    self._writer.submit(self._change, command)
+                    future = self._writer.submit(self._change, command)
+            self._pending.add(future)
+            future.add_done_callback(self._pending.discard)
 
     def take_report(self) -> MemoryReport:
         """Return what has been done since the last report; a read that takes too long has failed."""
@@ -166,12 +167,19 @@ class ChunkMemory:
 
     def drain(self) -> None:
         """Wait until everything that was asked for has been done."""
-        wait(list(self._reads))
-        self._writer.submit(lambda: None).result()
+        wait(list(self._pending))
 
     def close(self) -> None:
-        """End the threads after what they were asked to write, and close the stores. Idempotent."""
-        self._readers.shutdown(cancel_futures=True)
+        """End the threads after what they were asked to write, and close the stores. Idempotent.
+
+        A disk that does not answer is left as it is: what was written is found again, as after a crash.
+        """
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False)
+        if wait(list(self._pending), _CLOSE_TIMEOUT_S).not_done:
+            logger.error("RAGCache leaves its chunks' disk, which has not answered in %g s", _CLOSE_TIMEOUT_S)
+            return
+        self._readers.shutdown()
         self._writer.shutdown()
         if self._disk is not None:
             self._disk.close()

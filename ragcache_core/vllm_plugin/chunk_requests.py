@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ragcache_core.chunk.types import ChunkSpan, ChunkStatistics, ReusePlan
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.vllm_plugin.chunk_records import Reservation
@@ -67,14 +69,29 @@ class RequestState:
     figures: ReuseFigures = field(default_factory=ReuseFigures)
     offered: ReusePlan | None = None
     is_tried: bool = False
+    positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """What its job computes, sorted."""
     num_rows_left: int = 0
     num_asking: int = 0
     """Tokens of the question, which look on in every slice; 0 if none does."""
+    num_spare_runs: int = 0
+    """Runs by which a slice may have more than its rows: the question's, and what is left around dropped chunks."""
     is_running: bool = False
     num_to_load: int = 0
     """Workers whose exact tokens from below are still to come."""
     is_over: bool = False
     open: dict[CaptureId, OpenCapture] = field(default_factory=dict)
+
+    def next_rows(self, num_rows: int, num_runs: int) -> tuple[int, int]:
+        """Return how many of its next ``num_rows`` rows lie in ``num_runs`` runs at most, and in how many.
+
+        A run of neighbours is a sequence to vLLM.
+        """
+        first = len(self.positions) - self.num_rows_left
+        begins = np.flatnonzero(np.diff(self.positions[first : first + num_rows], prepend=-2) != 1)
+        if len(begins) > num_runs:
+            return int(begins[num_runs]), num_runs
+        return num_rows, len(begins)
 
     @property
     def awaits_capture(self) -> bool:

@@ -10,6 +10,7 @@ and may begin anew at any time, when it was preempted.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -38,6 +39,8 @@ from ragcache_core.vllm_plugin.chunk_steps import (
 
 _LEAST_ASKINGS_A_STEP = 8
 """A question that fits into a step less often than this is not asked what it looks at."""
+_GUESSED_TOKENS = 512
+"""Tokens of a step's slices where nobody has asked for any of them: a real arrival waits for the step to end."""
 
 
 class ChunkScheduling:
@@ -47,6 +50,7 @@ class ChunkScheduling:
         library: which chunks are stored.
         num_workers: how many workers report on each job.
         max_step_tokens: tokens that a step may compute.
+        max_step_runs: runs of neighbouring tokens that its slices may have: backends hold room for so many sequences.
         run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
         prefill_cost: seconds of a prefill.
         is_eager: whether vLLM computes a prompt without compilation, as a job does: only then is what a job computes
@@ -59,6 +63,7 @@ class ChunkScheduling:
         *,
         num_workers: int,
         max_step_tokens: int,
+        max_step_runs: int = sys.maxsize,
         prefill_cost: PrefillCost,
         run_tokens: int = 1,
         is_eager: bool = True,
@@ -66,9 +71,12 @@ class ChunkScheduling:
         self._is_eager = is_eager
         self.library = library
         self.order: Callable[[Iterable[str]], list[str]] = list
-        """Says which jobs may run in a step, first ones first."""
+        """Says which jobs may run in a step: first ones first, those that nobody has asked for yet last."""
+        self.is_guess: Callable[[str], bool] = lambda _: False
+        """Says whether nobody has asked for a request yet."""
         self._num_workers = num_workers
         self._max_step_tokens = max_step_tokens
+        self._max_step_runs = max_step_runs
         self._prefill_cost = prefill_cost
         self.plans = ChunkPlans(library, run_tokens=run_tokens)
         self._requests: dict[str, RequestState] = {}
@@ -150,8 +158,9 @@ class ChunkScheduling:
             awaits_load=awaits_load,
             prefill_s=self._prefill_cost.estimate_s(plan.start, len(positions)) if len(positions) else 0.0,
         )
-        request.num_rows_left = len(positions)
+        request.positions, request.num_rows_left = positions, len(positions)
         request.num_asking = num_asking
+        request.num_spare_runs = 0 if focus is None else 1 + len(focus.droppable)
         request.is_running, request.num_to_load = True, self._num_workers if awaits_load else 0
         self._running[request_id] = None
         if not self._is_eager:
@@ -188,12 +197,14 @@ class ChunkScheduling:
 
     def clear(self) -> None:
         """Forget all stored chunks, and keep none of those that are being computed."""
-        for request_id, request in self._requests.items():
+        for request_id, request in list(self._requests.items()):
             if request.open:
                 self._forgotten.append(request_id)
                 request.open.clear()
             if not request.is_running:
                 request.offered = None
+            if request.is_over:  # it only waited for its captures
+                self._forget(request_id, request)
         self._capturing.clear()
         self.library.clear()
 
@@ -266,19 +277,27 @@ class ChunkScheduling:
 
     def _slices(self, budget: int) -> list[Slice]:
         """Return which jobs run in a step, and how many of their rows; the first jobs first."""
-        slices = []
-        for request_id in self.order(self._running):
+        slices: list[Slice] = []
+        num_runs = self._max_step_runs
+        order = self.order(self._running)
+        if order and self.is_guess(order[0]):
+            num_asking = max(self._requests[request_id].num_asking for request_id in order)
+            budget = min(budget, max(_GUESSED_TOKENS, 2 * num_asking))
+        for request_id in order:
             request = self._requests[request_id]
             if request.num_to_load > 0 or request.num_rows_left < 0:
                 continue
-            if budget <= 0:
+            if budget <= 0 or (slices and num_runs <= request.num_spare_runs):
                 break
             num_rows = request.num_rows_left
             if num_rows > budget:
+                if slices and budget < 2 * request.num_asking:
+                    break  # for little more than the question once again: the next step has room
                 num_rows = max(1, budget - request.num_asking)
-                budget = 0
+            num_rows, num_used = request.next_rows(num_rows, max(1, num_runs - request.num_spare_runs))
             slices.append(Slice(request_id, num_rows))
-            budget -= num_rows
+            budget = budget - num_rows if num_rows == request.num_rows_left else 0
+            num_runs -= num_used + request.num_spare_runs
             request.num_rows_left -= num_rows
             if not request.num_rows_left:
                 request.num_rows_left = -1

@@ -138,7 +138,8 @@ class PartialPrefill:
                 seq_lens_cpu_upper_bound=ends_cpu,
                 is_prefilling=torch.ones(len(table), dtype=torch.bool),
             )
-            described = builder.build(0, common)
+            # Fast: FlashAttention's schedule ahead of time has room for no more sequences than requests may run.
+            described = builder.build(0, common, fast_build=True)
             metadata.update(dict.fromkeys(names, described))
             slot_mapping.update(dict.fromkeys(names, slots))
         return metadata, slot_mapping

@@ -75,6 +75,8 @@ def unsupported(rotary: Any, head_dim: int) -> str | None:
     table = getattr(rotary, "cos_sin_cache", None)
     if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[1] != getattr(rotary, "rotary_dim", 0):
         return f"{kind}, which has no table of cosines and sines by position"
+    if (size := getattr(rotary, "head_size", head_dim)) != head_dim:
+        return f"{kind} of {size} numbers in heads of {head_dim}"
     cos, sin = table.float().chunk(2, dim=-1)
     if (cos.square() + sin.square()).min() < 1e-3:
         return f"{kind}, whose table cannot be turned back"

@@ -55,6 +55,7 @@ def test_scattered_tokens_are_described_as_backends_expect(facts: dict[str, Any]
         ["self", "kv_cache_spec", "layer_names", "vllm_config", "device"],
         ["self", "common_prefix_len", "common_attn_metadata", "fast_build"],
     ], "PartialPrefill has builders of its own"
+    assert facts["unplanned"], "fast_build: FlashAttention's schedule has room for as many sequences as requests run"
     assert facts["set_forward_context"] == [True] * 3, "compat.in_forward() runs the model with them"
     assert facts["forward_context"] == [True] * 3, (
         "metadata is replaced where rows leave, slots say where requests begin"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
@@ -44,6 +46,14 @@ def _order(function: Any, *parts: str) -> bool:
     return places == sorted(places)
 
 
+def _source(module: str) -> str:
+    """Return the text of a module that can be imported on a GPU alone."""
+    found = find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).read_text(encoding="utf-8")
+
+
 def facts() -> dict[str, Any]:
     """Return them."""
     connector = compat.KVConnectorBase_V1
@@ -78,6 +88,7 @@ def facts() -> dict[str, Any]:
             _arguments(CPUAttentionBackend.get_builder_cls().__init__),
             _arguments(CPUAttentionBackend.get_builder_cls().build),
         ],
+        "unplanned": "self.aot_schedule and not fast_build" in _source("vllm.v1.attention.backends.flash_attn"),
         "runners": [
             _sets(kind, "attn_groups") and hasattr(kind, "get_model") for kind in (GPUModelRunner, GPUModelRunnerV2)
         ],

@@ -112,6 +112,7 @@ def test_a_quality_that_no_alpha_reaches_is_said_and_what_was_measured_kept(
         (["--selection", "best"], "best"),
         (["--limit", "0"], "0"),
         (["--max-recompute", "1.5"], "1.5"),
+        (["--max-recompute", "nan"], "'nan' is no number: give one of 0 to 1"),
         (["--", "8192"], "unexpected argument '8192'"),
     ],
 )
@@ -121,6 +122,16 @@ def test_wrong_usage_is_said_before_anything_is_launched(
     result = run(command, demo_model, "--questions", questions, *arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+    assert not runs
+
+
+@pytest.mark.parametrize("quality", ["0", "1.5", "nan"])
+def test_a_quality_that_is_no_share_is_said_before_anything_is_launched(
+    quality: str, demo_model: str, questions: str, runs: list[QualityRun]
+) -> None:
+    result = run("calibrate", demo_model, "--questions", questions, "--quality", quality)
+    assert result.exit_code == 2
+    assert "Invalid value for '--quality'" in result.stderr
     assert not runs
 
 

@@ -330,6 +330,24 @@ def test_a_disk_that_is_only_slow_is_waited_for(
     assert memory.take_report().num_done.keys() == set(range(100, 105))
 
 
+def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = opening()
+    fill(memory, (1,), 5)
+    variant, token_ids = chunk(5)
+    memory.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0)])
+    with monkeypatch.context() as hurried:
+        hurried.setattr(chunk_memory, "_CLOSE_TIMEOUT_S", 0.01)
+        memory.close()
+    assert memory._pending, "the write has not ended"
+    gate.set()
+    memory.close()
+    assert not memory._pending
+    [stored] = opening().stored()
+    assert (stored.variant, stored.token_ids) == (variant, token_ids)
+
+
 def test_a_chunk_that_is_not_there_is_a_miss(opening: Opening) -> None:
     memory = opening()
     report = read(memory, (1,), 5)
@@ -359,6 +377,23 @@ def test_a_disk_keeps_within_its_capacity(tmp_path: Path) -> None:
     stores = (disk._pages, disk._statistics)
     assert sum(store.num_slots * store.slot_bytes for store in stores) <= capacity_bytes
     assert disk.num_pages == num_disk_pages_within(capacity_bytes, 5000, T) > 0
+    disk.close()
+
+
+@pytest.mark.parametrize("tokens_per_page", [32, 256, 640])
+def test_nothing_is_left_of_a_chunk_behind_as_many_as_a_request_may_have(tmp_path: Path, tokens_per_page: int) -> None:
+    before = 127
+    masses = (1.0,) * before
+    keys = tuple(bytes([i]) * 32 for i in range(before))
+    statistics = ChunkStatistics(keys, (9,) * before, masses, 0.5, (0.1,) * tokens_per_page)
+    ids = list(range(tokens_per_page))
+    variant = ChunkVariant(chunk_key(ids), 0, tokens_per_page, statistics)
+    disk = ChunkDisk(DiskPlace(tmp_path, {}, 1 << 20), page_bytes=5000, tokens_per_page=tokens_per_page)
+    command = WriteChunk(0, variant, pack_token_ids(ids), (0,), 1.0, 1.0)
+    disk.write(command, lambda _, rows: rows.fill(1))
+    assert [stored.variant for stored in disk.stored()] == [variant]
+    disk.drop(DropChunks(((variant.key, 0, 1),)))
+    assert (len(disk._pages), len(disk._statistics)) == (0, 0)
     disk.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,6 +31,7 @@ class Bench:
         num_pages: int = 64,
         num_workers: int = 1,
         max_step_tokens: int = 64,
+        max_step_runs: int = sys.maxsize,
         num_disk_pages: int = 0,
         is_eager: bool = True,
     ) -> None:
@@ -43,7 +45,12 @@ class Bench:
             num_workers=num_workers,
         )
         self.scheduling = ChunkScheduling(
-            library, num_workers=num_workers, max_step_tokens=max_step_tokens, prefill_cost=cost, is_eager=is_eager
+            library,
+            num_workers=num_workers,
+            max_step_tokens=max_step_tokens,
+            max_step_runs=max_step_runs,
+            prefill_cost=cost,
+            is_eager=is_eager,
         )
         self.num_workers = num_workers
 
@@ -275,6 +282,23 @@ def test_clearing_keeps_nothing_that_is_being_computed() -> None:
     assert bench.scheduling.offer("s", 0) == 0
 
 
+def test_clearing_forgets_a_request_that_only_waited_for_its_captures() -> None:
+    bench = Bench()
+    tokens = bench.arrive("r", "a")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.compute("r", 0)
+    step = bench.scheduling.take_step(len(tokens), {"r": (0, len(tokens))}, lambda _: [1, 2, 3])
+    bench.scheduling.on_finished("r")
+    assert bench.scheduling.is_known("r")
+    bench.scheduling.clear()
+    assert not bench.scheduling.is_known("r")
+    report = ChunkReport()
+    bench._captured(report, step.captures[0].captures[0])
+    bench.scheduling.on_report(report)
+    assert bench.scheduling.library.counters.num_captured_chunks == 0
+    assert bench.scheduling.library.num_used_pages == 0
+
+
 def test_a_chunk_whose_attention_cannot_be_is_not_kept() -> None:
     bench = Bench()
     tokens = bench.arrive("r", "a")
@@ -372,6 +396,80 @@ def test_a_question_too_long_to_be_computed_again_in_each_slice_is_not_asked(
     while bench.step().slices:
         num_steps += 1
     assert num_steps <= -(-num_rows // (64 - 8))
+
+
+def test_no_slice_is_begun_for_little_more_than_asking_the_question_again() -> None:
+    bench = Bench(max_step_tokens=64)
+    bench.store("ab")
+    rest = ReuseOptions("first_tokens", 1e9, 0.5, is_focused=False)
+    for name, options in (("first", rest), ("second", _HALF)):
+        bench.arrive(name, "ba", options, question=range(900, 908))
+        bench.scheduling.offer(name, 0)
+        bench.scheduling.begin(name, [1], awaits_load=False)
+    num_asking = bench.scheduling._requests["second"].num_asking
+    first = bench.step().slices
+    assert [part.request_id for part in first] == ["first"]
+    assert 0 < 64 - first[0].num_rows < 2 * num_asking
+    assert [part.request_id for part in bench.step().slices] == ["second"]
+
+
+@pytest.mark.parametrize("is_focused", [True, False])
+@pytest.mark.parametrize("max_step_runs", [1, 5, 23])
+def test_a_step_has_no_more_runs_of_neighbours_than_backends_have_room_for(
+    is_focused: bool, max_step_runs: int
+) -> None:
+    bench = Bench(max_step_tokens=640, max_step_runs=max_step_runs)
+    bench.store("abcd")
+    left: dict[str, list[int]] = {}
+    questions: dict[str, list[int]] = {}
+    for name, documents in (("first", "dcba"), ("second", "cab")):
+        bench.arrive(name, documents, ReuseOptions("random", 1e9, 0.3, is_focused=is_focused))
+        bench.scheduling.offer(name, 0)
+        bench.scheduling.begin(name, [1], awaits_load=False)
+        job = bench.scheduling._jobs[name]
+        assert (job.focus is not None) == is_focused
+        left[name] = job.positions.tolist()
+        questions[name] = [at for at in left[name] if job.focus is not None and at >= job.focus.question_start]
+    while any(left.values()):
+        num_runs = 0
+        slices = bench.step().slices
+        assert slices
+        for part in slices:
+            rows = left[part.request_id][: part.num_rows]
+            del left[part.request_id][: part.num_rows]
+            rows += [at for at in questions[part.request_id] if at not in rows]
+            num_runs += sum(at - 1 not in rows for at in rows)
+        assert num_runs <= max(max_step_runs, 1 + is_focused)
+    assert bench.step().slices == []
+
+
+def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
+    bench = Bench(max_step_tokens=4096)
+    bench.store("ab")
+    bench.arrive("r", "ba", question=range(1000, 2500))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    bench.scheduling.is_guess = lambda name: name == "r"
+    (part,) = bench.step().slices
+    assert part.num_rows == 512
+    bench.scheduling.is_guess = lambda _: False
+    (part,) = bench.step().slices
+    assert part.num_rows > 512, "somebody asks for it now"
+
+
+def test_a_guess_with_a_long_question_still_gets_on() -> None:
+    bench = Bench(max_step_tokens=8192)
+    bench.store("ab")
+    bench.arrive("r", "ba", question=range(1000, 2000))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    bench.scheduling.is_guess = lambda _: True
+    job = bench.step().jobs[0]
+    assert job.focus is not None
+    num_steps = 1
+    while bench.step().slices:
+        num_steps += 1
+    assert num_steps == 1, len(job.positions)
 
 
 @pytest.mark.parametrize(("is_eager", "first"), [(True, 10), (False, 0)])
