@@ -21,7 +21,7 @@ from ragcache_core.client.load import Load
 from ragcache_core.client.search_result import PipelineEvent, PipelineResult, unhidden_search_s
 from ragcache_core.client.search_tasks import SearchTasks
 from ragcache_core.client.speculating_door import SpeculatingDoor
-from ragcache_core.client.starting import Speculator, StartedSpeculation
+from ragcache_core.client.starting import Speculator, StartedSpeculation, Starts
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -53,7 +53,8 @@ class SearchRun:
     ) -> None:
         self._began_s = time.perf_counter()
         self._tasks: SearchTasks[PipelineResult] = SearchTasks()
-        self._door, self._speculator, self._on_event, self._arrange = door, speculator, on_event, arrange
+        self._door, self._on_event, self._arrange = door, on_event, arrange
+        self._starts = None if speculator is None else Starts(speculator)
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history = history
         self._k = k
@@ -62,7 +63,6 @@ class SearchRun:
         self._load_told_s = 0.0
         self._is_asking = False
         self._poll_s = _FIRST_POLL_S
-        self._ahead: StartedSpeculation | None = None  # made while the engine is asked whether it has room
         self._live: StartedSpeculation | None = None
         self._documents: _Documents = ()  # of the last stage, in the order of the prompt
         self._arranged: dict[tuple[DocId, ...], tuple[_Documents, _Documents]] = {}
@@ -75,7 +75,7 @@ class SearchRun:
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
         """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
-        if self._door is None or self._speculator is None:
+        if self._door is None or self._starts is None:
             self._cannot = "there is no engine to speculate on" if self._door is None else "speculation is off"
         elif self._history.is_hopeless:
             self._cannot = _SELDOM_RIGHT
@@ -125,8 +125,8 @@ class SearchRun:
                 )
             )
             if self._pipeline.is_deferred:
-                if self._may_have_room(is_fresh):
-                    self._ahead = self._made_ahead() or self._make()
+                if not is_fresh:
+                    self._make_ahead()
                 self._ask_load(self._poll_s if is_fresh else 0.0)
         return None
 
@@ -214,8 +214,8 @@ class SearchRun:
         for action in actions:
             match action:
                 case Start(number):
-                    self._live = live = self._made_ahead() or self._make()
-                    self._ahead = None
+                    assert self._starts is not None
+                    self._live = live = self._starts.take(self._documents)
                     live.send(number=number, stage=self._stage)
                     live.add_sent_callback(partial(self._tasks.post, partial(self._on_sent, live)))
                 case Cancel():
@@ -223,24 +223,14 @@ class SearchRun:
                 case Confirm() | Generate():
                     pass  # the final stage's own business
 
-    def _may_have_room(self, is_fresh: bool) -> bool:
-        """Return whether a request is worth making before the engine has told that it has room."""
-        return not is_fresh and self._cannot is None and (self._load is None or self._load.has_room)
-
-    def _make(self) -> StartedSpeculation:
-        assert self._speculator is not None
-        return StartedSpeculation(self._speculator, self._documents)
-
-    def _made_ahead(self) -> StartedSpeculation | None:
-        """Return what was made ahead from the last stage's documents; what was from others is dropped."""
-        if self._ahead is not None and self._ahead.documents != self._documents:
-            self._drop_ahead()
-        return self._ahead
+    def _make_ahead(self) -> None:
+        """Make a request before the engine has told that it has room, unless it had none when last asked."""
+        if self._starts is not None and self._cannot is None and (self._load is None or self._load.has_room):
+            self._starts.make(self._documents)
 
     def _drop_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.abandon()
-            self._ahead = None
+        if self._starts is not None:
+            self._starts.drop()
 
     def _cancel(self) -> None:
         live = self._live

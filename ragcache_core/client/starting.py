@@ -158,3 +158,30 @@ class StartedSpeculation:
         speculation = send()
         speculation.making_s = making_s
         return speculation
+
+
+class Starts:
+    """The starts of one search; at most one of them is made before it is known whether it may be sent."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self._speculator = speculator
+        self._ahead: StartedSpeculation | None = None
+
+    def make(self, documents: tuple[Document, ...]) -> None:
+        """Make a request from ``documents`` ahead, unless that is done; what was made from others is dropped."""
+        if self._ahead is None or self._ahead.documents != documents:
+            self.drop()
+            self._ahead = StartedSpeculation(self._speculator, documents)
+
+    def take(self, documents: tuple[Document, ...]) -> StartedSpeculation:
+        """Return the start from ``documents``, its request made ahead or being made now; it is the caller's."""
+        self.make(documents)
+        assert self._ahead is not None
+        taken, self._ahead = self._ahead, None
+        return taken
+
+    def drop(self) -> None:
+        """Give up what was made ahead."""
+        if self._ahead is not None:
+            self._ahead.abandon()
+            self._ahead = None
