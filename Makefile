@@ -10,7 +10,7 @@ PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH  := 2.13.0
 VLLM   := 0.32.0
 READY  := $(VENV)/.ragcache-ready
-# Processes that run tests; what needs an engine is one after the other in one of them. 0: all in one.
+# Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
 
 export VLLM_NO_USAGE_STATS ?= 1
@@ -41,7 +41,7 @@ demo: $(READY) ## answer questions from documents through LangChain and LlamaInd
 
 test: lint ## lint, types and every test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
-	$(VENV)/bin/python -m pytest tests/integration_tests
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integration_tests
 
 test-quick: $(READY) ## the tests that need no engine
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts

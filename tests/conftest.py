@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: the demo model, and one real engine for the whole session."""
+"""Fixtures that every test may use: the demo model, and one real engine for each process of the session."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def demo_model() -> str:
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The one engine of a test session, over the demo model. Tests must not close or kill it."""
+    """The one engine of a process that runs tests, over the demo model. Tests must not close or kill it."""
     log_path = tmp_path_factory.mktemp("engine") / "server.log"
     with Engine.launch(str(DEMO_MODEL), log_path=log_path, **ENGINE_ARGS) as running:
         yield running
