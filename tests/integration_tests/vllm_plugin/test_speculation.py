@@ -154,6 +154,21 @@ def test_documents_count_as_used_only_once_somebody_asks() -> None:
     assert stage.uses == {"A": 1}
 
 
+def test_a_prefill_and_the_request_that_it_was_for_are_one_use_and_one_request() -> None:
+    stage = Stage()
+    stage.ask("A", speculation="s", num_answers=1, metadata={"prefill": True})
+    stage.step()
+    stage.scheduler.confirm("s")
+    real = stage.ask("A", metadata={"reordered": True})
+    stage.finish_all()
+    check_answers(stage, real)
+    assert stage.uses == {"A": 1}
+    (node,) = [node for node in stage.controller.tree.nodes() if node.doc_id == "A"]
+    assert node.avg_cost_s > 0
+    report = stage.controller.report()
+    assert (report["num_requests"], report["num_reordered_prompts"], report["num_wasted_tokens"]) == (1, 1, 0)
+
+
 def test_when_memory_runs_out_speculation_goes_before_an_answer() -> None:
     stage = Stage(num_blocks=44, is_gpu=True)
     real = stage.ask("A", num_answers=200)
