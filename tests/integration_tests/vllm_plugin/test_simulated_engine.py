@@ -24,6 +24,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import tile
 from tests.conftest import DEMO_MODEL
+from tests.waiting import until
 
 BLOCK = 32
 BLOCK_BYTES = 128 << 10
@@ -84,17 +85,42 @@ def wait_until_stored(engine: Engine) -> None:
         assert time.monotonic() < deadline, "a copy to the host does not end"
 
 
+def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return when each file was written last, and its size."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
+
+
+def wait_until_written(folder: Path, before: dict[Path, tuple[int, int]]) -> None:
+    """Wait until what a request left for the disk is there: nobody tells, but files change, and then rest."""
+    assert until(lambda: stamps(folder) != before, 30)
+    while (now := stamps(folder)) != before:
+        before = now
+        time.sleep(0.1)  # a poll: another process makes it true
+
+
 @pytest.mark.parametrize(
-    ("policy", "frequency", "max_cached_documents"),
-    [("tournament", "ghost", None), ("pgdsf", "cached", None), ("tournament", "ghost", 1)],
+    ("policy", "frequency", "max_cached_documents", "num_disk_blocks"),
+    [
+        ("tournament", "ghost", None, 0),
+        ("pgdsf", "cached", None, 0),
+        ("tournament", "ghost", 1, 0),
+        ("tournament", "ghost", None, 100),
+    ],
 )
 def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
-    policy: PolicyName, frequency: FrequencyScope, max_cached_documents: int | None, tmp_path: Path
+    policy: PolicyName,
+    frequency: FrequencyScope,
+    max_cached_documents: int | None,
+    num_disk_blocks: int,
+    tmp_path: Path,
 ) -> None:
+    kv = tmp_path / "kv"
     config = CacheConfig(
         kv_cache_bytes=NUM_GPU_BLOCKS * BLOCK_BYTES,
         block_size=BLOCK,
         host_bytes=NUM_HOST_BLOCKS * BLOCK_BYTES,
+        disk_bytes=num_disk_blocks * BLOCK_BYTES,
+        directory=kv if num_disk_blocks else None,
         policy=policy,
         frequency=frequency,
         ghost_size=GHOST_SIZE,
@@ -105,6 +131,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         frequency=frequency,
         gpu_tokens=NUM_GPU_BLOCKS * BLOCK,
         host_tokens=NUM_HOST_BLOCKS * BLOCK,
+        disk_tokens=num_disk_blocks * BLOCK,
         system_tokens=SYSTEM_TOKENS,
         granularity="block",
         block_size=BLOCK,
@@ -121,7 +148,9 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
     ) as engine:
+        disk = simulated.tree.tiers[Tier.DISK]
         for number, request in enumerate(requests()):
+            before, on_disk = stamps(kv), (disk.num_units, disk.num_evicted_units)
             stats = engine.generate(
                 rendered(request, number),
                 max_tokens=request.output_tokens,
@@ -130,6 +159,8 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
             if stats.num_stored_bytes:
                 wait_until_stored(engine)
             served = simulated.serve(request, number)
+            if (disk.num_units, disk.num_evicted_units) != on_disk:
+                wait_until_written(kv, before)
             real = (stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens)
             assert served.num_cached_tokens_by_tier == real, (number, request)
             assert stats.num_prompt_tokens == served.num_cached_tokens + served.num_new_tokens
@@ -146,4 +177,5 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         assert state.num_evicted_units > 50, "the tiers are small enough"
     assert found[Tier.GPU] > 0
     assert found[Tier.HOST] > 0
+    assert (found[Tier.DISK] > 0) == (num_disk_blocks > 0)
     check_invariants(simulated.tree)
