@@ -35,6 +35,7 @@ MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | bool | None
 """What a request may say of chunk reuse: yes (with which settings), no, or as the engine does."""
+_UNSENDABLE = "unsendable"
 _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it is part of a path
 
 
@@ -97,13 +98,24 @@ def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: i
     Raises:
         ConfigError: the metadata contradicts itself or the prompt; the message says where.
     """
-    raw = params.get(KEY)
+    try:
+        return _decode(params.get(KEY), num_prompt_tokens)
+    except RecursionError:  # to show a value takes as many calls as it is deep
+        raise ConfigError("ragcache metadata is nested too deeply: send version, documents and flat options") from None
+
+
+def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
     if raw is None:
         return RequestMetadata(tile([], num_prompt_tokens))
     if not isinstance(raw, Mapping) or raw.get("version") != WIRE_VERSION:
         version = raw.get("version") if isinstance(raw, Mapping) else raw
         raise ConfigError(
             f"ragcache metadata of version {version!r:.80}, this engine reads {WIRE_VERSION}: upgrade both"
+        )
+    if _UNSENDABLE in raw:
+        raise ConfigError(
+            f"ragcache metadata cannot be sent to the engine ({raw[_UNSENDABLE]!s:.200}): send ids of Unicode text and "
+            "numbers of 64 bits"
         )
     documents = raw.get("documents", [])
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
@@ -138,8 +150,18 @@ def decode_speculation(params: Mapping[str, object]) -> str | None:
     raw = params.get(KEY)
     try:
         return _speculation(raw.get("speculation")) if isinstance(raw, Mapping) else None
-    except ConfigError:
+    except (ConfigError, RecursionError):
         return None
+
+
+def unsendable(raw: object, error: Exception) -> dict[str, object]:
+    """Return what the engine gets in place of metadata that cannot be sent to it; it ignores and counts that."""
+    speculation = decode_speculation({KEY: raw})  # a guess stays one
+    return {
+        "version": WIRE_VERSION,
+        _UNSENDABLE: ascii(str(error)),
+        **({} if speculation is None else {"speculation": speculation}),
+    }
 
 
 def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:

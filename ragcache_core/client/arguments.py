@@ -39,6 +39,8 @@ _RESERVED_CORES_ENV = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 connector, which ours does not need; of two cores it then reserves none, and everything takes three times as long."""
 ENGINE_ID_ENV = "RAGCACHE_ENGINE_ID"
 """Tells the server which regions of shared memory are its own, for it to remove when its owner dies."""
+STARTED_AGAIN_ENV = "RAGCACHE_STARTED_AGAIN"
+"""Tells the server that it has served before: what it can no longer have, it goes on without."""
 _PLUGIN = "ragcache_core.vllm_plugin"
 
 

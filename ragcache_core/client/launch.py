@@ -7,10 +7,12 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.client.arguments import (
+    STARTED_AGAIN_ENV,
     cache_arguments,
     check_extra_args,
     check_model,
@@ -97,9 +99,12 @@ def launch_server(
     chat_template = None if template is None else str(template)
     loading = preload(lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template))
 
+    runs = count()
+
     def start() -> ServerProcess:
         prepare_regions(engine_id)
-        return ServerProcess(arguments, env=environment, log_path=log)
+        again = {STARTED_AGAIN_ENV: "1"} if next(runs) else {}
+        return ServerProcess(arguments, env={**environment, **again}, log_path=log)
 
     try:
         supervisor = Supervisor(

@@ -44,6 +44,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -69,6 +70,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
+from vllm.v1.serial_utils import MsgpackEncoder
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "FreeKVCacheBlockQueue",
     "GPULoadStoreSpec",
+    "InputProcessor",
     "JobResult",
     "KVCacheBlock",
     "KVConnectorBase_V1",
@@ -101,6 +104,7 @@ __all__ = [
     "LoadStoreSpec",
     "LookupResult",
     "Medium",
+    "MsgpackEncoder",
     "OffloadKey",
     "OffloadPolicy",
     "OffloadPromMetrics",

@@ -321,10 +321,11 @@ class CacheController:
             return
         self.counters.count(record)
         self.tree.record_access(path, num_missed, cost_s, num_hit_units)
+        has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
         for node in path:
             if node.doc_id is not None:
                 self.document_uses.count(node.doc_id, node)
-                if Tier.DISK in self.tiers:  # one unit speaks for its node: a tree that grows again takes the highest
+                if has_disk:  # one unit speaks for its node: a tree that grows again takes the highest
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
     def _path_segments(self, record: RequestRecord, keys: Sequence[Key]) -> list[PathSegment]:

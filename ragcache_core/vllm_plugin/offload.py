@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from ragcache_core.client.arguments import STARTED_AGAIN_ENV
 from ragcache_core.client.shared_memory import is_lasting, keep_region, sweep_shared_memory
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.types import Tier
@@ -49,7 +53,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 len(config.groups),
             )
             self.eviction_policy, self.cache_policy_module_path = "lru", None
-            self.secondary_tier_configs: list[dict[str, object]] = []
+            self.secondary_tier_configs: list[dict[str, Any]] = []
         if self.num_chunks < 1:
             raise ConfigError(
                 f"host_bytes is {self.extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
@@ -71,7 +75,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
             self.controller.tiers[Tier.HOST] = TierReport(
                 self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk
             )
-            manager = super().get_manager()
+            manager = self._build()
             if is_lasting(self._engine_id):
                 assert self._scheduler_mmap is not None
                 keep_region(self._engine_id, self._scheduler_mmap.fd)
@@ -85,6 +89,21 @@ class RAGCacheSpec(TieringOffloadingSpec):
             current_building().controller = self.controller
         assert self._manager is not None
         return self._manager
+
+    def _build(self) -> OffloadingManager:
+        """Return vLLM's manager, without the disk where an engine that served before can no longer have it."""
+        try:
+            return super().get_manager()
+        except CacheTierError as error:
+            if STARTED_AGAIN_ENV not in os.environ:
+                raise
+            logger.error("RAGCache's disk tier is out of service until the next start: %s", error)
+        assert self.controller is not None
+        self.controller.tree.clear_tier(Tier.DISK)
+        capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in self.secondary_tier_configs)
+        self.controller.tiers[Tier.DISK] = TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False)
+        self.secondary_tier_configs = []
+        return super().get_manager()
 
     def _restore_host(self, manager: TieringOffloadingManager, policy: TreeCachePolicy) -> None:
         """Take up what an engine that was killed left in host memory, and keep book for the next one."""

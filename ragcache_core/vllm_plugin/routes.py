@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
 from ragcache_core.vllm_plugin.compat import call_confirm
+from ragcache_core.vllm_plugin.input_processor import SendingInputProcessor
 from ragcache_core.vllm_plugin.metrics import received
 
 _PATIENCE_S = 0.5
@@ -103,3 +104,4 @@ class RAGCacheEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the way to the engine, for confirmations; the other routes answer from what it has sent already."""
         state.ragcache_engine_client = engine_client
+        SendingInputProcessor.take_over(engine_client.input_processor)

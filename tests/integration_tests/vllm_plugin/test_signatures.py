@@ -64,6 +64,16 @@ def test_requests_carry_our_metadata_and_token_ids(vllm_facts: dict[str, object]
     assert vllm_facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
 
 
+def test_a_request_passes_the_input_processor_before_it_is_sent(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["input"] == [
+        ["input_processor"],
+        ["self", "request_id", "prompt", "params"],
+        True,
+        ["self", "obj"],
+        True,
+    ], "SendingInputProcessor sees metadata there before it is encoded: find the new place, and the new encoder"
+
+
 def test_vllm_looks_for_plugins_where_we_register_ours(vllm_facts: dict[str, object]) -> None:
     from ragcache_core.vllm_plugin import api_server
 
@@ -149,6 +159,13 @@ def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> No
         *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
         "arrival_time",
     ], "_TreeScheduling reads them, the connector the last one: find their new names"
+    assert vllm_facts["request_reads"] == [
+        [
+            *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
+            *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+        ],
+        True,
+    ], "the connector reads them of a request, the scheduler its num_tokens_with_spec: find their new names"
     assert vllm_facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
 
 
@@ -200,6 +217,7 @@ def test_the_offloading_spec_has_what_ours_builds_from(vllm_facts: dict[str, obj
     assert vllm_facts["spec_sets"] == [
         *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
         *("config", "blocks_per_chunk", "tokens_per_hash"),
+        *("eviction_policy", "cache_policy_module_path", "secondary_tier_configs", "_scheduler_mmap"),
     ], "RAGCacheSpec uses them: find their new names"
     assert vllm_facts["spec"] == [["self"], ["self", "kv_caches"]], "follow it in RAGCacheSpec"
     missing = {"groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "model", "cache", "parallel"} | {
@@ -251,6 +269,7 @@ def test_the_copying_worker_stands_in_for_vllms(vllm_facts: dict[str, object]) -
         ["self", "tensor_page_size"],
         ["self"],
     ], "RAGCacheSpec.get_worker() makes the region, CopyingWorker its views"
+    assert vllm_facts["region_file"] == ["fd"], "RAGCacheSpec keeps the file that is mapped under another name as well"
     assert vllm_facts["region_path"], "client/shared_memory.py sweeps and keeps these files by their names"
 
 

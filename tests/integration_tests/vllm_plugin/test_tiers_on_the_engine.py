@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,8 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
 from ragcache_core.client import Engine
+from ragcache_core.errors import EngineStartError
 from ragcache_core.types import Tier
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.waiting import until
 
 LAYOUT = PromptLayout()
 BLOCK = 32
@@ -29,6 +31,7 @@ NUM_GPU_BLOCKS, NUM_HOST_BLOCKS = 96, 48
 BLOCK_BYTES = 128 << 10
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 QUESTION = "Who founded Zorval?"
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +40,21 @@ def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiers(tmp_path_factory: pytest.TempPathFactory, log_path: Path) -> Iterator[Engine]:
-    """An engine whose GPU holds four prompts of two documents, and whose host memory holds two."""
-    cache = CacheConfig(
+def cache(tmp_path_factory: pytest.TempPathFactory) -> CacheConfig:
+    return CacheConfig(
         kv_cache_bytes=NUM_GPU_BLOCKS * BLOCK_BYTES,
         block_size=BLOCK,
         host_bytes=NUM_HOST_BLOCKS * BLOCK_BYTES,
         disk_bytes="256MiB",
         directory=tmp_path_factory.mktemp("kv"),
     )
+
+
+@pytest.fixture(scope="module")
+def tiers(cache: CacheConfig, log_path: Path) -> Iterator[Engine]:
+    """An engine whose GPU holds four prompts of two documents, and whose host memory holds two."""
     settings: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "env": {"VLLM_SERVER_DEV_MODE": "1"}}
-    with Engine.launch(str(DEMO_MODEL), log_path=log_path, **settings) as running:
+    with Engine.launch(str(DEMO_MODEL), log_path=log_path, max_restarts=2, **settings) as running:
         yield running
 
 
@@ -123,14 +130,7 @@ def series(engine: Engine) -> dict[tuple[str, str], float]:
 def empty_the_gpu(engine: Engine) -> None:
     """Make vLLM forget its own KV memory, and nothing else."""
     url = f"{server(engine)}/reset_prefix_cache"
-    assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
+    assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200, PATIENCE_S)
 
 
 def test_every_tier_serves_the_answers_that_were_computed(tiers: Engine, answers: Answers) -> None:
@@ -165,7 +165,7 @@ def test_a_prompt_longer_than_the_host_tier_reuses_what_fits(tiers: Engine, answ
 def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:
     for i in range(3):
         answers.ask(f"tier {i}")
-    assert until(lambda: series(tiers).get(("ragcache_requests_total", "")) == answers.num_requests)
+    assert until(lambda: series(tiers).get(("ragcache_requests_total", "")) == answers.num_requests, PATIENCE_S)
     found = series(tiers)
     assert found["ragcache_prompt_tokens_total", ""] == answers.num_prompt_tokens
     for tier, num_tokens in answers.num_tokens.items():
@@ -212,6 +212,13 @@ def complete(engine: Engine, kv_transfer_params: dict[str, Any]) -> httpx.Respon
     return httpx.post(f"{engine.base_url}/completions", headers=headers, content=json.dumps(body), timeout=60)
 
 
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine, log_path: Path) -> None:
     overlap = {"version": 1, "documents": [{"id": "a", "start": 0, "end": 9}, {"id": "b", "start": 5, "end": 12}]}
     ignored: list[object] = [
@@ -227,6 +234,10 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
         {"version": 1, "documents": [{"id": "a", "start": True, "end": 2}]},
         {"version": 1, "documents": [{"id": "x" * (1 << 20), "start": 0, "end": 9}]},
         {"version": 1, "documents": [{"id": str(i), "start": i, "end": i + 1} for i in range(10_000)]},
+        {"version": 1, "documents": [{"id": "\ud800", "start": 0, "end": 9}]},  # vLLM cannot send these to its engine
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 10**30}]},
+        {"version": 1, "documents": [], "\udfff": {"deep": ["\udc00"]}},
+        nested(700),
     ]
     served: list[dict[str, object]] = [
         {"ragcache": {"version": 1, "documents": [{"id": "never seen", "start": 0, "end": 9}]}},
@@ -241,19 +252,10 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
         assert answer.status_code == 200, (repr(params)[:200], answer.text[:500])
         texts.add(answer.json()["choices"][0]["text"])
     assert len(texts) == 1
-    assert until(lambda: tiers.stats().num_ignored_metadata - before == len(ignored))
+    assert until(lambda: tiers.stats().num_ignored_metadata - before == len(ignored), PATIENCE_S)
     log = log_path.read_text(errors="replace")
     assert log.count("Ignoring the documents of a request") == 1, "logged once"
     assert "x" * 500 not in log
-
-
-def test_an_id_that_is_no_text_ends_its_request_and_nothing_else(tiers: Engine) -> None:
-    """vLLM cannot send half of a surrogate pair to its engine's process; our own client refuses it before."""
-    documents = [{"id": "\ud800", "start": 0, "end": 9}]
-    answer = complete(tiers, {"ragcache": {"version": 1, "documents": documents}})
-    assert answer.status_code in (400, 500)
-    assert complete(tiers, {}).status_code == 200
-    assert tiers.stats().num_restarts == 0
 
 
 async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: Engine, answers: Answers) -> None:
@@ -273,15 +275,28 @@ async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: E
     assert (await tiers.astats()).num_preemptions > before
 
 
+def test_a_second_engine_on_the_same_directory_does_not_start(
+    tiers: Engine, cache: CacheConfig, tmp_path: Path
+) -> None:
+    assert tiers.stats().num_restarts == 0
+    with pytest.raises(EngineStartError, match="is the cache directory of another engine .*: stop that one, or give"):
+        Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **{**ENGINE_ARGS, "cache": cache})
+    assert tiers.stats().tiers[-1].is_enabled
+
+
+def kill_the_core(engine: Engine) -> None:
+    assert engine.pid is not None
+    children = psutil.Process(engine.pid).children(recursive=True)
+    next(p for p in children if "EngineCore" in " ".join([p.name(), *p.cmdline()])).kill()
+
+
 def test_after_a_kill_the_next_requests_are_served_from_what_survived(tiers: Engine, answers: Answers) -> None:
     marks = [f"tier {i}" for i in range(8)]
     for mark in marks:
         answers.ask(mark)
     time.sleep(1.0)  # writes behind are written
     num_from_disk = num_from_host = num_cached = num_prompt = 0
-    assert tiers.pid is not None
-    children = psutil.Process(tiers.pid).children(recursive=True)
-    next(p for p in children if "EngineCore" in " ".join([p.name(), *p.cmdline()])).kill()
+    kill_the_core(tiers)
     again = Answers(tiers)
     again.texts = answers.texts
     for mark in marks:
@@ -299,3 +314,22 @@ def test_after_a_kill_the_next_requests_are_served_from_what_survived(tiers: Eng
     assert all(tier.is_enabled for tier in report.tiers)
     for mark in marks:
         again.ask(mark)
+
+
+def test_an_engine_that_comes_back_and_finds_no_disk_goes_on_without(
+    tiers: Engine, answers: Answers, cache: CacheConfig, log_path: Path
+) -> None:
+    assert cache.directory is not None
+    cache.directory.rename(cache.directory.with_name("taken away"))
+    cache.directory.write_text("no directory")
+    kill_the_core(tiers)
+    again = Answers(tiers)
+    again.texts = answers.texts
+    for mark in [f"tier {i}" for i in range(4)] * 2:
+        again.ask(mark)
+    report = tiers.stats()
+    assert report.num_restarts == 2
+    assert [(tier.name, tier.is_enabled) for tier in report.tiers] == [("gpu", True), ("host", True), ("disk", False)]
+    assert again.num_tokens[Tier.GPU] > 0
+    assert again.num_tokens[Tier.DISK] == report.tiers[2].num_blocks == 0
+    assert log_path.read_text(errors="replace").count("disk tier is out of service until the next start") == 1

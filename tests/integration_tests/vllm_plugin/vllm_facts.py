@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
@@ -83,6 +83,13 @@ def facts() -> dict[str, object]:
         "requires_kv_delivery": isinstance(inspect.getattr_static(base, "requires_kv_delivery"), property),
         "hma": list(inspect.signature(compat.SupportsHMA.request_finished_all_groups).parameters),
         "main": list(inspect.signature(entry.main).parameters),
+        "input": [
+            sets(AsyncLLM, "input_processor"),
+            parameters(compat.InputProcessor.process_inputs)[:4],
+            "self.input_processor.process_inputs(" in inspect.getsource(AsyncLLM.add_request),
+            parameters(compat.MsgpackEncoder.encode),
+            "self.encoder = MsgpackEncoder(" in inspect.getsource(MPClient),
+        ],
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
         "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),
@@ -144,6 +151,14 @@ def facts() -> dict[str, object]:
             *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
             "arrival_time",
         ),
+        "request_reads": [
+            sets(
+                Request,
+                *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
+                *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+            ),
+            isinstance(inspect.getattr_static(Request, "num_tokens_with_spec"), property),
+        ],
         "request_states": [compat.RequestStatus.PREEMPTED.name, compat.RequestStatus.WAITING_FOR_STREAMING_REQ.name],
         "utility": [
             "method(*self._convert_msgspec_args(method, args))" in inspect.getsource(EngineCoreProc),
@@ -210,6 +225,10 @@ def facts() -> dict[str, object]:
             "config",
             "blocks_per_chunk",
             "tokens_per_hash",
+            "eviction_policy",
+            "cache_policy_module_path",
+            "secondary_tier_configs",
+            "_scheduler_mmap",
         ),
         "spec": [
             parameters(compat.TieringOffloadingSpec.get_manager),
@@ -248,6 +267,7 @@ def facts() -> dict[str, object]:
             parameters(compat.SharedOffloadRegion.create_next_worker_view),
             parameters(compat.SharedOffloadRegion.cleanup),
         ],
+        "region_file": sets(compat.SharedOffloadRegion, "fd"),
         "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap"
         in inspect.getsource(compat.SharedOffloadRegion.__init__),
         "offloading_connector": {

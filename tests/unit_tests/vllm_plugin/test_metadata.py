@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from ragcache_core.errors import ConfigError
 from ragcache_core.tree import check_invariants
 from ragcache_core.vllm_plugin.regrowing import note_of
-from ragcache_core.wire import KEY, MAX_DOC_ID_CHARS, MAX_DOCUMENTS, decode_kv_transfer_params, tile
+from ragcache_core.wire import (
+    KEY,
+    MAX_DOC_ID_CHARS,
+    MAX_DOCUMENTS,
+    decode_kv_transfer_params,
+    decode_speculation,
+    tile,
+    unsendable,
+)
 from tests.unit_tests.vllm_plugin.scene import BLOCK, controller, keys, run
 
 
@@ -57,6 +65,44 @@ def test_metadata_that_cannot_be_is_a_config_error_with_a_short_message(metadata
 def test_metadata_that_is_no_object_is_a_config_error(metadata: object) -> None:
     with pytest.raises(ConfigError):
         decode_kv_transfer_params({KEY: metadata}, 100)
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        nested(10_000),
+        {"version": nested(10_000)},
+        {"version": 1, "documents": [nested(10_000)]},
+        {"version": 1, "documents": [], "speculation": nested(10_000)},
+        {"version": 1, "documents": [], "reordered": nested(10_000)},
+        {"version": 1, "documents": [], "chunk_reuse": {"selection": nested(10_000)}},
+    ],
+    ids=["all of it", "version", "document", "speculation", "reordered", "chunk_reuse"],
+)
+def test_metadata_that_is_nested_too_deeply_is_a_config_error(metadata: object) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply: send"):
+        decode_kv_transfer_params({KEY: metadata}, 100)
+    assert decode_speculation({KEY: metadata}) is None
+
+
+@pytest.mark.parametrize("speculation", [None, "s-1", "no speculation"])
+def test_what_cannot_be_sent_is_a_config_error_in_the_engine_and_a_guess_stays_one(speculation: str | None) -> None:
+    documents = [{"id": "\ud800", "start": 0, "end": 8}]
+    error = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+    sent = unsendable({"version": 1, "documents": documents, "speculation": speculation}, error)
+    json.dumps(sent, ensure_ascii=False).encode()
+    with pytest.raises(ConfigError, match=r"cannot be sent to the engine \(.*surrogates not allowed.*\): send ids of"):
+        decode_kv_transfer_params({KEY: sent}, 100)
+    assert decode_speculation({KEY: sent}) == ("s-1" if speculation == "s-1" else None)
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        decode_kv_transfer_params({KEY: unsendable("text", OverflowError("too large"))}, 100)
 
 
 json_values = st.recursive(

@@ -1,0 +1,33 @@
+"""What of a request's metadata the server's process cannot send to the engine's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragcache_core.vllm_plugin.compat import InputProcessor, MsgpackEncoder
+from ragcache_core.wire import KEY, unsendable
+
+
+class SendingInputProcessor(InputProcessor):
+    """vLLM's last step before a request is sent, which sends word of metadata of ours that cannot be sent.
+
+    JSON has halves of surrogate pairs and numbers of any size, MessagePack has not: vLLM would answer such a request
+    with status 500, and never forget it. So it is served, and the engine ignores and counts its metadata.
+    """
+
+    _encoder: MsgpackEncoder
+
+    @classmethod
+    def take_over(cls, processor: InputProcessor) -> None:
+        """Make ``processor`` one of this class, before its first request."""
+        processor.__class__ = cls
+        processor._encoder = MsgpackEncoder()
+
+    def process_inputs(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        sent = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")  # a pooling request has none
+        if isinstance(sent, dict) and sent.get(KEY) is not None:
+            try:
+                self._encoder.encode(sent[KEY])
+            except (ValueError, OverflowError, RecursionError) as error:
+                sent[KEY] = unsendable(sent[KEY], error)
+        return super().process_inputs(request_id, prompt, params, *args, **kwargs)
