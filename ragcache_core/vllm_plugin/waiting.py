@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ragcache_core.queueing import order_priority
 from ragcache_core.tree import KnowledgeTree, NodeChanges, TreeNode
 from ragcache_core.vllm_plugin.records import RequestRecord
+
+_TRIED_AT_ONCE = 32
 
 
 @dataclass(slots=True)
@@ -38,7 +41,8 @@ class WaitingRequests:
     """Knows which waiting request a change in the tree concerns, and protects what they will find.
 
     Those that came first are protected, while the units of their paths fit into ``max_protected_units``: were
-    everything protected, nothing would be. Without ``follows_changes`` it protects only: nobody asks what has changed.
+    everything protected, nothing would be. Where one leaves, those that come next are tried, a few of them: thousands
+    may wait. Without ``follows_changes`` it protects only: nobody asks what has changed.
     """
 
     def __init__(self, tree: KnowledgeTree, max_protected_units: int = 0, *, follows_changes: bool = True) -> None:
@@ -55,6 +59,7 @@ class WaitingRequests:
         self._watched: dict[int, _Watched] = {}
         self._paths: dict[str, list[_Watched]] = {}
         self._protected: dict[str, int] = {}
+        self._unprotected: dict[str, None] = {}
         self._num_protected_units = 0
 
     def add(self, request_id: str, record: RequestRecord) -> None:
@@ -72,15 +77,15 @@ class WaitingRequests:
             return
         self._unwatch(request_id)
         self._touched.discard(request_id)
+        self._unprotected.pop(request_id, None)
         if (num_units := self._protected.pop(request_id, None)) is None:
             return
         self._tree.unprotect(record.retained)
         self._num_protected_units -= num_units
-        for waiting_id, waiting in self._records.items():
+        for waiting_id in list(islice(self._unprotected, _TRIED_AT_ONCE)):
             if self._num_protected_units >= self.max_protected_units:
                 break
-            if waiting_id not in self._protected:
-                self._protect(waiting_id, waiting)
+            self._protect(waiting_id, self._records[waiting_id])
 
     def priority(self, request_id: str, record: RequestRecord) -> float:
         """Return a request's OrderPriority, as the tiers were at the last :meth:`take_touched` if it waits here."""
@@ -154,7 +159,9 @@ class WaitingRequests:
             return
         num_units = location.node.start + location.unit + 1
         if self._num_protected_units + num_units > self.max_protected_units:
+            self._unprotected[request_id] = None
             return
+        self._unprotected.pop(request_id, None)
         self._tree.protect(record.retained)
         self._protected[request_id] = num_units
         self._num_protected_units += num_units

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from time import process_time
 
 import pytest
 
 from ragcache_core.queueing import CacheAwareQueue
-from ragcache_core.tree import check_invariants
+from ragcache_core.tree import Location, check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.controller import CacheController
 from ragcache_core.wire import RequestMetadata
@@ -179,6 +180,25 @@ def test_no_more_is_protected_than_fits_and_the_next_follow_in_their_turn() -> N
     assert large[-1] not in it.tree.protected_keys, "it alone is more than may be protected"
     it.on_finished("large")
     assert not it.tree.protected_keys
+
+
+def test_an_admission_looks_at_a_few_of_those_that_wait_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = controller()
+    it.waiting.max_protected_units = 5
+    chains = [wait(it, f"r{i}", f"d{i}") for i in range(2000)]
+    num_looks, locate = 0, it.tree.locate
+
+    def counted(key: Hashable) -> Location | None:
+        nonlocal num_looks
+        num_looks += 1
+        return locate(key)
+
+    monkeypatch.setattr(it.tree, "locate", counted)
+    for i in range(1000):
+        it.on_admitted(f"r{i}", chains[i], {}, 1.0)
+        assert set(it.tree.protected_keys) == {chains[i + 1][-1], chains[i + 2][-1]}
+    assert num_looks < 100 * 1000
+    check_invariants(it.tree)
 
 
 def test_a_speculative_request_is_neither_protected_nor_pending_until_it_is_confirmed() -> None:
