@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -44,6 +45,7 @@ _Show = Callable[[str, EngineStats], None]
     is_flag=False,
     flag_value=_WATCH_S,
     metavar="[SECONDS]",
+    callback=lambda _context, _option, seconds: _finite(seconds),
     help=f"Read again every so many seconds, until Ctrl-C. [without a number: {_WATCH_S:g}]",
 )
 def stats(url: str, api_key: str | None, watch_s: float | None, as_json: bool) -> None:
@@ -64,6 +66,12 @@ def stats(url: str, api_key: str | None, watch_s: float | None, as_json: bool) -
         if watch_s is None:
             raise
         click.echo("ragcache: stopping", err=True)  # the way to end a watch: no error
+
+
+def _finite(seconds: float | None) -> float | None:
+    if seconds is not None and not math.isfinite(seconds):
+        raise click.BadParameter(f"{seconds} is no number of seconds: give one of {_MIN_WATCH_S:g} or more")
+    return seconds
 
 
 def _watch(engine: Engine, watch_s: float, show: _Show) -> NoReturn:

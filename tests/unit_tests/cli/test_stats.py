@@ -95,9 +95,9 @@ def test_a_document_cannot_steer_the_terminal_and_fits_the_table() -> None:
     assert any(f"[{'#' * 20}] 250%" in line for line in lines)
 
 
-@pytest.mark.parametrize("options", [["--watch", "0"], ["--watch", "-1"], ["--watch", "often"]])
-def test_an_interval_that_cannot_be_is_wrong_usage(server: ScriptedServer, options: list[str]) -> None:
-    assert stats(server, *options).exit_code == 2
+@pytest.mark.parametrize("seconds", ["0", "-1", "often", "nan", "inf"])
+def test_an_interval_that_cannot_be_is_wrong_usage(server: ScriptedServer, seconds: str) -> None:
+    assert stats(server, "--watch", seconds).exit_code == 2
 
 
 @pytest.mark.parametrize("key", ["wrong", None])
