@@ -34,6 +34,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.changes = NodeChanges()
         self.changed = self.tree.changes.subscribe()
         self.seen: set[tuple[Tier, Key]] = set()
+        self.num_answers = 0
 
     def _segments(self, documents: list[str], tail: int, has_names: bool) -> list[PathSegment]:
         segments: list[PathSegment] = []
@@ -94,6 +95,37 @@ class TreeMachine(RuleBasedStateMachine):
         for unit in evicted:
             assert unit.key in self.resident[tier] - self.held[tier] - set(shielded)
             self.resident[tier].remove(unit.key)
+
+    @rule(tier=st.sampled_from(Tier), num_units=st.integers(1, 9), data=st.data())
+    def evict_beside_what_is_pinned(self, tier: Tier, num_units: int, data: st.DataObject) -> None:
+        nodes = sorted(self.tree.nodes(), key=lambda node: node.id)
+        pinned = data.draw(st.lists(st.sampled_from(nodes), max_size=3)) if nodes else []
+        self.tree.pin(pinned)
+        evicted = self.tree.evict_up_to(tier, num_units)
+        assert len(evicted) <= num_units
+        for unit in evicted:
+            assert unit.node not in pinned
+            self.resident[tier].remove(unit.key)
+        state = self.tree.tiers[tier]
+        assert len(evicted) == num_units or not any(state.is_evictable(node) for node in self.tree.nodes())
+        check_invariants(self.tree)
+        self.tree.unpin(pinned)
+
+    @rule(data=st.data(), num_keys=st.integers(1, 3))
+    def answer(self, data: st.DataObject, num_keys: int) -> None:
+        """An answer grows behind what the GPU holds."""
+        if not (known := sorted(self.resident[Tier.GPU])):
+            return
+        after = data.draw(st.sampled_from(known))
+        self.num_answers += 1
+        keys = [(*after, *(f"answer {self.num_answers}.{i}" for i in range(n + 1))) for n in range(num_keys)]
+        self.tree.extend(after, keys, num_keys)
+        for key in keys:
+            location = self.tree.locate(key)
+            assert location is not None
+            assert self.tree.key_before(location) == key[:-1]
+            self.tree.add(location.node, 1 << location.unit, Tier.GPU)
+            self.resident[Tier.GPU].add(key)
 
     @rule(tier=st.sampled_from(Tier), data=st.data())
     def hold(self, tier: Tier, data: st.DataObject) -> None:
