@@ -229,12 +229,16 @@ class DiskTier(SecondaryTierManager):
 
     def _finish_load(self, load: Load) -> JobResult:
         del self._loads[load.job_id]
+        lost: list[Key] = []
         for key, is_loaded in zip(load.keys, load.outcome(), strict=True):
             location = self._tree.locate(key)
             if location is not None:
                 self._tree.let_go(location.node, location.unit, Tier.DISK)
             if not is_loaded and not load.is_abandoned:
                 self._lose(key, location)
+                lost.append(key)
+        if lost:
+            self._io.delete(lost)  # the store keeps what it could not read, and its slot
         keys = [
             OffloadKey(key + FIRST_GROUP) for key, is_loaded in zip(load.keys, load.outcome(), strict=True) if is_loaded
         ]
@@ -247,7 +251,7 @@ class DiskTier(SecondaryTierManager):
         )
 
     def _lose(self, key: Key, location: Location | None) -> None:
-        """Take note that a chunk was damaged or gone: a miss."""
+        """Take note that a chunk was damaged, gone, or could not be read: a miss."""
         self._controller.counters.num_corrupt_chunks += 1
         self._controller.note_change()
         self._stored.discard(key)

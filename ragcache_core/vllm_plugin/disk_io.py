@@ -137,6 +137,10 @@ class DiskIO:
             self._num_unwritten += 1
         self._jobs.put((job_id, chunks, evicted))
 
+    def delete(self, keys: list[bytes]) -> None:
+        """Have chunks forgotten that the store may still hold, before whatever is stored from now on."""
+        self._write(_Batch(keys, [], []))
+
     def load(self, load: Load, chunk_ids: list[int]) -> None:
         """Read the chunks of ``load`` into the rows ``chunk_ids`` of host memory."""
         future = self._readers.submit(self._read, load, chunk_ids)
@@ -155,9 +159,7 @@ class DiskIO:
 
     def update_notes(self, worths: list[tuple[bytes, float, float]]) -> None:
         """Have frequencies and costs noted anew: key, frequency, cost."""
-        with self._is_written:
-            self._num_unwritten += 1
-        self._batches.put(_Batch([], [], [], worths=worths))
+        self._write(_Batch([], [], [], worths=worths))
 
     def drain(self) -> None:
         """Wait until everything that was asked for has been done."""
@@ -177,6 +179,11 @@ class DiskIO:
         self._readers.shutdown()
         self._store.close()
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
+
+    def _write(self, batch: _Batch) -> None:
+        with self._is_written:
+            self._num_unwritten += 1
+        self._batches.put(batch)
 
     # The threads' side
 

@@ -148,13 +148,6 @@ class Scene:
 Opening = Callable[..., Scene]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return condition()
-
-
 def failing(code: int) -> Callable[..., None]:
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(code, "as the test wants it")

@@ -97,6 +97,21 @@ def test_a_read_error_is_a_miss(opening: Opening, monkeypatch: pytest.MonkeyPatc
     scene.check()
 
 
+def test_what_could_not_be_read_leaves_its_room_to_others(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening(num_slots=3)
+    lost = scene.store("B")
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "read", failing(errno.EIO))
+        assert scene.load(lost) == set()
+    assert scene.controller.counters.num_corrupt_chunks == 3
+    others = scene.store("C")
+    assert scene.load(others) == set(others)
+    assert scene.store("B") == scene.hits(lost), "it is computed and stored again"
+    assert scene.controller.tiers[Tier.DISK].is_enabled
+    assert len(scene.tier._io._store) == len(scene.tier._stored) == 3
+    scene.check()
+
+
 def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,8 +31,8 @@ from tests.integration_tests.vllm_plugin.disk_scene import (
     chain,
     failing,
     payload,
-    wait_until,
 )
+from tests.waiting import until
 
 # Storing and loading
 
@@ -232,8 +232,8 @@ def test_a_chunk_that_is_being_read_is_not_evicted(opening: Opening, monkeypatch
     scene.tier.submit_store(TransferJob(scene.num_jobs, others, np.array([0, 1]), False, scene.context))
     go_on.set()
     results: dict[int, JobResult] = {}
-    assert wait_until(
-        lambda: results.update({r.job_id: r for r in scene.tier.get_finished_jobs()}) or len(results) == 2
+    assert until(
+        lambda: results.update({r.job_id: r for r in scene.tier.get_finished_jobs()}) or len(results) == 2, 30.0
     )
     assert results[job_id].success
     assert scene.memory[8].tobytes() == payload(keys[0])

@@ -165,6 +165,19 @@ def test_what_gave_way_is_deleted_first(opening: Opening) -> None:
     assert load.outcome() == [True, True, False, False]
 
 
+def test_what_is_forgotten_leaves_its_slot_to_what_is_stored_later(opening: Opening) -> None:
+    scene = opening(num_slots=4)
+    scene.write(keys(4))
+    scene.io.drain()
+    scene.io.delete([b"k1", b"k3", b"nothing"])
+    scene.write(keys(2, "new"), job_id=2)
+    scene.io.drain()
+    assert scene.written() == (keys(4) + keys(2, "new"), [], [])
+    load = scene.read(keys(4), [0, 1, 2, 3])
+    scene.io.drain()
+    assert load.outcome() == [True, False, True, False]
+
+
 def test_a_job_of_nothing_is_done_too(opening: Opening) -> None:
     scene = opening()
     scene.io.store(9, [], [])

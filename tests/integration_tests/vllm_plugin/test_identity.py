@@ -1,0 +1,136 @@
+"""Whose KV it is: whatever changes a chunk's bytes gives it another identity, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.building import building
+from ragcache_core.vllm_plugin.identity import kv_identity
+
+
+class Engine:
+    """What an engine's identity is made of; its weights are random bytes in two files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = [folder / f"model-{i}.safetensors" for i in range(2)]
+        for i, path in enumerate(self.weights):
+            path.write_bytes(Random(i).randbytes(3 << 20))
+        self.hf_config = {"hidden_size": 64, "rope_scaling": None}
+        self.vllm: Any = SimpleNamespace(
+            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+            model_config=SimpleNamespace(
+                model=str(folder),
+                revision=None,
+                hf_config=SimpleNamespace(to_dict=lambda: self.hf_config),
+                dtype="float32",
+                quantization=None,
+                seed=0,
+            ),
+            load_config=SimpleNamespace(load_format="auto"),
+            attention_config=SimpleNamespace(backend=None),
+        )
+        self.offloading: Any = SimpleNamespace(
+            model=SimpleNamespace(dtype="float32"),
+            cache=SimpleNamespace(tokens_per_hash=32),
+            groups=[SimpleNamespace(tokens_per_block=32)],
+            kv_cache_layout="HND",
+            worker_kv_bytes_per_block=4096,
+            parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0),
+        )
+
+    def identity(self) -> dict[str, str | int]:
+        with building(self.vllm):
+            return kv_identity(self.offloading)
+
+    def set(self, path: str, value: object) -> None:
+        """Set ``vllm.model_config.dtype`` and the like."""
+        *parents, name = path.split(".")
+        at: Any = self
+        for parent in parents:
+            at = getattr(at, parent)
+        setattr(at, name, value)
+
+
+def touch(path: Path, change: Callable[[bytearray], object]) -> None:
+    """Change a file's bytes, and leave its time as it was."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+CHANGES: dict[str, Callable[[Engine], object]] = {
+    "other weights": lambda it: touch(it.weights[1], lambda data: data.reverse()),
+    "more weights": lambda it: touch(it.weights[0], lambda data: data.append(0)),
+    "a last byte": lambda it: touch(it.weights[0], lambda data: data.__setitem__(-1, data[-1] ^ 1)),
+    "weights written again": lambda it: os.utime(it.weights[0], ns=(1, 1)),
+    "weights that changed their names": lambda it: it.weights[0].rename(it.weights[0].with_name("x.safetensors")),
+    "a file fewer": lambda it: it.weights[1].unlink(),
+    "model configuration": lambda it: it.hf_config.update(rope_scaling={"factor": 2}),
+    "dtype": lambda it: it.set("vllm.model_config.dtype", "bfloat16"),
+    "quantization": lambda it: it.set("vllm.model_config.quantization", "fp8"),
+    "random weights": lambda it: it.set("vllm.model_config.seed", 1),
+    "load format": lambda it: it.set("vllm.load_config.load_format", "dummy"),
+    "attention backend": lambda it: it.set("vllm.attention_config.backend", "FLASHINFER"),
+    "keys": lambda it: it.set("vllm.cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+    "KV dtype": lambda it: it.set("offloading.model.dtype", "fp8"),
+    "KV layout": lambda it: it.set("offloading.kv_cache_layout", "NHD"),
+    "bytes of a block": lambda it: it.set("offloading.worker_kv_bytes_per_block", 8192),
+    "block size": lambda it: it.set("offloading.groups", [SimpleNamespace(tokens_per_block=64)]),
+    "tokens per key": lambda it: it.set("offloading.cache.tokens_per_hash", 16),
+    "tensor parallel": lambda it: it.set("offloading.parallel.tp_size", 2),
+    "data parallel": lambda it: it.set("offloading.parallel.data_parallel_index", 1),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_whatever_changes_the_bytes_changes_the_identity(tmp_path: Path, what: str) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    assert engine.identity() == before
+    CHANGES[what](engine)
+    assert engine.identity() != before
+
+
+def test_another_vllm_and_another_machine_are_other_identities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    monkeypatch.setattr("vllm.__version__", "0.99")
+    assert engine.identity() == {**before, "vllm": "0.99"}
+    assert before["platform"]
+
+
+def test_what_does_not_change_the_bytes_does_not_change_the_identity(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    (tmp_path / "README.md").write_text("about this model")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert engine.identity() == before
+    assert all(type(value) in (str, int) for value in before.values())
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_keys_that_another_start_does_not_find_again_are_refused(tmp_path: Path, algorithm: str) -> None:
+    engine = Engine(tmp_path)
+    engine.set("vllm.cache_config.prefix_caching_hash_algo", algorithm)
+    with pytest.raises(ConfigError, match=f"prefix_caching_hash_algo is '{algorithm}'.*: use sha256"):
+        engine.identity()
+
+
+def test_weights_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    for path in engine.weights:
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"holds no weights \(.*: leave disk_bytes out"):
+        engine.identity()
+    engine.set("vllm.model_config.model", "nobody/has-this-model")
+    with pytest.raises(ConfigError, match="are not on this machine's disk.*: download the model first"):
+        engine.identity()
