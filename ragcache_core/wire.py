@@ -93,7 +93,13 @@ def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: i
     Raises:
         ConfigError: the metadata contradicts itself or the prompt; the message says where.
     """
-    raw = params.get(KEY)
+    try:
+        return _decode(params.get(KEY), num_prompt_tokens)
+    except RecursionError:  # to show a value takes as many calls as it is deep
+        raise ConfigError("ragcache metadata is nested too deeply: send version, documents and flat options") from None
+
+
+def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
     if raw is None:
         return RequestMetadata(tile([], num_prompt_tokens))
     if not isinstance(raw, Mapping) or raw.get("version") != WIRE_VERSION:
@@ -133,7 +139,7 @@ def decode_speculation(params: Mapping[str, object]) -> str | None:
     raw = params.get(KEY)
     try:
         return _speculation(raw.get("speculation")) if isinstance(raw, Mapping) else None
-    except ConfigError:
+    except (ConfigError, RecursionError):
         return None
 
 

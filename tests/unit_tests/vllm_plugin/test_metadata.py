@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from ragcache_core.errors import ConfigError
 from ragcache_core.tree import check_invariants
 from ragcache_core.vllm_plugin.regrowing import note_of
-from ragcache_core.wire import KEY, MAX_DOC_ID_CHARS, MAX_DOCUMENTS, decode_kv_transfer_params, tile
+from ragcache_core.wire import (
+    KEY,
+    MAX_DOC_ID_CHARS,
+    MAX_DOCUMENTS,
+    decode_kv_transfer_params,
+    decode_speculation,
+    tile,
+)
 from tests.unit_tests.vllm_plugin.scene import BLOCK, controller, keys, run
 
 
@@ -57,6 +64,31 @@ def test_metadata_that_cannot_be_is_a_config_error_with_a_short_message(metadata
 def test_metadata_that_is_no_object_is_a_config_error(metadata: object) -> None:
     with pytest.raises(ConfigError):
         decode_kv_transfer_params({KEY: metadata}, 100)
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        nested(10_000),
+        {"version": nested(10_000)},
+        {"version": 1, "documents": [nested(10_000)]},
+        {"version": 1, "documents": [], "speculation": nested(10_000)},
+        {"version": 1, "documents": [], "reordered": nested(10_000)},
+        {"version": 1, "documents": [], "chunk_reuse": {"selection": nested(10_000)}},
+    ],
+    ids=["all of it", "version", "document", "speculation", "reordered", "chunk_reuse"],
+)
+def test_metadata_that_is_nested_too_deeply_is_a_config_error(metadata: object) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply: send"):
+        decode_kv_transfer_params({KEY: metadata}, 100)
+    assert decode_speculation({KEY: metadata}) is None
 
 
 json_values = st.recursive(
