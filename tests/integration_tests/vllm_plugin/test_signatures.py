@@ -149,6 +149,13 @@ def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> No
         *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
         "arrival_time",
     ], "_TreeScheduling reads them, the connector the last one: find their new names"
+    assert vllm_facts["request_reads"] == [
+        [
+            *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
+            *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+        ],
+        True,
+    ], "the connector reads them of a request, the scheduler its num_tokens_with_spec: find their new names"
     assert vllm_facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
 
 
@@ -200,6 +207,7 @@ def test_the_offloading_spec_has_what_ours_builds_from(vllm_facts: dict[str, obj
     assert vllm_facts["spec_sets"] == [
         *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
         *("config", "blocks_per_chunk", "tokens_per_hash"),
+        *("eviction_policy", "cache_policy_module_path", "secondary_tier_configs", "_scheduler_mmap"),
     ], "RAGCacheSpec uses them: find their new names"
     assert vllm_facts["spec"] == [["self"], ["self", "kv_caches"]], "follow it in RAGCacheSpec"
     missing = {"groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "model", "cache", "parallel"} | {
@@ -251,6 +259,7 @@ def test_the_copying_worker_stands_in_for_vllms(vllm_facts: dict[str, object]) -
         ["self", "tensor_page_size"],
         ["self"],
     ], "RAGCacheSpec.get_worker() makes the region, CopyingWorker its views"
+    assert vllm_facts["region_file"] == ["fd"], "RAGCacheSpec keeps the file that is mapped under another name as well"
     assert vllm_facts["region_path"], "client/shared_memory.py sweeps and keeps these files by their names"
 
 

@@ -144,6 +144,14 @@ def facts() -> dict[str, object]:
             *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
             "arrival_time",
         ),
+        "request_reads": [
+            sets(
+                Request,
+                *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
+                *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+            ),
+            isinstance(inspect.getattr_static(Request, "num_tokens_with_spec"), property),
+        ],
         "request_states": [compat.RequestStatus.PREEMPTED.name, compat.RequestStatus.WAITING_FOR_STREAMING_REQ.name],
         "utility": [
             "method(*self._convert_msgspec_args(method, args))" in inspect.getsource(EngineCoreProc),
@@ -210,6 +218,10 @@ def facts() -> dict[str, object]:
             "config",
             "blocks_per_chunk",
             "tokens_per_hash",
+            "eviction_policy",
+            "cache_policy_module_path",
+            "secondary_tier_configs",
+            "_scheduler_mmap",
         ),
         "spec": [
             parameters(compat.TieringOffloadingSpec.get_manager),
@@ -248,6 +260,7 @@ def facts() -> dict[str, object]:
             parameters(compat.SharedOffloadRegion.create_next_worker_view),
             parameters(compat.SharedOffloadRegion.cleanup),
         ],
+        "region_file": sets(compat.SharedOffloadRegion, "fd"),
         "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap"
         in inspect.getsource(compat.SharedOffloadRegion.__init__),
         "offloading_connector": {
