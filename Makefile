@@ -12,6 +12,8 @@ VLLM   := 0.32.0
 READY  := $(VENV)/.ragcache-ready
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
+# What asks when an engine is idle runs with nothing beside it.
+ALONE  := $(addprefix tests/integration_tests/,client langchain_integration llamaindex_integration)
 
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -41,7 +43,8 @@ demo: $(READY) ## answer questions from documents through LangChain and LlamaInd
 
 test: lint ## lint, types and every test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integration_tests
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/integration_tests $(addprefix --ignore=,$(ALONE))
+	$(VENV)/bin/python -m pytest $(ALONE)
 
 test-quick: $(READY) ## the tests that need no engine
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts

@@ -1,4 +1,4 @@
-"""Prints, as JSON, what became of plain requests among approximate ones that come, are aborted and preempted, evict.
+"""Prints, as JSON, what became of plain requests among approximate ones: random arrivals, aborts, evictions.
 
 ``python -m tests.integration_tests.chunk.interleaving_facts SEED NUM_ROUNDS DIRECTORY``; the directory is the disk's,
 and may be another run's.
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         expected[order, question] = scene.ask_one(order, False, question=question, max_tokens=24)
         scene.forget_exact()
     engine = scene.llm.llm_engine
-    counts = {"plain": 0, "approximate": 0, "aborted": 0, "preempted": 0}
+    counts = {"plain": 0, "approximate": 0, "aborted": 0}
     worst = worst_full = 0.0
     for number in range(num_rounds):
         doomed: dict[str, int] = {}
@@ -57,8 +56,6 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
                 engine.abort_request([name])
                 del waiting[name]
                 counts["aborted"] += 1
-            if rng.random() < 0.08:
-                counts["preempted"] += _preempt_all(scene.scheduler)
             for output in engine.step():
                 if output.finished and output.request_id in waiting:
                     reuse, truth = waiting.pop(output.request_id)
@@ -85,15 +82,6 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         - 1
         - scene.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     }
-
-
-def _preempt_all(scheduler: Any) -> int:
-    """Take the blocks of all running requests back, as vLLM does for a reset; return how many there were."""
-    num_running = len(scheduler.running)
-    while scheduler.running:
-        scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
-    scheduler.prev_step_scheduled_req_ids.clear()
-    return num_running
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whatever goes on with approximate requests, a plain one is exact: aborts, preemptions, evictions, tiers, restarts."""
+"""Whatever goes on with approximate requests, a plain one is exact; across aborts, evictions, tiers and restarts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def test_every_plain_request_is_exact(runs: list[dict[str, Any]]) -> None:
         assert facts["requests"]["plain"] > 12
         assert facts["requests"]["approximate"] > 8
         assert facts["requests"]["aborted"] > 4
-        assert facts["requests"]["preempted"] > 4
         assert facts["worst plain"] <= 1e-4
 
 
