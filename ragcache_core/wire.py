@@ -36,6 +36,7 @@ MAX_SPECULATION_CHARS = 64
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | bool | None
 """What a request may say of chunk reuse: yes (with which settings), no, or as the engine does."""
 _UNSENDABLE = "unsendable"
+_MAX_DEPTH = 8
 _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it is part of a path
 
 
@@ -114,8 +115,8 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
         )
     if _UNSENDABLE in raw:
         raise ConfigError(
-            f"ragcache metadata cannot be sent to the engine ({raw[_UNSENDABLE]!s:.200}): send ids of Unicode text and "
-            "numbers of 64 bits"
+            f"ragcache metadata cannot be sent to the engine ({raw[_UNSENDABLE]!s:.200}): send version, documents and "
+            "flat options, ids of Unicode text and numbers of 64 bits"
         )
     documents = raw.get("documents", [])
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
@@ -152,6 +153,25 @@ def decode_speculation(params: Mapping[str, object]) -> str | None:
         return _speculation(raw.get("speculation")) if isinstance(raw, Mapping) else None
     except (ConfigError, RecursionError):
         return None
+
+
+def check_depth(raw: object) -> None:
+    """Refuse metadata that is nested deeper than any of ours: processes that pickle it would fail.
+
+    Raises:
+        ValueError: it is.
+    """
+    level = [raw]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for value in level
+            if isinstance(value, (list, dict))
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise ValueError(f"nested more than {_MAX_DEPTH} deep")
 
 
 def unsendable(raw: object, error: Exception) -> dict[str, object]:

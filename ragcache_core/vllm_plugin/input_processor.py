@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import InputProcessor, MsgpackEncoder
-from ragcache_core.wire import KEY, unsendable
+from ragcache_core.wire import KEY, check_depth, unsendable
 
 
 class SendingInputProcessor(InputProcessor):
     """vLLM's last step before a request is sent, which sends word of metadata of ours that cannot be sent.
 
     JSON has halves of surrogate pairs and numbers of any size, MessagePack has not: vLLM would answer such a request
-    with status 500, and never forget it. So it is served, and the engine ignores and counts its metadata.
+    with status 500, and never forget it. What is nested hundreds deep would end the engine, which pickles it for its
+    workers. So the request is served, and the engine ignores and counts its metadata.
     """
 
     _encoder: MsgpackEncoder
@@ -27,6 +28,7 @@ class SendingInputProcessor(InputProcessor):
         sent = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")  # a pooling request has none
         if isinstance(sent, dict) and sent.get(KEY) is not None:
             try:
+                check_depth(sent[KEY])
                 self._encoder.encode(sent[KEY])
             except (ValueError, OverflowError, RecursionError) as error:
                 sent[KEY] = unsendable(sent[KEY], error)

@@ -16,6 +16,7 @@ from ragcache_core.wire import (
     KEY,
     MAX_DOC_ID_CHARS,
     MAX_DOCUMENTS,
+    check_depth,
     decode_kv_transfer_params,
     decode_speculation,
     tile,
@@ -98,11 +99,22 @@ def test_what_cannot_be_sent_is_a_config_error_in_the_engine_and_a_guess_stays_o
     error = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
     sent = unsendable({"version": 1, "documents": documents, "speculation": speculation}, error)
     json.dumps(sent, ensure_ascii=False).encode()
-    with pytest.raises(ConfigError, match=r"cannot be sent to the engine \(.*surrogates not allowed.*\): send ids of"):
+    with pytest.raises(ConfigError, match=r"cannot be sent to the engine \(.*surrogates not allowed.*\): send version"):
         decode_kv_transfer_params({KEY: sent}, 100)
     assert decode_speculation({KEY: sent}) == ("s-1" if speculation == "s-1" else None)
     with pytest.raises(ConfigError, match="cannot be sent"):
         decode_kv_transfer_params({KEY: unsendable("text", OverflowError("too large"))}, 100)
+
+
+def test_metadata_may_be_as_deep_as_ours_and_not_as_deep_as_a_stack() -> None:
+    documents = [{"id": str(i), "start": i, "end": i + 1, "more": {"deep": [1]}} for i in range(3)]
+    check_depth({"version": 1, "documents": documents, "chunk_reuse": {"selection": "random"}})
+    for deep in (list[object](), dict[str, object]()):
+        value: object = deep
+        for _ in range(100_000):
+            value = [value] if isinstance(deep, list) else {"a": value}
+        with pytest.raises(ValueError, match="nested more than 8 deep"):
+            check_depth(value)
 
 
 json_values = st.recursive(
