@@ -9,7 +9,7 @@ from ragcache_core.chunk.scores import (
     adjusted_overlap,
     context_impact,
     fix_overhead,
-    lost_attention,
+    lost_context,
     neighbour_overlap,
     num_selected,
     outward_attention,
@@ -37,7 +37,7 @@ def plan_reuse(
     Of each stored chunk the variant with the lowest ``CCI (1 - beta')`` is used (§3.3), the older of equals, and
     ``selection`` names ``ceil(CFO |C|)`` of its tokens to be computed. So is whatever is in no chunk, and every chunk
     that is not stored. A selection of whole chunks has the variant that keeps most of its neighbours, and all tokens of
-    a chunk are computed where ``alpha`` times the attention that it has lost reaches 1::
+    a chunk are computed where ``alpha`` times the context that it has lost reaches 1::
 
         0 .. start            start                                                    end
         | cached exactly      | chunk 2   : gap : chunk 3, not stored : chunk 4        | the question
@@ -77,24 +77,48 @@ def plan_reuse(
             usable = [variant for variant in stored.get(span.key, ()) if variant.num_tokens == span.num_tokens]
             if usable:
                 if selection.is_all_or_nothing:
-                    chosen.append((span, *_best_neighbours(usable, spans[:number], alpha)))
+                    chosen.append((span, *_best_neighbours(usable, spans[:number])))
                 else:
-                    chosen.append((span, *_best(usable, spans[:number], alpha, counts_unseen=counts_unseen)))
+                    chosen.append((span, *_best(usable, spans[:number], counts_unseen=counts_unseen)))
 
-    budgets_of = _whole_budgets if selection.is_all_or_nothing else _budgets
-    budgets = budgets_of([(span.num_tokens, overhead) for span, _, overhead in chosen], max_recompute)
+    overheads = [fix_overhead(lost, alpha) for *_, lost in chosen]
+    lengths = [span.num_tokens for span, *_ in chosen]
+    if selection.is_all_or_nothing:
+        overheads = [float(overhead >= 1.0) for overhead in overheads]
+        budgets = _whole_budgets(lengths, overheads, [lost for *_, lost in chosen], max_recompute)
+    else:
+        shares = [min(overhead, max_recompute) for overhead in overheads]
+        budgets = [num_selected(share, length) for share, length in zip(shares, lengths, strict=True)]
     scores = relevance or {}
     selectable = [
         SelectableChunk(variant=variant, budget=budget, relevance=scores.get(span.key))
         for (span, variant, _), budget in zip(chosen, budgets, strict=True)
     ]
     reused = []
-    for (span, variant, overhead), offsets in zip(chosen, selection.select(selectable), strict=True):
+    for (span, variant, lost), overhead, offsets in zip(chosen, overheads, selection.select(selectable), strict=True):
         positions = (span.start + offset for offset in in_runs(offsets, span.num_tokens, run_tokens))
         recomputed = tuple(position for position in positions if start <= position < end)
-        cfo = float(overhead >= 1.0) if selection.is_all_or_nothing else overhead
-        reused.append(PlannedChunk(span=span, variant=variant, recomputed=recomputed, overhead=cfo))
+        reused.append(PlannedChunk(span=span, variant=variant, recomputed=recomputed, lost=lost, overhead=overhead))
     return ReusePlan(start=start, end=end, reused=tuple(reused), recomputed=_all_computed(reused, start, end))
+
+
+def losses(spans: Sequence[ChunkSpan], known: Sequence[float], start: int, plan: ReusePlan | None) -> list[float]:
+    """Return how much context each chunk of a prompt has lost, once the tokens from ``start`` on are there.
+
+    What a chunk that is captured there inherits, see :func:`~ragcache_core.chunk.scores.lost_context`. A chunk that is
+    computed wholly inherits at most what the worst before it has lost; only what was measured of it says how much.
+
+    Args:
+        spans: the chunks of the prompt.
+        known: what each had lost so far; 0 for what is cached exactly. It still holds for chunks before ``start``.
+        start: the first token that was not there.
+        plan: what became of the others; None where all of them are computed.
+    """
+    read = {} if plan is None else {chunk.span: chunk.lost for chunk in plan.read}
+    found: list[float] = []
+    for span, lost in zip(spans, known, strict=True):
+        found.append(lost if span.end <= start else max(read.get(span, 0.0), max(found, default=0.0)))
+    return found
 
 
 def in_runs(offsets: Sequence[int], num_tokens: int, run_tokens: int) -> tuple[int, ...]:
@@ -121,25 +145,23 @@ def _check_order(spans: Sequence[ChunkSpan]) -> None:
 
 
 def _best(
-    variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan], alpha: float, *, counts_unseen: bool
+    variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan], *, counts_unseen: bool
 ) -> tuple[ChunkVariant, float]:
-    """Return the variant that fits best behind ``before``, and its CFO."""
+    """Return the variant that fits best behind ``before``, and how much context it has lost."""
     prefix = [span.key for span in before]
     candidates = []
     for variant in variants:
         seen = variant.statistics.prefix
         unseen_tokens = sum(span.num_tokens for span in before if span.key not in seen) if counts_unseen else 0
         overlap = adjusted_overlap(variant.statistics, prefix, unseen_tokens=unseen_tokens)
-        impact = context_impact(variant.statistics)
-        candidates.append((impact * (1.0 - overlap), variant.number, variant, fix_overhead(impact, overlap, alpha)))
-    _, _, variant, overhead = min(candidates, key=lambda candidate: candidate[:2])
-    return variant, overhead
+        lost = lost_context(context_impact(variant.statistics), overlap, variant.statistics.inherited)
+        candidates.append((lost, variant.number, variant))
+    lost, _, variant = min(candidates, key=lambda candidate: candidate[:2])
+    return variant, lost
 
 
-def _best_neighbours(
-    variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan], alpha: float
-) -> tuple[ChunkVariant, float]:
-    """Return the variant that keeps most of its old neighbours, and ``alpha`` times the attention that it has lost.
+def _best_neighbours(variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan]) -> tuple[ChunkVariant, float]:
+    """Return the variant that keeps most of its old neighbours, and how much context it has lost.
 
     How much a chunk looks outwards is a matter of the chunk: what counts is the most that any variant shows. One that
     was captured behind no chunk had nothing to look at, so a chunk known only from there is taken to look outwards
@@ -150,26 +172,22 @@ def _best_neighbours(
     outward = max(shown, default=1.0)
     overlaps = [neighbour_overlap(variant.statistics, prefix) for variant in variants]
     best = max(range(len(variants)), key=lambda place: (overlaps[place], -variants[place].number))
-    return variants[best], lost_attention(outward, overlaps[best], alpha)
+    return variants[best], lost_context(outward, overlaps[best], variants[best].statistics.inherited)
 
 
-def _budgets(chunks: Sequence[tuple[int, float]], max_recompute: float) -> list[int]:
-    """Return how many tokens to recompute of each chunk, given as (tokens, CFO)."""
-    return [num_selected(min(overhead, max_recompute), num_tokens) for num_tokens, overhead in chunks]
+def _whole_budgets(
+    lengths: Sequence[int], overheads: Sequence[float], lost: Sequence[float], max_recompute: float
+) -> list[int]:
+    """Return all or none of each chunk's tokens: all where the CFO is 1, what has lost most first while room lasts.
 
-
-def _whole_budgets(chunks: Sequence[tuple[int, float]], max_recompute: float) -> list[int]:
-    """Return all or none of each chunk's tokens: all where what is lost reaches 1, the most first while room lasts.
-
-    Chunks are given as (tokens, what is lost). The room is ``max_recompute`` of the tokens of all of them together.
+    The room is ``max_recompute`` of the tokens of all of them together.
     """
-    budgets = [0] * len(chunks)
-    room = num_selected(max_recompute, sum(num_tokens for num_tokens, _ in chunks))
-    for place in sorted(range(len(chunks)), key=lambda place: -chunks[place][1]):
-        num_tokens, lost = chunks[place]
-        if lost >= 1.0 and num_tokens <= room:
-            budgets[place] = num_tokens
-            room -= num_tokens
+    budgets = [0] * len(lengths)
+    room = num_selected(max_recompute, sum(lengths))
+    for place in sorted(range(len(lengths)), key=lambda place: -lost[place]):
+        if overheads[place] >= 1.0 and lengths[place] <= room:
+            budgets[place] = lengths[place]
+            room -= lengths[place]
     return budgets
 
 

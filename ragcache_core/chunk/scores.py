@@ -12,6 +12,7 @@ All of Cache-Craft §3.1 and §3.2. Ours, for chunks that are recomputed wholly 
 
     outward            of all its attention, how much leaves the chunk
     neighbour overlap  of what it paid to other chunks, how much went to those that stand right before it again
+    inherited          of its attention, how much went to chunks that had lost their own context when it was captured
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from collections.abc import Sequence
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics
 from ragcache_core.errors import ConfigError
+
+_MOST_OF_ANOTHER = 1.0 - 2.0**-20
+"""The overlap with a prefix that is not the one of the capture: alpha without bound must find what has changed."""
 
 
 def prefix_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
@@ -59,7 +63,8 @@ def adjusted_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey], *,
     """
     overlap = prefix_overlap(statistics, prefix) * (1.0 - order_penalty(statistics.prefix, prefix))
     num_seen = sum(statistics.prefix_lengths)
-    return overlap * num_seen / (num_seen + unseen_tokens) if unseen_tokens else overlap
+    overlap = overlap * num_seen / (num_seen + unseen_tokens) if unseen_tokens else overlap
+    return overlap if tuple(prefix) == statistics.prefix else min(overlap, _MOST_OF_ANOTHER)
 
 
 def context_impact(statistics: ChunkStatistics) -> float:
@@ -101,32 +106,34 @@ def neighbour_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -
             break
         num_common += 1
     total = math.fsum(statistics.inter)
-    return min(1.0, math.fsum(statistics.inter[len(old) - num_common :]) / total) if total > 0.0 else 0.0
+    kept = math.fsum(statistics.inter[len(old) - num_common :])
+    return min(_MOST_OF_ANOTHER, kept / total) if total > 0.0 else 0.0
 
 
-def fix_overhead(impact: float, overlap: float, alpha: float) -> float:
+def lost_context(weight: float, overlap: float, inherited: float = 0.0) -> float:
+    """Return in [0, 1] how much of what made a chunk's KV is not there any more: ``weight * (1 - overlap)``, or more.
+
+    ``weight`` says how much comes from elsewhere: CCI with beta', or outward attention with neighbour overlap. What was
+    captured behind chunks that had lost their own context is off by what it ``inherited``, however well it fits. Used
+    with the alpha that it was captured under, that changes nothing: a chunk that loses ``1 / alpha`` is recomputed, so
+    nothing inherits as much.
+    """
+    return max(weight * (1.0 - overlap), inherited)
+
+
+def fix_overhead(lost: float, alpha: float) -> float:
     """Return the CFO in [0, 1]: the fraction of a chunk to recompute, ``alpha * CCI * (1 - beta')`` (Eq. 12).
 
-    Raises:
-        ConfigError: ``alpha`` is negative or not a number.
-    """
-    return min(1.0, _scaled(impact, overlap, alpha))
-
-
-def lost_attention(outward: float, overlap: float, alpha: float) -> float:
-    """Return ``alpha * outward * (1 - neighbour overlap)``: from 1 on, a chunk is recomputed wholly.
+    Args:
+        lost: how much of its context the chunk has lost, see :func:`lost_context`.
+        alpha: how much of a chunk that is worth.
 
     Raises:
         ConfigError: ``alpha`` is negative or not a number.
     """
-    return _scaled(outward, overlap, alpha)
-
-
-def _scaled(weight: float, overlap: float, alpha: float) -> float:
     if not alpha >= 0.0:
         raise ConfigError(f"alpha is {alpha!r}; it must be 0 or more: 0 recomputes nothing, 2 or more all that changed")
-    missing = 1.0 - overlap
-    return alpha * weight * missing if weight > 0.0 and missing > 0.0 else 0.0
+    return min(1.0, alpha * lost) if lost > 0.0 else 0.0
 
 
 def num_selected(overhead: float, num_tokens: int) -> int:

@@ -49,11 +49,15 @@ class ChunkStatistics:
     token_inter: tuple[float, ...]
     """For Eq. 14: each token's attention to all the chunks of ``prefix``, one for every token of the chunk."""
 
+    inherited: float = 0.0
+    """In [0, 1], how much of the chunk's attention went to chunks that had lost their own context: 0 where all before
+    it was as a prefill makes it. See :func:`~ragcache_core.chunk.scores.lost_context`."""
+
     def __post_init__(self) -> None:
         if not len(self.inter) == len(self.prefix_lengths) == len(self.prefix):
             counts = f"{len(self.inter)} scores and {len(self.prefix_lengths)} lengths"
             raise ValueError(f"{counts} for a prefix of {len(self.prefix)} chunks: one of each for every chunk")
-        masses = (*self.inter, self.intra, *self.token_inter)
+        masses = (*self.inter, self.intra, *self.token_inter, self.inherited)
         if not (min(masses) >= 0.0 and math.isfinite(sum(masses))):
             raise ValueError("attention that is negative or not finite: this capture must not be kept")
 
@@ -95,15 +99,16 @@ class ChunkSpan:
 class PlannedChunk:
     """A chunk whose stored KV is used: which variant, which of its tokens are computed all the same, and why so many.
 
-    ``recomputed`` are positions in the prompt, sorted. ``overhead`` is the CFO of the chosen variant (Eq. 12): the
-    fraction of the chunk that should be recomputed; rounding, ``max_recompute`` and the plan's borders may make the
-    actual one differ. Tokens of the span outside the plan's ``[start, end)`` are nobody's business here: they are
-    cached exactly, or computed by others.
+    ``recomputed`` are positions in the prompt, sorted. ``lost`` is how much of its context the chosen variant has lost,
+    ``overhead`` its CFO (Eq. 12): the fraction of the chunk that should be recomputed; rounding, ``max_recompute`` and
+    the plan's borders may make the actual one differ. Tokens of the span outside the plan's ``[start, end)`` are
+    nobody's business here: they are cached exactly, or computed by others.
     """
 
     span: ChunkSpan
     variant: ChunkVariant
     recomputed: tuple[int, ...]
+    lost: float
     overhead: float
 
 
@@ -120,6 +125,15 @@ class ReusePlan:
     end: int
     reused: tuple[PlannedChunk, ...]
     recomputed: tuple[int, ...]
+
+    def num_kept(self, chunk: PlannedChunk) -> int:
+        """Return how many tokens of one of ``reused`` are read and not computed."""
+        return min(chunk.span.end, self.end) - max(chunk.span.start, self.start) - len(chunk.recomputed)
+
+    @property
+    def read(self) -> tuple[PlannedChunk, ...]:
+        """Those of ``reused`` of which anything is read: the others are computed wholly."""
+        return tuple(chunk for chunk in self.reused if self.num_kept(chunk))
 
     @property
     def num_reused_tokens(self) -> int:

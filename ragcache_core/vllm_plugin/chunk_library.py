@@ -145,19 +145,26 @@ class ChunkLibrary:
     # Capture
 
     def reserve(
-        self, key: ChunkKey, token_ids: Sequence[int], prefix: tuple[ChunkKey, ...], request_id: str
+        self,
+        key: ChunkKey,
+        token_ids: Sequence[int],
+        prefix: tuple[ChunkKey, ...],
+        request_id: str,
+        *,
+        is_as_prefilled: bool = True,
     ) -> Reservation | None:
         """Return pages for a chunk that is computed behind ``prefix``, of which others are evicted where need be.
 
-        None: that variant is stored or on its way, the chunk is longer than the memory or was stored with other tokens,
-        or there is no room that somebody does not hold. The chunk counts as retrieved in any case.
+        One that ``is_as_prefilled``, because nothing before it has lost its context, takes the place of one that is
+        not. None: that variant is stored or on its way, the chunk is longer than the memory or was stored with other
+        tokens, or there is no room that somebody does not hold. The chunk counts as retrieved in any case.
         """
         num_tokens = len(token_ids)
         self._ranks.record_miss(key, num_tokens)
         chunk = self._stock.chunks.get(key)
         if chunk is None:
             chunk = StoredVariants(key, pack_token_ids(token_ids), num_tokens)
-        elif not self._are_its_tokens(chunk, token_ids) or self._is_known(chunk, prefix):
+        elif not self._are_its_tokens(chunk, token_ids) or self._is_known(chunk, prefix, is_as_prefilled):
             return None
         num_pages = num_pages_of(num_tokens, self._stock.tokens_per_page)
         if num_pages > self._stock.num_pages:
@@ -176,8 +183,8 @@ class ChunkLibrary:
     def commit(self, reservation: Reservation, statistics: ChunkStatistics) -> ChunkVariant | None:
         """Return the variant whose KV the workers have captured, for everybody to find; it goes on to disk.
 
-        Of too many variants of the chunk, the one with the lowest f_r gives way. None: all of those are in use, or
-        meanwhile the request was released, or the library was cleared.
+        One behind the same prefix gives way, or of too many variants of the chunk the one with the lowest f_r. None:
+        that is in use, or meanwhile the request was released, or the library was cleared.
 
         Raises:
             ValueError: the statistics are those of another prefix.
@@ -190,7 +197,7 @@ class ChunkLibrary:
         if not self._withdraw(reservation):
             return None
         chunk = self._stock.chunks[reservation.key]
-        if not self._make_few_enough(chunk):
+        if not self._make_way(chunk, reservation.prefix):
             self.counters.num_crowded_out_chunks += 1
             self._give_back(reservation)
             return None
@@ -294,18 +301,30 @@ class ChunkLibrary:
         self.counters.num_mismatched_chunks += not is_same
         return is_same
 
-    def _is_known(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...]) -> bool:
-        return self._stock.variants.has_variant(chunk.key, prefix) or prefix in chunk.reserved.values()
+    @staticmethod
+    def _behind(chunk: StoredVariants, prefix: tuple[ChunkKey, ...]) -> Variant | None:
+        """Return the variant that was captured behind a prefix."""
+        return next((s for s in chunk.stored.values() if s.variant.statistics.prefix == prefix), None)
 
-    def _make_few_enough(self, chunk: StoredVariants) -> bool:
-        """Return whether one more variant may be stored, after one has given way where there are too many."""
+    def _is_known(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...], is_as_prefilled: bool) -> bool:
+        """Return whether a variant behind ``prefix`` is on its way, or stored and as good as the new one."""
+        known = self._behind(chunk, prefix)
+        is_as_good = known is not None and not (is_as_prefilled and known.variant.statistics.inherited)
+        return prefix in chunk.reserved.values() or is_as_good
+
+    def _make_way(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...]) -> bool:
+        """Return whether a variant behind ``prefix`` may be stored, after one has given way where one must."""
         variants = self._stock.variants
-        if not variants.is_full(chunk.key):
-            return True
-        victim = variants.victim(chunk.key, lambda variant: chunk.stored[variant.number].is_idle)
-        if victim is not None:
-            self._stock.forget(chunk, chunk.stored[victim.number])
-        return victim is not None
+        victim = self._behind(chunk, prefix)
+        if victim is None:
+            if not variants.is_full(chunk.key):
+                return True
+            least = variants.victim(chunk.key, lambda variant: chunk.stored[variant.number].is_idle)
+            victim = None if least is None else chunk.stored[least.number]
+        if victim is None or not victim.is_idle:
+            return False
+        self._stock.forget(chunk, victim)
+        return True
 
     def _hold(self, places: Iterable[tuple[StoredVariants, Variant]]) -> None:
         for chunk, stored in places:

@@ -22,8 +22,8 @@ STATISTICS_BYTES = 4096
 
 _SLOT_BYTES = 4096  # slots on disk are aligned to this
 _KEY_BYTES = 32
-_HEADER = struct.Struct("<IIId")  # format, number of tokens, length of the prefix, intra
-_FORMAT = 1
+_HEADER = struct.Struct("<IIIdd")  # format, number of tokens, length of the prefix, intra, inherited
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,13 @@ def pack_statistics(statistics: ChunkStatistics, token_ids: bytes) -> list[bytes
     """Return a chunk's tokens and statistics in pieces of :data:`STATISTICS_BYTES`."""
     packed = b"".join(
         (
-            _HEADER.pack(_FORMAT, len(statistics.token_inter), len(statistics.prefix), statistics.intra),
+            _HEADER.pack(
+                _FORMAT,
+                len(statistics.token_inter),
+                len(statistics.prefix),
+                statistics.intra,
+                statistics.inherited,
+            ),
             token_ids,
             _floats(statistics.token_inter),
             *statistics.prefix,
@@ -194,7 +200,7 @@ def pack_statistics(statistics: ChunkStatistics, token_ids: bytes) -> list[bytes
 
 def num_statistics_pieces(first_piece: bytes) -> int:
     """Return how many pieces a chunk's statistics have, by the first one; 0 if it is none."""
-    format_, num_tokens, num_prefix, _ = _HEADER.unpack_from(first_piece)
+    format_, num_tokens, num_prefix, *_ = _HEADER.unpack_from(first_piece)
     num_bytes = _HEADER.size + 12 * num_tokens + (_KEY_BYTES + 12) * num_prefix
     return -(-num_bytes // STATISTICS_BYTES) if format_ == _FORMAT else 0
 
@@ -206,7 +212,7 @@ def unpack_statistics(pieces: Iterable[bytes]) -> tuple[ChunkStatistics, bytes]:
         ValueError: the pieces are not such.
     """
     packed = b"".join(pieces)
-    format_, num_tokens, num_prefix, intra = _HEADER.unpack_from(packed)
+    format_, num_tokens, num_prefix, intra, inherited = _HEADER.unpack_from(packed)
     sizes = (4 * num_tokens, 8 * num_tokens, _KEY_BYTES * num_prefix, 4 * num_prefix, 8 * num_prefix)
     if format_ != _FORMAT or len(packed) < _HEADER.size + sum(sizes):
         raise ValueError(f"statistics of format {format_} in {len(packed)} bytes: they were written as {_FORMAT}")
@@ -217,7 +223,7 @@ def unpack_statistics(pieces: Iterable[bytes]) -> tuple[ChunkStatistics, bytes]:
     token_ids, token_inter, prefix, packed_lengths, inter = parts
     keys = tuple(prefix[at : at + _KEY_BYTES] for at in range(0, len(prefix), _KEY_BYTES))
     lengths = tuple(np.frombuffer(packed_lengths, dtype="<u4").tolist())
-    return ChunkStatistics(keys, lengths, _tuple(inter), intra, _tuple(token_inter)), token_ids
+    return ChunkStatistics(keys, lengths, _tuple(inter), intra, _tuple(token_inter), inherited), token_ids
 
 
 def _floats(values: Sequence[float]) -> bytes:

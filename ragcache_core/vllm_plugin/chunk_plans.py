@@ -41,7 +41,7 @@ class ChunkPlans:
             if not candidates:
                 return None
             plan = self._planned(request, candidates, num_exact, end)
-            variants = [chunk.variant for chunk in plan.reused]
+            variants = [chunk.variant for chunk in plan.read]
             if plan.num_reused_tokens < self.least_reused_tokens:
                 return None
             if self._library.pin(variants, request_id):
@@ -93,8 +93,3 @@ class ChunkPlans:
         if not request.options.is_focused or not droppable or question_start >= plan.end or len(request.spans) < 2:
             return None
         return FocusRequest(question_start, tuple((span.start, span.end) for span in request.spans), droppable)
-
-
-def num_kept(chunk: PlannedChunk, plan: ReusePlan) -> int:
-    """Return how many tokens of a chunk are read and not computed."""
-    return min(chunk.span.end, plan.end) - max(chunk.span.start, plan.start) - len(chunk.recomputed)

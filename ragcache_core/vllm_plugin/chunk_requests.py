@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +57,8 @@ class OpenCapture:
     capture: Capture
     reservation: Reservation
     lengths: tuple[int, ...]
+    lost: tuple[float, ...]
+    """How much context each chunk before it has lost."""
     is_awaited: bool = False
 
 
@@ -80,6 +83,8 @@ class RequestState:
     num_to_load: int = 0
     """Workers whose exact tokens from below are still to come."""
     is_over: bool = False
+    lost: list[float] = field(default_factory=list)
+    """How much context each of its chunks has lost, see :func:`~ragcache_core.chunk.recompute.losses`."""
     open: dict[CaptureId, OpenCapture] = field(default_factory=dict)
 
     def next_rows(self, num_rows: int, num_runs: int) -> tuple[int, int]:
@@ -93,6 +98,9 @@ class RequestState:
             return int(begins[num_runs]), num_runs
         return num_rows, len(begins)
 
+    def __post_init__(self) -> None:
+        self.lost = [0.0] * len(self.spans)
+
     @property
     def awaits_capture(self) -> bool:
         """Whether workers keep a chunk of it now, and will say so."""
@@ -102,8 +110,14 @@ class RequestState:
 def statistics_of(each: OpenCapture, captured: CapturedChunk) -> ChunkStatistics | None:
     """Return a chunk's statistics; None if what was measured is not what attention can be."""
     try:
+        off = math.fsum(mass * lost for mass, lost in zip(captured.inter, each.lost, strict=True))
         return ChunkStatistics(
-            each.reservation.prefix, each.lengths, captured.inter, captured.intra, captured.token_inter
+            each.reservation.prefix,
+            each.lengths,
+            captured.inter,
+            captured.intra,
+            captured.token_inter,
+            inherited=min(1.0, off / each.reservation.num_tokens),
         )
     except ValueError:
         return None

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from ragcache_core.chunk.recompute import losses
 from ragcache_core.chunk.types import ChunkSpan
 from ragcache_core.policy import PrefillCost
 from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
-from ragcache_core.vllm_plugin.chunk_plans import ChunkPlans, num_kept
+from ragcache_core.vllm_plugin.chunk_plans import ChunkPlans
 from ragcache_core.vllm_plugin.chunk_requests import (
     OpenCapture,
     RequestState,
@@ -108,14 +109,14 @@ class ChunkScheduling:
         self._begin_anew(request_id, request)
         plan = request.offered
         if plan is not None and plan.start == num_exact and plan.end == len(request.token_ids) - 1:
-            variants = [chunk.variant for chunk in plan.reused]
+            variants = [chunk.variant for chunk in plan.read]
             if not any(map(self.library.is_lost, variants)):
                 return plan.end - plan.start if all(map(self.library.is_on_host, variants)) else None
         self.library.release(request_id)
         request.offered = self.plans.plan(request_id, request, num_exact)
         if request.offered is None:
             return 0
-        if all(self.library.is_on_host(chunk.variant) for chunk in request.offered.reused):
+        if all(self.library.is_on_host(chunk.variant) for chunk in request.offered.read):
             return request.offered.end - request.offered.start
         return None
 
@@ -130,17 +131,18 @@ class ChunkScheduling:
         request = self._requests[request_id]
         plan = request.offered
         assert plan is not None
-        reused = [chunk for chunk in plan.reused if num_kept(chunk, plan)]
+        reused = plan.read
         for chunk in reused:
             self.library.record_use(chunk.variant, chunk.overhead)
         request.figures = ReuseFigures(
-            num_reused_tokens=sum(num_kept(chunk, plan) for chunk in plan.reused),
+            num_reused_tokens=sum(plan.num_kept(chunk) for chunk in reused),
             num_recomputed_tokens=sum(len(chunk.recomputed) for chunk in plan.reused),
             overheads=[chunk.overhead for chunk in plan.reused],
             variants=[chunk.variant.number for chunk in plan.reused],
         )
         stored = {chunk.span for chunk in reused}
         computed = [span for span in request.spans if span not in stored and plan.start <= span.start]
+        request.lost = losses(request.spans, request.lost, plan.start, plan)
         self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])
         positions = np.asarray(plan.recomputed, dtype=np.int64)
         focus = self.plans.focus(request, plan, reused)
@@ -175,6 +177,7 @@ class ChunkScheduling:
         request.is_tried = True
         self.library.release(request_id)
         request.offered = None
+        request.lost = losses(request.spans, request.lost, num_exact, None)
         self._reserve(request_id, request, [s for s in request.spans if 2 * (s.end - num_exact) >= s.num_tokens])
         if request.open:
             self._capturing.add(request_id)
@@ -311,15 +314,16 @@ class ChunkScheduling:
         for span in spans:
             before = request.spans[: request.spans.index(span)]
             prefix = tuple(each.key for each in before)
+            lost = tuple(request.lost[: len(before)])
             token_ids = request.token_ids[span.start : span.end]
-            reservation = self.library.reserve(span.key, token_ids, prefix, request_id)
+            reservation = self.library.reserve(span.key, token_ids, prefix, request_id, is_as_prefilled=not any(lost))
             if reservation is None:
                 continue
             name = (request_id, reservation.key, reservation.number)
             places = tuple((each.start, each.end) for each in before)
             capture = Capture(name, span.start, span.end, places, reservation.pages)
             lengths = tuple(each.num_tokens for each in before)
-            request.open[name] = OpenCapture(capture, reservation, lengths)
+            request.open[name] = OpenCapture(capture, reservation, lengths, lost)
 
     def _commit(self, name: CaptureId, captured: CapturedChunk | None) -> None:
         request = self._requests.get(name[0])

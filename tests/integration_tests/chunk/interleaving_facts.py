@@ -1,4 +1,6 @@
-"""Prints, as JSON, what became of plain requests among approximate ones: random arrivals, aborts, evictions.
+"""Prints, as JSON, what became of plain requests among approximate ones.
+
+Arrivals, aborts, evictions and preemptions are random.
 
 ``python -m tests.integration_tests.chunk.interleaving_facts SEED NUM_ROUNDS DIRECTORY``; the directory is the disk's,
 and may be another run's.
@@ -10,16 +12,30 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 ORDERS = [(0, 1, 2), (2, 0, 1), (3, 1, 0, 4), (4, 3), (5, 6, 1, 0), (6, 2, 5)]
 _MAX_STEPS_BEFORE_ABORT = 6
+_PREEMPTION_RATE = 0.04
+
+
+def _preempt_all(scheduler: Any) -> int:
+    """Have vLLM take back the blocks of all running requests, as it does when it runs out of them; return how many.
+
+    As in its ``reset_prefix_cache``, but what they computed stays in the cache, to be found again.
+    """
+    num_running = len(scheduler.running)
+    while scheduler.running:
+        scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+    scheduler.prev_step_scheduled_req_ids.clear()
+    return num_running
 
 
 def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
     """Return the facts."""
-    from tests.integration_tests.chunk.scene import FULL, NOTHING, PART, Scene, answer_of
+    from tests.integration_tests.chunk.scene import FULL, NOTHING, PART, WHOLLY, Scene, answer_of
 
     scene = Scene(
         connector="EagerRAGCacheConnector",
@@ -36,13 +52,13 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         expected[order, question] = scene.ask_one(order, False, question=question, max_tokens=24)
         scene.forget_exact()
     engine = scene.llm.llm_engine
-    counts = {"plain": 0, "approximate": 0, "aborted": 0}
+    counts = {"plain": 0, "approximate": 0, "full": 0, "aborted": 0, "preempted": 0}
     worst = worst_full = 0.0
     for number in range(num_rounds):
         doomed: dict[str, int] = {}
         waiting: dict[str, tuple[Any, Any]] = {}
         for i in range(rng.randint(1, 5)):
-            reuse = rng.choice([False, False, FULL, NOTHING, PART])
+            reuse = rng.choice([False, False, FULL, WHOLLY, NOTHING, PART])
             order, question = rng.choice(asked)
             name = f"{number}-{i}"
             prompt, sampling = scene.request(order, reuse, question=question, max_tokens=rng.choice([1, 6, 24]))
@@ -62,11 +78,13 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
                     distance = answer_of(output.outputs[0]).distance(truth, is_prefix=True)
                     if reuse is False:
                         worst, counts["plain"] = max(worst, distance), counts["plain"] + 1
-                    elif reuse is FULL:
-                        worst_full = max(worst_full, distance)
+                    elif reuse is FULL or reuse is WHOLLY:
+                        worst_full, counts["full"] = max(worst_full, distance), counts["full"] + 1
                     else:
                         counts["approximate"] += 1
             num_steps += 1
+            if rng.random() < _PREEMPTION_RATE:
+                counts["preempted"] += _preempt_all(scene.scheduler)
         if rng.random() < 0.1:
             scene.forget_exact()
     library = scene.scheduling.library

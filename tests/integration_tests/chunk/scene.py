@@ -24,7 +24,9 @@ _VOCABULARY = range(5, 1150)
 NUM_LOGPROBS = 20
 
 FULL: Mapping[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 1.0}
-"""Every token is computed."""
+"""Every token that is not just as a prefill makes it is computed."""
+WHOLLY: Mapping[str, Any] = {"selection": "whole_chunks", "alpha": 1e9, "max_recompute": 1.0}
+"""Every token of a chunk that is not just as a prefill makes it."""
 NOTHING: Mapping[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
 """No token of a stored chunk is computed."""
 PART: Mapping[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}

@@ -1,4 +1,5 @@
-"""Whatever goes on with approximate requests, a plain one is exact; across aborts, evictions, tiers and restarts."""
+"""Whatever goes on with approximate requests, a plain one is exact, and one that recomputes everything: across aborts,
+evictions, preemptions, tiers and restarts."""
 
 from __future__ import annotations
 
@@ -42,11 +43,13 @@ def test_every_plain_request_is_exact(runs: list[dict[str, Any]]) -> None:
         assert facts["requests"]["plain"] > 12
         assert facts["requests"]["approximate"] > 8
         assert facts["requests"]["aborted"] > 4
+        assert facts["requests"]["preempted"] > 4
         assert facts["worst plain"] <= 1e-4
 
 
 def test_every_request_that_computes_everything_is_exact(runs: list[dict[str, Any]]) -> None:
     for facts in runs:
+        assert facts["requests"]["full"] > 8
         assert facts["worst with everything computed"] <= 1e-4
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -88,10 +88,17 @@ def statistics(
 
 
 def variant(
-    name: int, num_tokens: int, prefix: Sequence[tuple[int, int, float]] = (), *, number: int = 0, intra: float = 1.0
+    name: int,
+    num_tokens: int,
+    prefix: Sequence[tuple[int, int, float]] = (),
+    *,
+    number: int = 0,
+    intra: float = 1.0,
+    inherited: float = 0.0,
 ) -> ChunkVariant:
     """Return a stored variant of the chunk of that name."""
-    return ChunkVariant(key(name), number, num_tokens, statistics(num_tokens, prefix, intra=intra))
+    measured = replace(statistics(num_tokens, prefix, intra=intra), inherited=inherited)
+    return ChunkVariant(key(name), number, num_tokens, measured)
 
 
 def token_scores(num_tokens: int) -> st.SearchStrategy[list[float]]:
@@ -111,5 +118,6 @@ def variants(draw: st.DrawFn, name: int, num_tokens: int, number: int = 0) -> Ch
         inter=tuple(draw(masses) for _ in prefix),
         intra=draw(masses),
         token_inter=tuple(map(float, draw(token_scores(num_tokens)))),
+        inherited=draw(st.sampled_from([0.0, 0.0, 0.2, 0.9])),
     )
     return ChunkVariant(key(name), number, num_tokens, measured)

@@ -17,8 +17,8 @@ from ragcache_core.chunk import (
     make_selection,
     plan_reuse,
 )
-from ragcache_core.chunk.recompute import in_runs
-from ragcache_core.chunk.scores import adjusted_overlap, context_impact
+from ragcache_core.chunk.recompute import in_runs, losses
+from ragcache_core.chunk.scores import adjusted_overlap, context_impact, lost_context
 from ragcache_core.errors import ConfigError, PromptError
 from tests.unit_tests.chunk.captures import key, prompt, spans, token_scores, variant, variants
 
@@ -109,7 +109,11 @@ def test_the_variant_is_the_one_that_fits_best(scene) -> None:
     for chunk in plan(placed, stored, start, end, counts_unseen=False).reused:
         before = [span.key for span in placed if span.start < chunk.span.start]
         misfit = {
-            found.number: context_impact(found.statistics) * (1.0 - adjusted_overlap(found.statistics, before))
+            found.number: lost_context(
+                context_impact(found.statistics),
+                adjusted_overlap(found.statistics, before),
+                found.statistics.inherited,
+            )
             for found in stored[chunk.span.key]
         }
         assert misfit[chunk.variant.number] == min(misfit.values())
@@ -175,6 +179,45 @@ def test_where_not_all_may_be_computed_those_that_lost_most_are() -> None:
     stored = {key(n): [variant(n, 8, [(0, 6, 1.0)], intra=float(n))] for n in (1, 2, 3)}
     made = plan(spans((3, 8), (2, 8), (1, 8)), stored, 0, 24, alpha=9.0, max_recompute=0.5, selection=WHOLE_CHUNKS)
     assert [bool(chunk.recomputed) for chunk in made.reused] == [False, False, True]
+
+
+def test_what_inherited_an_error_is_computed_where_alpha_asks_for_more_than_it_was_captured_under() -> None:
+    placed = spans((6, 4), (1, 8))
+    stored = {key(1): [variant(1, 8, [(6, 4, 4.0)], inherited=0.2)]}
+    for selection in (CACHE_CRAFT, WHOLE_CHUNKS):
+        (chunk,) = plan(placed, stored, 4, 12, alpha=4.0, selection=selection).reused
+        assert chunk.lost == 0.2
+        assert len(chunk.recomputed) == (7 if selection is CACHE_CRAFT else 0)  # of 8, 0.2 times 4
+        assert plan(placed, stored, 4, 12, alpha=5.0, selection=selection).recomputed == tuple(range(4, 12))
+
+
+@pytest.mark.parametrize("selection", [CACHE_CRAFT, WHOLE_CHUNKS])
+def test_alpha_without_bound_reads_nothing_but_what_a_prefill_makes(selection: TokenSelection) -> None:
+    captured_behind = [(6, 4, 4.0)]
+    stored = {key(1): [variant(1, 8, captured_behind)]}
+    for before, is_read in [((6,), True), ((7, 6), False), ((6, 6), False), ((), False)]:
+        placed = spans(*((name, 4) for name in before), (1, 8))
+        start, end = placed[-1].start, placed[-1].end
+        found = plan(placed, stored, start, end, alpha=1e9, selection=selection)
+        assert found.recomputed == (() if is_read else tuple(range(start, end)))
+
+
+def test_a_prompts_chunks_have_lost_what_was_read_and_what_stands_behind_it_inherits_at_most_that() -> None:
+    placed = spans((1, 4), (2, 4), (3, 4), (4, 4))
+    stored = {key(2): [variant(2, 4, [(9, 4, 1.0)])]}
+    found = plan(placed, stored, 4, 16, alpha=0.0)
+    lost = found.reused[0].lost
+    assert lost > 0.0
+    assert losses(placed, [0.0] * 4, 4, found) == [0.0, lost, lost, lost]
+    assert losses(placed, [0.0] * 4, 4, None) == [0.0] * 4
+    wholly = plan(placed, stored, 4, 16, alpha=1e9)
+    assert losses(placed, [0.0] * 4, 4, wholly) == [0.0] * 4
+
+
+def test_what_a_request_has_lost_is_remembered_where_its_blocks_still_are() -> None:
+    placed = spans((1, 4), (2, 4), (3, 4))
+    assert losses(placed, [0.0, 0.3, 0.0], 8, None) == [0.0, 0.3, 0.3]
+    assert losses(placed, [0.0, 0.3, 0.0], 4, None) == [0.0, 0.0, 0.0]
 
 
 def test_separators_and_chunks_that_are_not_stored_are_computed() -> None:

@@ -15,7 +15,7 @@ from ragcache_core.chunk.scores import (
     adjusted_overlap,
     context_impact,
     fix_overhead,
-    lost_attention,
+    lost_context,
     neighbour_overlap,
     num_selected,
     order_penalty,
@@ -115,25 +115,41 @@ def test_who_looked_at_nothing_has_half_and_who_looked_at_others_alone_has_all()
 
 @given(st.floats(0.5, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
 def test_overhead_is_a_fraction_that_grows_with_alpha(impact: float, overlap: float, one: float, two: float) -> None:
-    low, high = sorted((fix_overhead(impact, overlap, one), fix_overhead(impact, overlap, two)))
+    lost = lost_context(impact, overlap)
+    low, high = sorted((fix_overhead(lost, one), fix_overhead(lost, two)))
     assert 0.0 <= low <= high <= 1.0
-    assert fix_overhead(impact, overlap, min(one, two)) == low
-    assert fix_overhead(impact, 1.0, one) == 0.0
+    assert fix_overhead(lost, min(one, two)) == low
+    assert fix_overhead(lost_context(impact, 1.0), one) == 0.0
 
 
 def test_overhead_is_the_papers_product() -> None:
-    assert fix_overhead(0.8, 0.25, 0.5) == pytest.approx(0.5 * 0.8 * 0.75)
+    assert fix_overhead(lost_context(0.8, 0.25), 0.5) == pytest.approx(0.5 * 0.8 * 0.75)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, math.nan])
 def test_an_impossible_alpha_is_refused_with_its_limit(alpha: float) -> None:
     with pytest.raises(ConfigError, match="alpha is .*must be 0 or more"):
-        fix_overhead(0.5, 0.5, alpha)
+        fix_overhead(0.5, alpha)
 
 
 def test_an_alpha_without_bound_recomputes_what_changed_and_no_more() -> None:
-    assert fix_overhead(0.5, 0.5, math.inf) == 1.0
-    assert fix_overhead(0.5, 1.0, math.inf) == 0.0
+    assert fix_overhead(0.25, math.inf) == 1.0
+    assert fix_overhead(0.0, math.inf) == 0.0
+
+
+@given(variants(0, 3), NAMES, st.integers(0, 100))
+def test_only_the_prefix_of_the_capture_loses_nothing(variant, names: list[int], unseen: int) -> None:
+    found, prefix = variant.statistics, keys(names)
+    is_the_same = tuple(prefix) == found.prefix
+    assert (lost_context(0.5, neighbour_overlap(found, prefix)) == 0.0) is is_the_same
+    if not is_the_same:  # else no token of its prefix can be one that it had not seen
+        assert lost_context(0.5, adjusted_overlap(found, prefix, unseen_tokens=unseen)) > 0.0
+
+
+def test_what_was_inherited_counts_where_it_is_more_than_what_was_lost() -> None:
+    assert lost_context(0.8, 0.75, inherited=0.1) == pytest.approx(0.2)
+    assert lost_context(0.8, 0.75, inherited=0.3) == 0.3
+    assert lost_context(0.8, 1.0, inherited=0.3) == 0.3
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000))
@@ -193,9 +209,3 @@ def test_a_neighbour_counts_as_long_as_nothing_new_stands_between(now: list[int]
 def test_neighbours_are_kept_between_not_at_all_and_wholly(variant, names: list[int]) -> None:
     assert 0.0 <= neighbour_overlap(variant.statistics, keys(names)) <= 1.0
     assert neighbour_overlap(variant.statistics, variant.statistics.prefix) == 1.0
-
-
-def test_lost_attention_has_no_bound_but_where_nothing_is_lost() -> None:
-    assert lost_attention(0.5, 0.5, 8.0) == 2.0
-    assert lost_attention(0.5, 1.0, math.inf) == 0.0
-    assert lost_attention(0.5, 0.0, math.inf) == math.inf

@@ -40,18 +40,23 @@ def tokens(chunk: int, num_tokens: int = 2 * T) -> list[int]:
     return [chunk * 100 + i for i in range(num_tokens)]
 
 
-def statistics(prefix: tuple[ChunkKey, ...], num_tokens: int) -> ChunkStatistics:
-    return ChunkStatistics(prefix, (T,) * len(prefix), (0.25,) * len(prefix), 0.5, (0.125,) * num_tokens)
+def statistics(prefix: tuple[ChunkKey, ...], num_tokens: int, inherited: float = 0.0) -> ChunkStatistics:
+    return ChunkStatistics(prefix, (T,) * len(prefix), (0.25,) * len(prefix), 0.5, (0.125,) * num_tokens, inherited)
 
 
-def reserve(books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r") -> Reservation | None:
-    return books.reserve(chunk_key(ids), ids, (chunk_key([behind]),) if behind else (), request)
+def reserve(
+    books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
+) -> Reservation | None:
+    prefix = (chunk_key([behind]),) if behind else ()
+    return books.reserve(chunk_key(ids), ids, prefix, request, is_as_prefilled=not inherited)
 
 
-def capture(books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r") -> ChunkVariant:
-    reservation = reserve(books, ids, behind=behind, request=request)
+def capture(
+    books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
+) -> ChunkVariant:
+    reservation = reserve(books, ids, behind=behind, request=request, inherited=inherited)
     assert reservation is not None
-    variant = books.commit(reservation, statistics(reservation.prefix, len(ids)))
+    variant = books.commit(reservation, statistics(reservation.prefix, len(ids), inherited))
     assert variant is not None
     return variant
 
@@ -103,6 +108,28 @@ def test_a_prefix_that_is_being_captured_is_not_captured_twice() -> None:
     books = library()
     assert reserve(books, tokens(1), behind=7) is not None
     assert reserve(books, tokens(1), behind=7, request="other") is None
+
+
+def test_a_variant_that_is_as_a_prefill_makes_it_takes_the_place_of_one_that_inherited_an_error() -> None:
+    books = library()
+    off = capture(books, tokens(1), behind=7, inherited=0.1)
+    assert reserve(books, tokens(1), behind=7, inherited=0.05) is None
+    right = capture(books, tokens(1), behind=7)
+    assert found(books, tokens(1)) == (right,)
+    assert books.is_lost(off)
+    assert reserve(books, tokens(1), behind=7) is None
+    assert books.num_used_pages == 2
+
+
+def test_a_variant_that_somebody_reads_is_not_replaced() -> None:
+    books = library()
+    off = capture(books, tokens(1), behind=7, inherited=0.1)
+    assert books.pin([off], "reader")
+    reservation = reserve(books, tokens(1), behind=7)
+    assert reservation is not None
+    assert books.commit(reservation, statistics(reservation.prefix, 2 * T)) is None
+    assert found(books, tokens(1)) == (off,)
+    assert books.num_used_pages == 2
 
 
 def test_of_too_many_variants_the_one_that_saved_least_goes() -> None:
@@ -397,7 +424,7 @@ class LibraryMachine(RuleBasedStateMachine):
     def __init__(self, policy: str) -> None:
         super().__init__()
         self.books = library(policy, num_disk_pages=NUM_DISK_PAGES, num_workers=2, max_variants=2)
-        self.open: list[tuple[Reservation, int]] = []
+        self.open: list[tuple[Reservation, int, float]] = []
         self.pinned: dict[str, list[ChunkVariant]] = {}
         self.held_pages: dict[tuple[ChunkKey, int], tuple[int, ...]] = {}
         self.disk: dict[tuple[ChunkKey, int], int] = {}
@@ -407,21 +434,21 @@ class LibraryMachine(RuleBasedStateMachine):
     def ids(self, chunk: int) -> list[int]:
         return tokens(chunk, [1, T, T + 1, 3 * T, 2 * T, 5, 7, 4 * T][chunk])
 
-    @rule(chunk=chunks, behind=st.integers(0, 3), request=requests)
-    def reserve(self, chunk: int, behind: int, request: str) -> None:
-        reservation = reserve(self.books, self.ids(chunk), behind=behind, request=request)
+    @rule(chunk=chunks, behind=st.integers(0, 3), request=requests, inherited=st.sampled_from([0.0, 0.5]))
+    def reserve(self, chunk: int, behind: int, request: str, inherited: float) -> None:
+        reservation = reserve(self.books, self.ids(chunk), behind=behind, request=request, inherited=inherited)
         if reservation is not None:
             assert len(reservation.pages) == num_pages_of(len(self.ids(chunk)), T)
-            self.open.append((reservation, chunk))
+            self.open.append((reservation, chunk, inherited))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), commits=st.booleans())
     def end_capture(self, data: st.DataObject, commits: bool) -> None:
-        reservation, chunk = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        reservation, chunk, inherited = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         if not commits:
             self.books.abandon(reservation)
             return
-        variant = self.books.commit(reservation, statistics(reservation.prefix, len(self.ids(chunk))))
+        variant = self.books.commit(reservation, statistics(reservation.prefix, len(self.ids(chunk)), inherited))
         assert variant is None or self.books.pages(variant) == reservation.pages
 
     @rule(asked=st.lists(chunks, min_size=1, max_size=4), request=requests)
@@ -437,7 +464,7 @@ class LibraryMachine(RuleBasedStateMachine):
     def release(self, request: str) -> None:
         self.books.release(request)
         self.pinned.pop(request, None)
-        self.open = [(r, c) for r, c in self.open if r.request_id != request]
+        self.open = [(r, *rest) for r, *rest in self.open if r.request_id != request]
 
     @rule()
     def step(self) -> None:

@@ -408,7 +408,7 @@ def test_an_unwritable_place_is_an_error_at_the_start(tmp_path: Path) -> None:
 def test_statistics_are_unpacked_as_they_were_packed(num_tokens: int, num_before: int, intra: float) -> None:
     prefix = tuple(bytes([i]) * 32 for i in range(num_before))
     lengths, inter = tuple(range(num_before)), tuple(1 / (i + 1) for i in range(num_before))
-    statistics = ChunkStatistics(prefix, lengths, inter, intra, tuple(i / 7 for i in range(num_tokens)))
+    statistics = ChunkStatistics(prefix, lengths, inter, intra, tuple(i / 7 for i in range(num_tokens)), intra / 20)
     token_ids = np.arange(num_tokens, dtype="<u4").tobytes()
     pieces = pack_statistics(statistics, token_ids)
     assert unpack_statistics(pieces) == (statistics, token_ids)

@@ -220,6 +220,52 @@ def test_a_chunk_that_is_computed_as_a_whole_counts_as_recomputed_and_becomes_a_
     assert len(bench.scheduling.library.find({key: _DOCUMENTS["b"]})[key]) == 2
 
 
+def test_what_is_captured_behind_reused_documents_inherits_what_they_have_lost_until_it_is_computed_exactly() -> None:
+    everything = ReuseOptions(selection="cache_craft", alpha=1e9, max_recompute=1.0)
+    bench = Bench()
+    bench.store("ab")
+    key, behind = chunk_key(_DOCUMENTS["c"]), (chunk_key(_DOCUMENTS["b"]),)
+
+    def stored() -> dict[tuple[bytes, ...], float]:
+        found = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
+        return {each.statistics.prefix: each.statistics.inherited for each in found}
+
+    bench.arrive("half", "bc")
+    bench.scheduling.offer("half", 0)
+    bench.scheduling.begin("half", [1], awaits_load=False)
+    (job,) = bench.step().jobs
+    bench.finish_job("half", job.captures)
+    bench.scheduling.on_finished("half")
+    assert stored()[behind] > 0.0
+    tokens = bench.arrive("wholly", "bc", everything)
+    assert bench.scheduling.offer("wholly", 0) == 0, "of what is there, nothing is what a prefill makes"
+    bench.scheduling.compute("wholly", 0)
+    bench.step(wholly=(0, len(tokens)))
+    bench.scheduling.on_finished("wholly")
+    assert stored() == {behind: 0.0}
+    bench.arrive("again", "bc", everything)
+    bench.scheduling.offer("again", 0)
+    bench.scheduling.begin("again", [1], awaits_load=False)
+    assert len(bench.step().jobs[0].injections) == 2, "both are now what a prefill makes"
+
+
+def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.arrive("r", "bc")
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    (job,) = bench.step().jobs
+    bench.finish_job("r", ())  # preempted: the first document's blocks are still its own
+    assert bench.scheduling.offer("r", 50) == 0
+    bench.scheduling.compute("r", 50)
+    bench.step(r=(50, 95))
+    key = chunk_key(_DOCUMENTS["c"])
+    (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
+    assert variant.statistics.inherited > 0.0
+    assert job.captures
+
+
 def test_an_aborted_job_is_cancelled_and_holds_nothing() -> None:
     bench = Bench()
     bench.store("ab")
