@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ragcache_core.bench.engines import BLOCK_SIZE
+from ragcache_core.bench.plots import Plot, Points, lines
 from ragcache_core.bench.quality import FULL, NAIVE, PREFIX, Summary, Way, chunk_ways, read_questions, summarise
 from ragcache_core.bench.quality.measuring import QualityRun
 from ragcache_core.bench.report import Figure, Part, Plan
@@ -14,6 +15,7 @@ from ragcache_core.types import DEFAULT_ALPHA, SelectionName
 
 QUESTIONS = Path("build/recurring-questions.jsonl")
 """Written by ``python -m examples.demo_model_training.recurring``, as ``make bench-chunks`` does it first."""
+CURVE_PICTURE = Path("build/bench-chunks-curve.png")
 ALPHA = DEFAULT_ALPHA["whole_chunks"]
 CURVE: dict[SelectionName, tuple[float, ...]] = {
     "whole_chunks": (1.2, 1.4, 1.5, 1.6, 1.8, 2.0, 3.0),
@@ -37,7 +39,10 @@ def measure_answers(plan: Plan) -> Part:
 
 
 def measure_curve(plan: Plan) -> Part:
-    """Answer with several alphas of our selection and of Cache-Craft's: how quality grows with what is computed."""
+    """Answer with several alphas of our selection and of Cache-Craft's: how quality grows with what is computed.
+
+    Draws ``build/bench-chunks-curve.png`` as well.
+    """
     ways = [way for selection, alphas in CURVE.items() for way in chunk_ways(selection, alphas)]
     by_way = _summaries(plan, [FULL, PREFIX, *ways])
     prefix = by_way[PREFIX.name]["all"]
@@ -51,7 +56,26 @@ def measure_curve(plan: Plan) -> Part:
         )
         for way in ways
     )
+    curve_plot(by_way).save_png(CURVE_PICTURE)
     return Part(_WARM_UP, figures, {"summaries": _details(by_way)})
+
+
+def curve_plot(by_way: Mapping[str, Mapping[str, Summary]]) -> Plot:
+    """Return right answers to the hard kind of question against computed tokens, a line for each selection."""
+    kind = _KINDS["_cont"]
+    prefix = by_way[PREFIX.name][kind]
+    series: dict[str, Points] = {}
+    for selection in CURVE:
+        found = [by_kind[kind] for name, by_kind in by_way.items() if name.startswith(f"{selection} ")]
+        points = [(100.0 * each.computed_ratio(prefix), 100.0 * each.exact_match) for each in found]
+        series[selection] = sorted(points)
+    series["everything computed"] = [(100.0, 100.0 * by_way[FULL.name][kind].exact_match)]
+    return lines(
+        f"Right answers to {kind} questions",
+        "computed tokens, % of prefix caching's",
+        "exact match, %",
+        series,
+    )
 
 
 def _figures(

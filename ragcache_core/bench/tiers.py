@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ragcache_core.bench.command import benchmark
 from ragcache_core.bench.report import Goal, Part, Plan
 from ragcache_core.bench.tiers_exact import measure_exactness
-from ragcache_core.bench.tiers_idle import measure_idle
+from ragcache_core.bench.tiers_idle import measure_idle, measure_idle_large
 from ragcache_core.bench.tiers_policy import measure_policies
 from ragcache_core.bench.tiers_share import measure_share, measure_share_by_policy, measure_swap_out
 from ragcache_core.bench.tiers_store import measure_index, measure_killpoints
@@ -30,6 +30,7 @@ GOALS: dict[str, Goal] = {
     "decision_p99_ms_100k": Goal("<", 1.0),
     "bytes_per_node": Goal("<", 1024),
     "idle_throughput_ratio": Goal(">=", 0.97),
+    "idle_throughput_ratio_30m": Goal(">=", 0.97),
     "swap_out_ratio": Goal("<=", 1.0),
     "killpoints": Goal(">=", 1000),
     "killpoint_lost": Goal("=", 0),
@@ -47,6 +48,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "share-by-policy": measure_share_by_policy,
     "swap-out": measure_swap_out,
     "idle": measure_idle,
+    "idle-30m": measure_idle_large,
 }
 
 main = benchmark(

@@ -22,6 +22,8 @@ Observer = Callable[[int, torch.Tensor], None]
 
 What it raises ends the forward pass.
 """
+Attend = Callable[[int, torch.Tensor, torch.Tensor], bool]
+"""Is asked to write a layer's attention: its index, queries, and where to, as the queries; False if it does not."""
 
 
 def measured_layers(num_layers: int) -> tuple[int, ...]:
@@ -31,14 +33,15 @@ def measured_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class Observed:
-    """Attention layers whose queries somebody may look at, one at a time.
+    """Attention layers whose queries somebody may look at, one at a time, and somebody else may answer.
 
     vLLM hands a connector keys and values, never queries; so each layer's ``impl.forward`` is wrapped, on its own
-    instance. Without an observer that costs one look-up.
+    instance. With nobody there that costs two look-ups.
     """
 
     def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self.observer: Observer | None = None
+        self.attend: Attend | None = None
         self._impls = [layer.attention.impl for layer in layers]
         for index, (layer, impl) in enumerate(zip(layers, self._impls, strict=True)):
             is_late = layer.attention.get_attn_backend().forward_includes_kv_cache_update
@@ -54,13 +57,14 @@ class Observed:
         """Wrap a layer's ``forward``; ``is_late`` where only that brings the keys into the cache."""
 
         def observed(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.observer is None:
-                return forward(layer, query, *args, **kwargs)
-            if not is_late:
-                self.observer(index, query)
+            observer, attend = self.observer, self.attend
+            if observer is not None and not is_late:
+                observer(index, query)
+            if attend is not None and attend(index, query, kwargs["output"]):
+                return kwargs["output"]
             output = forward(layer, query, *args, **kwargs)
-            if is_late:
-                self.observer(index, query)
+            if observer is not None and is_late:
+                observer(index, query)
             return output
 
         return observed
@@ -89,7 +93,7 @@ class PromptKeys:
         Returns:
             float32 [num_rows, num_chunks].
         """
-        if self._layer.unrotated.uses_kernels and not _soft_cap(self._layer):
+        if self._layer.unrotated.uses_kernels and not soft_cap(self._layer):
             return self._mass_by_kernel(query, positions, chunks)
         keys = self._keys[..., : int(positions[-1]) + 1]
         num_keys, places = keys.shape[-1], torch.arange(keys.shape[-1], device=keys.device)
@@ -129,7 +133,8 @@ class PromptKeys:
         )
 
 
-def _soft_cap(layer: AttentionLayer) -> float:
+def soft_cap(layer: AttentionLayer) -> float:
+    """Return what bounds a layer's scores; 0 where nothing does."""
     return float(getattr(layer.attention.impl, "logits_soft_cap", None) or 0.0)
 
 
@@ -140,8 +145,8 @@ def _weights(
     num_rows, num_heads, head_dim = query.shape
     grouped = query.float().view(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # [kv heads, rows, group, dim]
     scores = (grouped.flatten(1, 2) @ keys) * layer.attention.impl.scale
-    if soft_cap := _soft_cap(layer):
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if cap := soft_cap(layer):
+        scores = cap * torch.tanh(scores / cap)
     scores = scores.view(keys.shape[0], num_rows, -1, keys.shape[2])
     scores.masked_fill_((places > positions.unsqueeze(1)).unsqueeze(1), float("-inf"))
     return scores.softmax(-1).sum((0, 2)) / num_heads

@@ -19,6 +19,7 @@ from ragcache_core.vllm_plugin.chunk_scheduling import ChunkScheduling
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
 from ragcache_core.vllm_plugin.identity import chunk_identity
 from ragcache_core.vllm_plugin.partial_prefill import PartialPrefill
+from ragcache_core.vllm_plugin.scattered_rows import ScatteredRows
 from ragcache_core.vllm_plugin.scheduler import RAGCacheScheduler
 from ragcache_core.vllm_plugin.settings import ChunkSettings, PluginSettings
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _RUN_TOKENS = 16
-"""On a GPU, attention reads the keys of a prompt once for each run of selected tokens."""
+"""On a GPU, vLLM's attention reads the keys of a prompt once for each run of selected tokens."""
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -106,6 +107,9 @@ def build_execution(
     num_workers, tokens_per_block = parallel.world_size, vllm_config.cache_config.block_size
     groups = [group for groups in model_runner.attn_groups for group in groups]
     prefill = PartialPrefill(vllm_config, model, groups, layers, tokens_per_block)
+    prefill.scattered = ScatteredRows.on_gpu(
+        layers, tokens_per_block=tokens_per_block, max_runs=vllm_config.scheduler_config.max_num_seqs
+    )
     disk = None
     if chunks.disk_bytes:
         assert chunks.directory is not None

@@ -59,9 +59,10 @@ before it is measured and kept."""
 
 @dataclass(slots=True)
 class StoredChunks(KVConnectorHandshakeMetadata):
-    """What a worker found on its disk at the start."""
+    """What a worker says at the start: what it found on its disk, and whether it computes rows that stand anywhere."""
 
     chunks: tuple[StoredChunk, ...]
+    computes_scattered: bool
 
 
 @dataclass(slots=True)
@@ -267,9 +268,11 @@ class ChunkReuse(KVConnectorBase_V1):
         return is_reset
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        found = [each.chunks for _, each in sorted(metadata.items()) if isinstance(each, StoredChunks)]
+        found = [each for _, each in sorted(metadata.items()) if isinstance(each, StoredChunks)]
         if found:
-            self.scheduling.library.restore(found)
+            self.scheduling.library.restore([each.chunks for each in found])
+            if all(each.computes_scattered for each in found):
+                self.scheduling.scatter_rows()
 
     # Worker side
 
@@ -288,7 +291,9 @@ class ChunkReuse(KVConnectorBase_V1):
         return self._execution
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._memory is None else StoredChunks(self._memory.stored())
+        if self._memory is None:
+            return None
+        return StoredChunks(self._memory.stored(), self.execution.computes_scattered)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, ChunkMetadata)

@@ -6,7 +6,6 @@ All that happens here was decided in the step's metadata, so that every worker o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,42 +13,14 @@ import torch
 from ragcache_core.chunk.focus import FocusedChunks
 from ragcache_core.chunk.preload import preload_depth
 from ragcache_core.vllm_plugin.attention_layers import AttentionLayer
-from ragcache_core.vllm_plugin.attention_mass import Observed, PromptKeys
+from ragcache_core.vllm_plugin.attention_mass import Observed
 from ragcache_core.vllm_plugin.chunk_capture import ChunkCapture, ChunkPages
 from ragcache_core.vllm_plugin.chunk_injection import LayerwiseInjection, Placed, copy_rate
-from ragcache_core.vllm_plugin.chunk_steps import (
-    Capture,
-    CaptureStep,
-    ChunkJob,
-    ChunkReport,
-    ChunkStep,
-    FocusRequest,
-    Slice,
-)
-from ragcache_core.vllm_plugin.compat import get_forward_context, sum_over_workers
-from ragcache_core.vllm_plugin.partial_prefill import InFlight, LastKeysWritten, PartialPrefill, Rows
+from ragcache_core.vllm_plugin.chunk_steps import Capture, ChunkReport, ChunkStep, Slice
+from ragcache_core.vllm_plugin.chunk_watching import Looking, Running, SeenInSlices, SeenInStep
+from ragcache_core.vllm_plugin.partial_prefill import LastKeysWritten, PartialPrefill, Rows
 
 _FOCUS_WINDOW = 3
-
-
-@dataclass(slots=True)
-class _Running:
-    """A job of which slices have run or will; ``positions`` and ``token_ids`` [num_rows] lie on the device."""
-
-    job: ChunkJob
-    block_ids: torch.Tensor
-    positions: torch.Tensor
-    token_ids: torch.Tensor
-    captures: tuple[Capture, ...]
-    num_done: int = 0
-    is_injected: bool = False
-    is_cancelled: bool = False
-    awaits_load: bool = False
-    row_layers: int = 0
-
-    @property
-    def num_left(self) -> int:
-        return len(self.positions) - self.num_done
 
 
 class ChunkExecution:
@@ -67,7 +38,7 @@ class ChunkExecution:
         self._memory = memory
         self._capture = ChunkCapture(layers, memory)
         self._observed = Observed(layers)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._finished: dict[str, torch.cuda.Event | None] = {}
         self._report = ChunkReport()
         self._step = ChunkStep()
@@ -75,6 +46,11 @@ class ChunkExecution:
         self._stream = torch.cuda.Stream() if is_cuda else None
         self._copy_rate = copy_rate(prefill.device) if is_cuda else float("inf")
         layers[0].unrotated.warm_up()
+
+    @property
+    def computes_scattered(self) -> bool:
+        """Whether tokens that stand anywhere cost no more than neighbours do."""
+        return self._prefill.scattered is not None
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -93,7 +69,7 @@ class ChunkExecution:
                 running.captures = ()
         self._capture.forget((*step.forgotten, *step.cancelled))
         for job in step.jobs:
-            self._running[job.request_id] = _Running(
+            self._running[job.request_id] = Running(
                 job,
                 self._tensor(job.block_ids),
                 self._tensor(job.positions),
@@ -102,7 +78,7 @@ class ChunkExecution:
                 awaits_load=job.awaits_load,
             )
         if step.captures:
-            seen = _SeenInStep(self._capture, self._layers, self._prefill, step.captures, self._tensor)
+            seen = SeenInStep(self._capture, self._layers, self._prefill, step.captures, self._tensor)
             self._observed.observer = seen.observe
 
     def on_loaded(self, request_id: str) -> bool:
@@ -148,14 +124,14 @@ class ChunkExecution:
         report, self._report = self._report, ChunkReport()
         return report
 
-    def _end_if_cancelled(self, request_id: str, running: _Running) -> None:
+    def _end_if_cancelled(self, request_id: str, running: Running) -> None:
         if running.is_cancelled and not running.awaits_load:
             del self._running[request_id]
             self._finished[request_id] = self._mark()
 
     # Slices
 
-    def _run(self, slices: Sequence[tuple[_Running, Slice]]) -> None:
+    def _run(self, slices: Sequence[tuple[Running, Slice]]) -> None:
         fresh = [running for running, _ in slices if not running.is_injected]
         placed = [
             Placed(each, self._slots(running, each.first, each.last))
@@ -176,7 +152,7 @@ class ChunkExecution:
             if not running.num_left:
                 self._finish(running)
 
-    def _depth(self, fresh: Sequence[_Running], placed: Sequence[Placed]) -> int:
+    def _depth(self, fresh: Sequence[Running], placed: Sequence[Placed]) -> int:
         """Return how many layers to load ahead of the one that is computed (Cache-Craft Eq. 16)."""
         kv = self._layers[0].kv
         token_bytes = 2 * kv.num_kv_heads * kv.head_dim * kv.cache.itemsize * len(self._layers)
@@ -184,7 +160,7 @@ class ChunkExecution:
         prefill_s = sum(running.job.prefill_s for running in fresh)
         return preload_depth(len(self._layers), prefill_s=prefill_s, load_s=num_bytes / self._copy_rate)
 
-    def _compute(self, slices: Sequence[tuple[_Running, Slice]], injection: LayerwiseInjection) -> None:
+    def _compute(self, slices: Sequence[tuple[Running, Slice]], injection: LayerwiseInjection) -> None:
         rows, looking = [], []
         for number, (running, part) in enumerate(slices):
             first, last = running.num_done, running.num_done + part.num_rows
@@ -195,9 +171,9 @@ class ChunkExecution:
                 questions = (running.positions >= focus.question_start).nonzero().flatten()
                 chosen = torch.cat((chosen, questions[questions >= last]))  # they look, in every slice
                 chunks = FocusedChunks(len(focus.chunks), window=_FOCUS_WINDOW)
-                looking.append(_Looking(number, running, focus, chunks))
+                looking.append(Looking(number, running, focus, chunks))
             rows.append(Rows(running.block_ids, running.positions[chosen], running.token_ids[chosen]))
-        seen = _SeenInSlices(self, slices, looking)
+        seen = SeenInSlices(self._capture, self._layers, lambda job, end: self._slots(job, 0, end), slices, looking)
 
         num_rows = [len(each.positions) for each in rows]
 
@@ -216,13 +192,21 @@ class ChunkExecution:
             if index == len(self._layers) - 1:
                 raise LastKeysWritten
 
+        def attend(index: int, query: torch.Tensor, output: torch.Tensor) -> bool:
+            scattered = self._prefill.scattered
+            if scattered is None or seen.flight.starts is None:
+                return False
+            scattered.attend(index, query, output, seen.flight)
+            return True
+
         around, self._observed.observer = self._observed.observer, observe
+        self._observed.attend = attend
         try:
             self._prefill.compute(rows, steer, seen.watch)
         finally:
-            self._observed.observer = around
+            self._observed.observer, self._observed.attend = around, None
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, running: Running) -> None:
         job = running.job
         self._keep(running.captures, running.block_ids)
         self._report.computed_rows[job.request_id] = running.row_layers / len(self._layers)
@@ -245,104 +229,8 @@ class ChunkExecution:
             if kept is not None:
                 self._report.captured[capture.id] = kept
 
-    def _slots(self, running: _Running, first: int, last: int) -> torch.Tensor:
+    def _slots(self, running: Running, first: int, last: int) -> torch.Tensor:
         return self._prefill.slots(running.block_ids, torch.arange(first, last, device=running.block_ids.device))
 
     def _tensor(self, values: Any) -> torch.Tensor:
         return torch.as_tensor(values).to(self._prefill.device, non_blocking=True)
-
-
-class _SeenInStep:
-    """Measures chunks while vLLM computes them in a step of its own."""
-
-    def __init__(
-        self,
-        capture: ChunkCapture,
-        layers: Sequence[AttentionLayer],
-        prefill: PartialPrefill,
-        steps: Sequence[CaptureStep],
-        tensor: Any,
-    ) -> None:
-        self._capture = capture
-        self._layers = layers
-        self._steps = [
-            (step, prefill.slots(tensor(step.block_ids), torch.arange(step.end, device=prefill.device)))
-            for step in steps
-        ]
-        self._first_rows: list[int] | None = None
-
-    def observe(self, index: int, query: torch.Tensor) -> None:
-        """See a layer's queries: those of all requests of the step."""
-        if self._first_rows is None:
-            # A token's slot is its own, so it says where in the batch a request begins, whatever its order.
-            slot_mapping = get_forward_context().slot_mapping[self._layers[index].name]
-            self._first_rows = [int((slot_mapping == slots[step.start]).nonzero()[0]) for step, slots in self._steps]
-        for (step, slots), first in zip(self._steps, self._first_rows, strict=True):
-            rows = query[first : first + step.end - step.start]
-            positions = torch.arange(step.start, step.end, device=query.device)
-            self._capture.measure(index, step.captures, rows, positions, slots)
-
-
-@dataclass(slots=True)
-class _Looking:
-    """A question that looks at chunks while its job's rows are computed."""
-
-    number: int
-    running: _Running
-    focus: FocusRequest
-    chunks: FocusedChunks
-    is_done: bool = False
-
-
-class _SeenInSlices:
-    """Measures chunks that are computed in slices, and lets rows go that no question looks at."""
-
-    def __init__(
-        self, execution: ChunkExecution, slices: Sequence[tuple[_Running, Slice]], looking: Sequence[_Looking]
-    ) -> None:
-        self._execution = execution
-        self._slices = slices
-        self._looking = looking
-        self.flight: InFlight
-
-    def watch(self, flight: InFlight) -> None:
-        """Take the rows that are computed."""
-        self.flight = flight
-
-    def observe(self, index: int, query: torch.Tensor) -> None:
-        """See a layer's queries: those of the rows in flight."""
-        execution, flight = self._execution, self.flight
-        for number, (running, _) in enumerate(self._slices):
-            if not running.captures:
-                continue
-            mine = flight.requests == number
-            positions = flight.positions[mine]
-            slots = execution._slots(running, 0, int(positions[-1]) + 1)
-            execution._capture.measure(index, running.captures, query[mine], positions, slots)
-        for looking in self._looking:
-            if not looking.is_done:
-                self._look(looking, index, query)
-
-    def still_needed(self) -> torch.Tensor | None:
-        """Return which rows to go on with: without those of chunks that a question has turned away from."""
-        kept = None
-        for looking in self._looking:
-            if looking.is_done or not looking.chunks.is_settled:
-                continue
-            looking.is_done = True
-            flight, focus = self.flight, looking.focus
-            kept = torch.ones_like(flight.requests, dtype=torch.bool) if kept is None else kept
-            for chunk in set(focus.droppable) - looking.chunks.focused:
-                start, end = focus.chunks[chunk]
-                inside = (flight.positions >= start) & (flight.positions < end)
-                kept &= ~(inside & (flight.requests == looking.number))
-        return kept
-
-    def _look(self, looking: _Looking, index: int, query: torch.Tensor) -> None:
-        flight, running = self.flight, looking.running
-        asking = (flight.requests == looking.number) & (flight.positions >= looking.focus.question_start)
-        positions = flight.positions[asking]
-        slots = self._execution._slots(running, 0, int(positions[-1]) + 1)
-        keys = PromptKeys(self._execution._layers[index], slots)
-        mass = keys.mass(query[asking], positions, looking.focus.chunks).sum(0)
-        looking.chunks.observe(sum_over_workers(mass).tolist())

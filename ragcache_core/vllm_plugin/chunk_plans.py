@@ -23,7 +23,7 @@ class ChunkPlans:
 
     def __init__(self, library: ChunkLibrary, *, run_tokens: int = 1) -> None:
         self._library = library
-        self._run_tokens = run_tokens
+        self.run_tokens = run_tokens
         self.least_reused_tokens = 1
         """A plan that saves fewer is none: vLLM prefills such a request."""
 
@@ -71,7 +71,7 @@ class ChunkPlans:
             selection=selection,
             alpha=options.alpha,
             max_recompute=options.max_recompute,
-            run_tokens=self._run_tokens,
+            run_tokens=self.run_tokens,
             relevance=relevance,
         )
 

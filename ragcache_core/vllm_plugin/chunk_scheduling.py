@@ -27,6 +27,7 @@ from ragcache_core.vllm_plugin.chunk_requests import (
     ReuseOptions,
     statistics_of,
 )
+from ragcache_core.vllm_plugin.chunk_slices import cut_slices
 from ragcache_core.vllm_plugin.chunk_steps import (
     Capture,
     CapturedChunk,
@@ -40,8 +41,6 @@ from ragcache_core.vllm_plugin.chunk_steps import (
 
 _LEAST_ASKINGS_A_STEP = 8
 """A question that fits into a step less often than this is not asked what it looks at."""
-_GUESSED_TOKENS = 512
-"""Tokens of a step's slices where nobody has asked for any of them: a real arrival waits for the step to end."""
 
 
 class ChunkScheduling:
@@ -97,6 +96,10 @@ class ChunkScheduling:
     def is_known(self, request_id: str) -> bool:
         """Return whether chunk reuse is on for a request."""
         return request_id in self._requests
+
+    def scatter_rows(self) -> None:
+        """Take note that tokens which stand anywhere cost the workers no more than neighbours do."""
+        self._max_step_runs, self.plans.run_tokens = sys.maxsize, 1
 
     # A request's turn
 
@@ -279,34 +282,14 @@ class ChunkScheduling:
                 self.library.release(request_id)
 
     def _slices(self, budget: int) -> list[Slice]:
-        """Return which jobs run in a step, and how many of their rows; the first jobs first."""
-        slices: list[Slice] = []
-        num_runs = self._max_step_runs
         order = self.order(self._running)
-        if order and self.is_guess(order[0]):
-            num_asking = max(self._requests[request_id].num_asking for request_id in order)
-            budget = min(budget, max(_GUESSED_TOKENS, 2 * num_asking))
-        for request_id in order:
-            request = self._requests[request_id]
-            if request.num_to_load > 0 or request.num_rows_left < 0:
-                continue
-            if budget <= 0 or (slices and num_runs <= request.num_spare_runs):
-                break
-            num_rows = request.num_rows_left
-            if num_rows > budget:
-                if slices and budget < 2 * request.num_asking:
-                    break  # for little more than the question once again: the next step has room
-                num_rows = max(1, budget - request.num_asking)
-            num_rows, num_used = request.next_rows(num_rows, max(1, num_runs - request.num_spare_runs))
-            slices.append(Slice(request_id, num_rows))
-            budget = budget - num_rows if num_rows == request.num_rows_left else 0
-            num_runs -= num_used + request.num_spare_runs
-            request.num_rows_left -= num_rows
-            if not request.num_rows_left:
-                request.num_rows_left = -1
-                for each in request.open.values():
-                    each.is_awaited = True
-        return slices
+        are_guesses = bool(order) and self.is_guess(order[0])
+        return cut_slices(
+            [(request_id, self._requests[request_id]) for request_id in order],
+            budget,
+            max_runs=self._max_step_runs,
+            are_guesses=are_guesses,
+        )
 
     # Captures
 

@@ -130,3 +130,11 @@ class _Packing:
         if not self._values_plain:
             half = half.index_select(-1, self._value_places)
         return half.unflatten(-1, self._shape)
+
+
+def split_blocks(table: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return a block table for a backend that sees each block as ``parts`` smaller ones."""
+    if parts == 1:
+        return table
+    offsets = torch.arange(parts, dtype=table.dtype, device=table.device)
+    return (table.unsqueeze(-1) * parts + offsets).flatten(1)

@@ -15,12 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ragcache_core.vllm_plugin.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.compat import CommonAttentionMetadata, get_forward_context, in_forward
+from ragcache_core.vllm_plugin.kv_access import split_blocks
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.scattered_rows import ScatteredRows
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class PartialPrefill:
         self._model = model
         self._layers = layers
         self._tokens_per_block = tokens_per_block
+        self.scattered: ScatteredRows | None = None
+        """Computes the attention of short runs, if anything does; whoever runs a prefill then asks it for that."""
         kv = {layer.name: layer.kv for layer in layers}
         # vLLM's own builders may keep buffers that the step around us still uses.
         self._builders = [
@@ -112,6 +118,8 @@ class PartialPrefill:
     def _describe(self, flight: InFlight) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the attention metadata and the slots of the rows in flight, by layer."""
         firsts, lasts = flight.runs()
+        is_scattered = self.scattered is not None and self.scattered.is_better(flight.num_rows, len(firsts))
+        flight.starts = flight.first_rows() if is_scattered else None
         starts = torch.cat((firsts, lasts[-1:] + 1)).to(torch.int32)
         starts_cpu = starts.cpu()
         ends = (flight.positions[lasts] + 1).to(torch.int32)
@@ -131,7 +139,7 @@ class PartialPrefill:
                 num_actual_tokens=flight.num_rows,
                 max_query_len=int((starts_cpu[1:] - starts_cpu[:-1]).max()),
                 max_seq_len=int(ends_cpu.max()),
-                block_table_tensor=_split(table, blocks_per_block),
+                block_table_tensor=split_blocks(table, blocks_per_block),
                 slot_mapping=slots,
                 causal=True,
                 positions=flight.positions,
@@ -139,7 +147,7 @@ class PartialPrefill:
                 is_prefilling=torch.ones(len(table), dtype=torch.bool),
             )
             # Fast: FlashAttention's schedule ahead of time has room for no more sequences than requests may run.
-            described = builder.build(0, common, fast_build=True)
+            described = common if flight.starts is not None else builder.build(0, common, fast_build=True)
             metadata.update(dict.fromkeys(names, described))
             slot_mapping.update(dict.fromkeys(names, slots))
         return metadata, slot_mapping
@@ -189,7 +197,8 @@ class InFlight:
     """The rows that are being computed: which of which request, at which position; some leave on the way.
 
     ``requests``, ``positions``, ``token_ids`` and ``index`` are [num_rows]; ``index`` says which of the rows at the
-    start they are. ``block_ids`` [num_requests, num_blocks] are padded with zeros.
+    start they are. ``block_ids`` [num_requests, num_blocks] are padded with zeros. ``starts`` [num_requests + 1] are
+    :meth:`first_rows` where the rows' attention is computed as that of scattered ones, None elsewhere.
     """
 
     def __init__(self, rows: Sequence[Rows]) -> None:
@@ -198,6 +207,7 @@ class InFlight:
         self.token_ids = torch.cat([each.token_ids for each in rows])
         self.requests = torch.cat([torch.full_like(each.positions, number) for number, each in enumerate(rows)])
         self.index = torch.arange(len(self.positions), device=self.positions.device)
+        self.starts: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -209,17 +219,14 @@ class InFlight:
         self.positions, self.token_ids = self.positions[kept], self.token_ids[kept]
         self.requests, self.index = self.requests[kept], self.index[kept]
 
+    def first_rows(self) -> torch.Tensor:
+        """Return where each request's rows begin, and where the last one's end; [num_requests + 1]."""
+        num_rows = self.requests.bincount(minlength=len(self.block_ids))
+        return torch.cat((num_rows.new_zeros(1), num_rows.cumsum(0)))
+
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first and the last row of each run of neighbouring tokens of a request; [num_runs] each."""
         follows = (self.positions[1:] == self.positions[:-1] + 1) & (self.requests[1:] == self.requests[:-1])
         edges = (~follows).nonzero().flatten()
         firsts = torch.cat((edges.new_zeros(1), edges + 1))
         return firsts, torch.cat((edges, edges.new_full((1,), self.num_rows - 1)))
-
-
-def _split(table: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a block table for a backend that sees each block as ``parts`` smaller ones."""
-    if parts == 1:
-        return table
-    offsets = torch.arange(parts, dtype=table.dtype, device=table.device)
-    return (table.unsqueeze(-1) * parts + offsets).flatten(1)

@@ -1,6 +1,6 @@
 """Prints, as JSON, how far chunk reuse with everything recomputed is from a prefill; one engine a process.
 
-``python -m tests.integration_tests.chunk.exact_facts DTYPE [compiled] [process] [tiers]``
+``python -m tests.integration_tests.chunk.exact_facts DTYPE [compiled] [process] [tiers] [scattered]``
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ ORDERS = [(2, 0, 1), (1, 3, 0, 4), (0, 1, 2)]
 
 def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: str) -> dict[str, Any]:
     """Return the facts."""
+    from tests.integration_tests.chunk import connectors
     from tests.integration_tests.chunk.scene import FULL, NOTHING, PART, Scene
 
     scene = Scene(dtype=dtype, is_compiled=is_compiled, connector=connector)
@@ -54,6 +55,7 @@ def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: 
         facts["left over"] = len(scene.scheduling._requests)
         facts["captured"] = scene.scheduling.library.counters.num_captured_chunks
         facts["reused"] = scene.scheduling.library.counters.num_reused_chunks
+        facts["scattered"] = connectors.ScatteredDocumentConnector.calls["attention"]
     return facts
 
 
@@ -82,5 +84,6 @@ if __name__ == "__main__":
     dtype, *how = sys.argv[1:]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "process" in how else "0"
     connector = "EagerRAGCacheConnector" if "tiers" in how else "EagerDocumentConnector"
+    connector = "ScatteredDocumentConnector" if "scattered" in how else connector
     facts = measure(dtype, is_compiled="compiled" in how, has_own_process="process" in how, connector=connector)
     print(json.dumps(facts))

@@ -20,6 +20,7 @@ _MODES = {
     "float32, compiled": ["float32", "compiled"],
     "float32, in a process of its own": ["float32", "process"],
     "float32, over host memory": ["float32", "tiers"],
+    "float32, as scattered rows": ["float32", "scattered"],
 }
 _FULL = ["alone", "with a new chunk", "batched", "behind a prefix hit", "capturing"]
 _PLAIN = ["plain after it", "plain after an approximate one"]
@@ -52,6 +53,13 @@ def test_computing_everything_in_slices_equals_a_prefill(facts: tuple[str, dict[
     mode, found = facts
     for name in ("sliced", "sliced and batched"):
         assert name not in found or found[name] <= _tolerance(mode), name
+
+
+def test_what_is_recomputed_goes_through_the_attention_of_scattered_rows_where_there_is_one(
+    facts: tuple[str, dict[str, Any]],
+) -> None:
+    mode, found = facts
+    assert (found.get("scattered", 0) > 0) is ("scattered" in mode)
 
 
 def test_kv_that_was_captured_in_the_same_place_is_the_same(facts: tuple[str, dict[str, Any]]) -> None:

@@ -34,6 +34,7 @@ class Bench:
         max_step_runs: int = sys.maxsize,
         num_disk_pages: int = 0,
         is_eager: bool = True,
+        run_tokens: int = 1,
     ) -> None:
         cost = PrefillCostModel.default()
         library = ChunkLibrary(
@@ -51,6 +52,7 @@ class Bench:
             max_step_runs=max_step_runs,
             prefill_cost=cost,
             is_eager=is_eager,
+            run_tokens=run_tokens,
         )
         self.num_workers = num_workers
 
@@ -487,6 +489,27 @@ def test_a_step_has_no_more_runs_of_neighbours_than_backends_have_room_for(
             num_runs += sum(at - 1 not in rows for at in rows)
         assert num_runs <= max(max_step_runs, 1 + is_focused)
     assert bench.step().slices == []
+
+
+def test_workers_that_compute_scattered_rows_get_them_one_by_one_and_all_at_once() -> None:
+    def first_slice(*, is_scattered: bool) -> tuple[int, list[int]]:
+        bench = Bench(max_step_tokens=640, max_step_runs=2, run_tokens=16)
+        if is_scattered:
+            bench.scheduling.scatter_rows()
+        bench.store("abcd")
+        bench.arrive("r", "dcba", ReuseOptions("random", 1e9, 0.3, is_focused=False))
+        bench.scheduling.offer("r", 0)
+        bench.scheduling.begin("r", [1], awaits_load=False)
+        positions = bench.scheduling._jobs["r"].positions.tolist()
+        (part,) = bench.step().slices
+        runs = [at for at in positions if at - 1 not in positions]
+        return part.num_rows, [len(runs), len(positions)]
+
+    num_rows, (num_runs, num_positions) = first_slice(is_scattered=True)
+    assert num_rows == num_positions
+    num_rows_in_runs, (num_long_runs, num_in_runs) = first_slice(is_scattered=False)
+    assert num_rows_in_runs < num_in_runs
+    assert num_runs > num_long_runs
 
 
 def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
