@@ -14,6 +14,7 @@ A chunk that is lost, truncated or damaged is a miss, counted and logged once: n
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, ChunkStoreStats, ChunkWrite
 from ragcache_core.chunkstore.namespace import Namespace, list_namespaces
+from ragcache_core.chunkstore.slotfile import aligned_rows
 from ragcache_core.chunkstore.store import ChunkStore
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "ChunkStoreStats",
     "ChunkWrite",
     "Namespace",
+    "aligned_rows",
     "list_namespaces",
 ]

@@ -154,6 +154,12 @@ def _runs(slots: Sequence[int], buffers: Sequence[memoryview]) -> Iterator[tuple
         yield run[0][0], [buffer for _, buffer in run]
 
 
+def aligned_rows(num_rows: int, num_bytes: int) -> np.ndarray:
+    """Return ``[num_rows, num_bytes]`` bytes that begin on a page, as ``O_DIRECT`` wants them."""
+    memory = mmap.mmap(-1, num_rows * num_bytes)
+    return np.frombuffer(memory, dtype=np.uint8).reshape(num_rows, num_bytes)
+
+
 def _move(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, vectors: list[memoryview], offset: int
 ) -> bool:

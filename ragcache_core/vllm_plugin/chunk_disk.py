@@ -12,7 +12,6 @@ deleted at the start. Both stores check what they read.
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
-from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, aligned_rows
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.vllm_plugin.chunk_pages import (
     STATISTICS_BYTES,
@@ -119,7 +118,7 @@ class ChunkDisk:
         self.drop(DropChunks(((key, number, len(command.pages)),)))
         try:
             for first, pages in self._batches(command.pages):
-                rows = _aligned(len(pages), self.page_bytes)
+                rows = aligned_rows(len(pages), self.page_bytes)
                 gather(pages, rows)
                 writes = [
                     ChunkWrite(part_key(key, number, first + i), row.data, ChunkNote(position=first + i))
@@ -142,7 +141,7 @@ class ChunkDisk:
         if part_key(key, number, 0) not in self._statistics:
             return False
         for first, pages in self._batches(command.pages):
-            rows = _aligned(len(pages), self.page_bytes)
+            rows = aligned_rows(len(pages), self.page_bytes)
             wanted = [(part_key(key, number, first + i), row.data) for i, row in enumerate(rows)]
             if not all(self._pages.read_many(wanted)) or not deliver(pages, rows):
                 return False
@@ -204,9 +203,3 @@ class ChunkDisk:
         for store in (self._statistics, self._pages):
             keys = [entry.key for entry in store.entries()]
             store.delete_many(key for key in keys if (at := read_part_key(key)) is None or at[:2] not in kept)
-
-
-def _aligned(num_rows: int, num_bytes: int) -> np.ndarray:
-    """Return ``[num_rows, num_bytes]`` bytes that begin on a page, for O_DIRECT."""
-    memory = mmap.mmap(-1, num_rows * num_bytes)
-    return np.frombuffer(memory, dtype=np.uint8).reshape(num_rows, num_bytes)

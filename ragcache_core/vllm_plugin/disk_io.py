@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
 import threading
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, aligned_rows
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -192,7 +191,7 @@ class DiskIO:
             job_id, chunks, evicted = job
             batch = _Batch(evicted, chunks, [])
             try:
-                batch.payloads = list(_aligned(len(chunks), self._store.chunk_bytes)) if chunks else []
+                batch.payloads = list(aligned_rows(len(chunks), self._store.chunk_bytes)) if chunks else []
                 for chunk, payload in zip(chunks, batch.payloads, strict=True):
                     np.copyto(payload, self._rows[chunk.chunk_id])
             except Exception as error:  # whatever it is, the writer reports it, and nobody waits for this thread
@@ -236,15 +235,9 @@ class DiskIO:
             buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)
             found = [False] * len(keys)
             try:
-                buffers = _aligned(len(keys), self._store.chunk_bytes)
+                buffers = aligned_rows(len(keys), self._store.chunk_bytes)
                 found = self._store.read_many([(key, row.data) for key, row in zip(keys, buffers, strict=True)])
             except Exception:  # whatever it is, these chunks are misses
                 logger.exception("Chunks could not be read from %s", self._store.path)
             if not load.deliver(self._rows, ids, buffers, found):
                 return
-
-
-def _aligned(num_rows: int, num_bytes: int) -> np.ndarray:
-    """Return ``[num_rows, num_bytes]`` bytes that begin on a page, for O_DIRECT."""
-    memory = mmap.mmap(-1, num_rows * num_bytes)
-    return np.frombuffer(memory, dtype=np.uint8).reshape(num_rows, num_bytes)
