@@ -69,7 +69,9 @@ def curve_plot(by_way: Mapping[str, Mapping[str, Summary]]) -> Plot:
         found = [by_kind[kind] for name, by_kind in by_way.items() if name.startswith(f"{selection} ")]
         points = [(100.0 * each.computed_ratio(prefix), 100.0 * each.exact_match) for each in found]
         series[selection] = sorted(points)
-    series["everything computed"] = [(100.0, 100.0 * by_way[FULL.name][kind].exact_match)]
+    for way in (PREFIX, FULL):
+        found_at = by_way[way.name][kind]
+        series[way.name] = [(100.0 * found_at.computed_ratio(prefix), 100.0 * found_at.exact_match)]
     return lines(
         f"Right answers to {kind} questions",
         "computed tokens, % of prefix caching's",

@@ -24,4 +24,4 @@ def test_each_selection_is_a_line_from_few_computed_tokens_to_many(tmp_path: Pat
     plot.save_png(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     svg = plot.svg()
-    assert all(name in svg for name in ("whole_chunks", "cache_craft", "everything computed"))
+    assert all(name in svg for name in ("whole_chunks", "cache_craft", FULL.name, PREFIX.name))
