@@ -34,7 +34,8 @@ def plan_reuse(
 ) -> ReusePlan:
     """Return what becomes of the tokens ``[start, end)`` of a prompt (Cache-Craft §3.4.1).
 
-    Of each stored chunk the variant with the lowest ``CCI (1 - beta')`` is used (§3.3), the older of equals, and
+    Of each stored chunk the variant that has lost least context is used (§3.3: the lowest ``CCI (1 - beta')``; see
+    ``lost_context``), the older of equals, and
     ``selection`` names ``ceil(CFO |C|)`` of its tokens to be computed. So is whatever is in no chunk, and every chunk
     that is not stored. A selection of whole chunks has the variant that keeps most of its neighbours, and all tokens of
     a chunk are computed where ``alpha`` times the context that it has lost reaches 1::
@@ -110,14 +111,17 @@ def losses(spans: Sequence[ChunkSpan], known: Sequence[float], start: int, plan:
 
     Args:
         spans: the chunks of the prompt.
-        known: what each had lost so far; 0 for what is cached exactly. It still holds for chunks before ``start``.
+        known: what each had lost so far; 0 for what is cached exactly. It holds for what lies before ``start``.
         start: the first token that was not there.
         plan: what became of the others; None where all of them are computed.
     """
     read = {} if plan is None else {chunk.span: chunk.lost for chunk in plan.read}
     found: list[float] = []
     for span, lost in zip(spans, known, strict=True):
-        found.append(lost if span.end <= start else max(read.get(span, 0.0), max(found, default=0.0)))
+        if span.end > start:
+            own = lost if span.start < start else 0.0
+            lost = max(own, read.get(span, 0.0), max(found, default=0.0))
+        found.append(lost)
     return found
 
 

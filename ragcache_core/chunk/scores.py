@@ -114,9 +114,9 @@ def lost_context(weight: float, overlap: float, inherited: float = 0.0) -> float
     """Return in [0, 1] how much of what made a chunk's KV is not there any more: ``weight * (1 - overlap)``, or more.
 
     ``weight`` says how much comes from elsewhere: CCI with beta', or outward attention with neighbour overlap. What was
-    captured behind chunks that had lost their own context is off by what it ``inherited``, however well it fits. Used
-    with the alpha that it was captured under, that changes nothing: a chunk that loses ``1 / alpha`` is recomputed, so
-    nothing inherits as much.
+    captured behind chunks that had lost their own context is off by what it ``inherited``, however well it fits. Where
+    chunks are recomputed wholly or not at all, and without a limit, that changes nothing under the alpha that it was
+    captured under: a chunk that loses ``1 / alpha`` is recomputed, so nothing inherits as much.
     """
     return max(weight * (1.0 - overlap), inherited)
 

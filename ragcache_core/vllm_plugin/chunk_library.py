@@ -151,20 +151,20 @@ class ChunkLibrary:
         prefix: tuple[ChunkKey, ...],
         request_id: str,
         *,
-        is_as_prefilled: bool = True,
+        inherits: float,
     ) -> Reservation | None:
         """Return pages for a chunk that is computed behind ``prefix``, of which others are evicted where need be.
 
-        One that ``is_as_prefilled``, because nothing before it has lost its context, takes the place of one that is
-        not. None: that variant is stored or on its way, the chunk is longer than the memory or was stored with other
-        tokens, or there is no room that somebody does not hold. The chunk counts as retrieved in any case.
+        ``inherits`` is the most that it may inherit of what those before it have lost; it takes the place of one that
+        inherited more. None: that variant is stored or on its way, the chunk is longer than the memory or was stored
+        with other tokens, or there is no room that somebody does not hold. The chunk counts as retrieved in any case.
         """
         num_tokens = len(token_ids)
         self._ranks.record_miss(key, num_tokens)
         chunk = self._stock.chunks.get(key)
         if chunk is None:
             chunk = StoredVariants(key, pack_token_ids(token_ids), num_tokens)
-        elif not self._are_its_tokens(chunk, token_ids) or self._is_known(chunk, prefix, is_as_prefilled):
+        elif not self._are_its_tokens(chunk, token_ids) or self._is_known(chunk, prefix, inherits):
             return None
         num_pages = num_pages_of(num_tokens, self._stock.tokens_per_page)
         if num_pages > self._stock.num_pages:
@@ -303,13 +303,14 @@ class ChunkLibrary:
 
     @staticmethod
     def _behind(chunk: StoredVariants, prefix: tuple[ChunkKey, ...]) -> Variant | None:
-        """Return the variant that was captured behind a prefix."""
-        return next((s for s in chunk.stored.values() if s.variant.statistics.prefix == prefix), None)
+        """Return the variant that was captured behind a prefix, and is not about to go."""
+        known = (stored for stored in chunk.stored.values() if not stored.is_doomed)
+        return next((stored for stored in known if stored.variant.statistics.prefix == prefix), None)
 
-    def _is_known(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...], is_as_prefilled: bool) -> bool:
+    def _is_known(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...], inherits: float) -> bool:
         """Return whether a variant behind ``prefix`` is on its way, or stored and as good as the new one."""
         known = self._behind(chunk, prefix)
-        is_as_good = known is not None and not (is_as_prefilled and known.variant.statistics.inherited)
+        is_as_good = known is not None and known.variant.statistics.inherited <= inherits
         return prefix in chunk.reserved.values() or is_as_good
 
     def _make_way(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...]) -> bool:

@@ -98,8 +98,11 @@ class ChunkScheduling:
         return request_id in self._requests
 
     def scatter_rows(self) -> None:
-        """Take note that tokens which stand anywhere cost the workers no more than neighbours do."""
-        self._max_step_runs, self.plans.run_tokens = sys.maxsize, 1
+        """Take note that tokens which stand anywhere cost the workers no more than neighbours do.
+
+        Their attention is added up in another order than vLLM's, so nothing that a job computes is anybody else's.
+        """
+        self._max_step_runs, self.plans.run_tokens, self._is_eager = sys.maxsize, 1, False
 
     # A request's turn
 
@@ -180,8 +183,11 @@ class ChunkScheduling:
         request.is_tried = True
         self.library.release(request_id)
         request.offered = None
+        is_off = {span for span, lost in zip(request.spans, request.lost, strict=True) if lost}
         request.lost = losses(request.spans, request.lost, num_exact, None)
-        self._reserve(request_id, request, [s for s in request.spans if 2 * (s.end - num_exact) >= s.num_tokens])
+        computed = [span for span in request.spans if 2 * (span.end - num_exact) >= span.num_tokens]
+        # Of a request that was preempted, the first part of a document may be its own approximate KV.
+        self._reserve(request_id, request, [s for s in computed if s.start >= num_exact or s not in is_off])
         if request.open:
             self._capturing.add(request_id)
 
@@ -299,7 +305,7 @@ class ChunkScheduling:
             prefix = tuple(each.key for each in before)
             lost = tuple(request.lost[: len(before)])
             token_ids = request.token_ids[span.start : span.end]
-            reservation = self.library.reserve(span.key, token_ids, prefix, request_id, is_as_prefilled=not any(lost))
+            reservation = self.library.reserve(span.key, token_ids, prefix, request_id, inherits=max(lost, default=0.0))
             if reservation is None:
                 continue
             name = (request_id, reservation.key, reservation.number)

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.scattered_rows import ScatteredRows
 
 
+_NO_BACKEND = object()
+"""Metadata of layers whose attention no backend of vLLM computes; None would be a profiling run to it."""
+
+
 @dataclass(slots=True)
 class Rows:
     """Tokens of one request: ``positions``, sorted, and ``token_ids`` [num_rows]; its ``block_ids`` [num_blocks]."""
@@ -120,16 +124,18 @@ class PartialPrefill:
         firsts, lasts = flight.runs()
         is_scattered = self.scattered is not None and self.scattered.is_better(flight.num_rows, len(firsts))
         flight.starts = flight.first_rows() if is_scattered else None
+        size = self._tokens_per_block
+        blocks = flight.block_ids[flight.requests, flight.positions // size].long()
+        slots = blocks * size + flight.positions % size
+        slot_mapping = {name: slots for names, _, _ in self._builders for name in names}
+        if is_scattered:
+            return dict.fromkeys(slot_mapping, _NO_BACKEND), slot_mapping
         starts = torch.cat((firsts, lasts[-1:] + 1)).to(torch.int32)
         starts_cpu = starts.cpu()
         ends = (flight.positions[lasts] + 1).to(torch.int32)
         ends_cpu = ends.cpu()
         table = flight.block_ids[flight.requests[firsts]]
-        size = self._tokens_per_block
-        blocks = flight.block_ids[flight.requests, flight.positions // size].long()
-        slots = blocks * size + flight.positions % size
         metadata: dict[str, Any] = {}
-        slot_mapping: dict[str, torch.Tensor] = {}
         for names, blocks_per_block, builder in self._builders:
             common = CommonAttentionMetadata(
                 query_start_loc=starts,
@@ -147,9 +153,8 @@ class PartialPrefill:
                 is_prefilling=torch.ones(len(table), dtype=torch.bool),
             )
             # Fast: FlashAttention's schedule ahead of time has room for no more sequences than requests may run.
-            described = common if flight.starts is not None else builder.build(0, common, fast_build=True)
+            described = builder.build(0, common, fast_build=True)
             metadata.update(dict.fromkeys(names, described))
-            slot_mapping.update(dict.fromkeys(names, slots))
         return metadata, slot_mapping
 
     @contextmanager

@@ -105,7 +105,7 @@ class ScatteredRows:
         row = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
         nought = torch.zeros(1, dtype=torch.long, device=cache.device)
         starts = torch.tensor([0, 1], device=cache.device)
-        self._compute(layer, row, torch.empty_like(row), nought, nought.view(1, 1), starts)
+        self._compute(layer, row, torch.empty_like(row), nought, nought.view(1, 1).to(torch.int32), starts)
 
 
 def _is_replaceable(layer: AttentionLayer) -> bool:

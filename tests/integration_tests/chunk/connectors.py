@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ragcache_core.vllm_plugin.chunk_connector import ChunkDocumentConnector, ChunkRAGCacheConnector
 from ragcache_core.vllm_plugin.compat import KVConnectorRole
 from ragcache_core.vllm_plugin.kv_access import KVAccess
+from ragcache_core.vllm_plugin.partial_prefill import PartialPrefill
 from ragcache_core.vllm_plugin.scattered_rows import ScatteredRows
 from ragcache_kernels.scattered_attention import naive_scattered_attention
 
@@ -29,6 +30,7 @@ class ScatteredDocumentConnector(EagerDocumentConnector):
     """The GPU tier alone, and all that is recomputed by the twin of the kernel that does it on CUDA."""
 
     calls: Counter[str] = Counter()
+    prefills: ClassVar[list[PartialPrefill]] = []
 
     def attach(self, model_runner: Any) -> None:
         super().attach(model_runner)
@@ -40,6 +42,7 @@ class ScatteredDocumentConnector(EagerDocumentConnector):
             self.calls["attention"] += 1
             return naive_scattered_attention(*args, **kwargs)
 
+        self.prefills.append(prefill)
         size = prefill._tokens_per_block
         prefill.scattered = ScatteredRows(
             layers, attention, tokens_per_block=size, max_runs=0, least_run_tokens=_LONGER_THAN_ANY

@@ -55,8 +55,25 @@ def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: 
         facts["left over"] = len(scene.scheduling._requests)
         facts["captured"] = scene.scheduling.library.counters.num_captured_chunks
         facts["reused"] = scene.scheduling.library.counters.num_reused_chunks
-        facts["scattered"] = connectors.ScatteredDocumentConnector.calls["attention"]
+        scattered = connectors.ScatteredDocumentConnector
+        facts["scattered"] = scattered.calls["attention"]
+        if scattered.prefills:
+            facts["scattered, in part"] = _in_part(scene, *scattered.prefills)
     return facts
+
+
+def _in_part(scene: Any, prefill: Any) -> float:
+    """Return how far selected tokens by the attention of scattered rows are from the same ones by vLLM's own."""
+    from tests.integration_tests.chunk.scene import PART
+
+    order = (4, 2, 3, 1)
+    scene.ask_one(order, PART)  # from now on the same documents are stored
+    answers = []
+    for scattered in (prefill.scattered, None):
+        prefill.scattered = scattered
+        scene.forget_exact()
+        answers.append(scene.ask_one(order, PART))
+    return float(answers[0].distance(answers[1]))
 
 
 def _behind_host_memory(scene: Any) -> dict[str, Any]:

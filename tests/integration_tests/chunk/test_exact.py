@@ -60,6 +60,8 @@ def test_what_is_recomputed_goes_through_the_attention_of_scattered_rows_where_t
 ) -> None:
     mode, found = facts
     assert (found.get("scattered", 0) > 0) is ("scattered" in mode)
+    assert found.get("scattered, in part", 0.0) <= 1e-4
+    assert ("scattered, in part" in found) is ("scattered" in mode)
 
 
 def test_kv_that_was_captured_in_the_same_place_is_the_same(facts: tuple[str, dict[str, Any]]) -> None:

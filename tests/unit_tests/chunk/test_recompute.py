@@ -218,6 +218,7 @@ def test_what_a_request_has_lost_is_remembered_where_its_blocks_still_are() -> N
     placed = spans((1, 4), (2, 4), (3, 4))
     assert losses(placed, [0.0, 0.3, 0.0], 8, None) == [0.0, 0.3, 0.3]
     assert losses(placed, [0.0, 0.3, 0.0], 4, None) == [0.0, 0.0, 0.0]
+    assert losses(placed, [0.0, 0.3, 0.0], 6, None) == [0.0, 0.3, 0.3], "its first half is still there"
 
 
 def test_separators_and_chunks_that_are_not_stored_are_computed() -> None:

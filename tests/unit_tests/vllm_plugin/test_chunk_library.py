@@ -48,7 +48,7 @@ def reserve(
     books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
 ) -> Reservation | None:
     prefix = (chunk_key([behind]),) if behind else ()
-    return books.reserve(chunk_key(ids), ids, prefix, request, is_as_prefilled=not inherited)
+    return books.reserve(chunk_key(ids), ids, prefix, request, inherits=inherited)
 
 
 def capture(
@@ -92,7 +92,7 @@ def test_a_chunk_with_other_tokens_under_its_key_is_not_found_and_counted() -> N
     books = library()
     capture(books, tokens(1))
     assert books.find({chunk_key(tokens(1)): tokens(2)}) == {}
-    assert books.reserve(chunk_key(tokens(1)), tokens(2), (), "r") is None
+    assert books.reserve(chunk_key(tokens(1)), tokens(2), (), "r", inherits=0.0) is None
     assert books.counters.num_mismatched_chunks == 2
 
 
@@ -113,12 +113,31 @@ def test_a_prefix_that_is_being_captured_is_not_captured_twice() -> None:
 def test_a_variant_that_is_as_a_prefill_makes_it_takes_the_place_of_one_that_inherited_an_error() -> None:
     books = library()
     off = capture(books, tokens(1), behind=7, inherited=0.1)
-    assert reserve(books, tokens(1), behind=7, inherited=0.05) is None
+    assert reserve(books, tokens(1), behind=7, inherited=0.1) is None
     right = capture(books, tokens(1), behind=7)
     assert found(books, tokens(1)) == (right,)
     assert books.is_lost(off)
     assert reserve(books, tokens(1), behind=7) is None
     assert books.num_used_pages == 2
+
+
+def test_a_variant_that_inherits_less_takes_the_place_of_one_that_inherited_more() -> None:
+    books = library()
+    off = capture(books, tokens(1), behind=7, inherited=0.6)
+    better = capture(books, tokens(1), behind=7, inherited=0.05)
+    assert books.is_lost(off)
+    assert found(books, tokens(1)) == (better,)
+
+
+def test_a_variant_that_is_about_to_go_keeps_no_other_from_being_captured() -> None:
+    books = library()
+    read = capture(books, tokens(1), behind=7)
+    assert books.pin([read], "reader")
+    books.clear()
+    again = capture(books, tokens(1), behind=7, request="other")
+    assert found(books, tokens(1)) == (again,)
+    books.release("reader")
+    assert found(books, tokens(1)) == (again,)
 
 
 def test_a_variant_that_somebody_reads_is_not_replaced() -> None:

@@ -268,6 +268,25 @@ def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() 
     assert job.captures
 
 
+def test_a_document_whose_first_part_is_a_requests_own_approximate_kv_is_not_captured() -> None:
+    bench = Bench()
+    bench.store("ab")
+    bench.arrive("r", "bc", ReuseOptions(selection="first_tokens", alpha=0.0, max_recompute=1.0))
+    bench.scheduling.offer("r", 0)
+    bench.scheduling.begin("r", [1], awaits_load=False)
+    bench.step()
+    bench.finish_job("r", ())
+    bench.scheduling.clear()  # preempted, and what it read is gone: of its first document 20 tokens are still there
+    assert bench.scheduling.offer("r", 30) == 0
+    bench.scheduling.compute("r", 30)
+    bench.step(r=(30, 95))
+    library = bench.scheduling.library
+    assert not library.find({chunk_key(_DOCUMENTS["b"]): _DOCUMENTS["b"]})
+    key = chunk_key(_DOCUMENTS["c"])
+    (variant,) = library.find({key: _DOCUMENTS["c"]})[key]
+    assert variant.statistics.inherited > 0.0
+
+
 def test_an_aborted_job_is_cancelled_and_holds_nothing() -> None:
     bench = Bench()
     bench.store("ab")

@@ -68,11 +68,15 @@ def test_each_row_attends_to_its_own_requests_keys_up_to_itself(cache: torch.Ten
 
 
 @pytest.mark.parametrize("kind", [{"is_late": True}, {"soft_cap": 30.0}, {"head_size_v": 4}])
-def test_attention_that_the_kernel_does_not_do_is_left_alone(kind: dict[str, Any], cache: torch.Tensor) -> None:
+def test_attention_that_the_kernel_does_not_do_is_left_alone(
+    kind: dict[str, Any], cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_kernels.scattered_attention.scattered_attention", naive_scattered_attention)
     assert ScatteredRows.on_gpu([_layer(cache), _layer(cache, **kind)], tokens_per_block=_SIZE, max_runs=9) is None
 
 
-def test_without_kernels_it_is_left_to_the_backend(cache: torch.Tensor) -> None:
+def test_without_kernels_it_is_left_to_the_backend(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_kernels.scattered_attention.scattered_attention", naive_scattered_attention)
     layer = _layer(cache)
     layer.unrotated.uses_kernels = False
     assert ScatteredRows.on_gpu([layer], tokens_per_block=_SIZE, max_runs=9) is None
