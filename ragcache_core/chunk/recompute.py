@@ -35,10 +35,10 @@ def plan_reuse(
     """Return what becomes of the tokens ``[start, end)`` of a prompt (Cache-Craft §3.4.1).
 
     Of each stored chunk the variant that has lost least context is used (§3.3: the lowest ``CCI (1 - beta')``; see
-    ``lost_context``), the older of equals, and
-    ``selection`` names ``ceil(CFO |C|)`` of its tokens to be computed. So is whatever is in no chunk, and every chunk
-    that is not stored. A selection of whole chunks has the variant that keeps most of its neighbours, and all tokens of
-    a chunk are computed where ``alpha`` times the context that it has lost reaches 1::
+    ``lost_context``), the older of equals, and ``selection`` names ``ceil(CFO |C|)`` of its tokens to be computed. So
+    is whatever is in no chunk, and every chunk that is not stored. A selection of whole chunks has the variant that
+    keeps most of its neighbours, and all tokens of a chunk are computed where ``alpha`` times the context that it has
+    lost reaches 1::
 
         0 .. start            start                                                    end
         | cached exactly      | chunk 2   : gap : chunk 3, not stored : chunk 4        | the question

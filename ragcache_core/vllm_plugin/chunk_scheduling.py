@@ -68,7 +68,7 @@ class ChunkScheduling:
         run_tokens: int = 1,
         is_eager: bool = True,
     ) -> None:
-        self._is_eager = is_eager
+        self._shares_beginnings = is_eager
         self.library = library
         self.order: Callable[[Iterable[str]], list[str]] = list
         """Says which jobs may run in a step: first ones first, those that nobody has asked for yet last."""
@@ -102,7 +102,7 @@ class ChunkScheduling:
 
         Their attention is added up in another order than vLLM's, so nothing that a job computes is anybody else's.
         """
-        self._max_step_runs, self.plans.run_tokens, self._is_eager = sys.maxsize, 1, False
+        self._max_step_runs, self.plans.run_tokens, self._shares_beginnings = sys.maxsize, 1, False
 
     # A request's turn
 
@@ -171,7 +171,7 @@ class ChunkScheduling:
         request.num_spare_runs = 0 if focus is None else 1 + len(focus.droppable)
         request.is_running, request.num_to_load = True, self._num_workers if awaits_load else 0
         self._running[request_id] = None
-        if not self._is_eager:
+        if not self._shares_beginnings:
             return plan.start
         return min((max(chunk.span.start, plan.start) for chunk in reused), default=plan.end)
 

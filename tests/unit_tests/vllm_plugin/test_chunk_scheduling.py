@@ -15,7 +15,7 @@ from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 from ragcache_core.vllm_plugin.chunk_pages import MemoryReport, ReadChunk, WriteChunk
 from ragcache_core.vllm_plugin.chunk_requests import ReuseOptions
 from ragcache_core.vllm_plugin.chunk_scheduling import ChunkScheduling
-from ragcache_core.vllm_plugin.chunk_steps import CapturedChunk, ChunkReport, ChunkStep
+from ragcache_core.vllm_plugin.chunk_steps import CapturedChunk, ChunkJob, ChunkReport, ChunkStep
 
 _T = 16
 _DOCUMENTS = {name: [100 * number + i for i in range(40)] for number, name in enumerate("abcd", 1)}
@@ -67,6 +67,14 @@ class Bench:
         tokens += question
         self.scheduling.on_new_request(name, tokens, spans, options)
         return tokens
+
+    def start(self, name: str, documents: str, options: ReuseOptions = _HALF) -> ChunkJob:
+        """Have a request arrive of which something is stored, and return its job, of which a slice has run."""
+        self.arrive(name, documents, options)
+        assert self.scheduling.offer(name, 0)
+        self.scheduling.begin(name, [1], awaits_load=False)
+        (job,) = self.step().jobs
+        return job
 
     def step(self, **progress: tuple[int, int]) -> ChunkStep:
         num_scheduled = sum(end - start for start, end in progress.values())
@@ -188,10 +196,7 @@ def test_a_job_waits_until_every_worker_has_the_exact_tokens_from_below() -> Non
 def test_a_chunk_computed_wholly_among_reused_ones_is_captured_behind_its_present_prefix() -> None:
     bench = Bench()
     bench.store("ab")
-    bench.arrive("r", "bca")
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.begin("r", [1], awaits_load=False)
-    (job,) = bench.step().jobs
+    job = bench.start("r", "bca")
     assert [capture.end - capture.start for capture in job.captures] == [40]
     while bench.scheduling._requests["r"].num_rows_left > 0:
         bench.step()
@@ -204,10 +209,7 @@ def test_a_chunk_computed_wholly_among_reused_ones_is_captured_behind_its_presen
 def test_a_chunk_that_is_computed_as_a_whole_counts_as_recomputed_and_becomes_a_variant() -> None:
     bench = Bench()
     bench.store("ab")
-    bench.arrive("r", "acb", ReuseOptions(selection="whole_chunks", alpha=10.0, max_recompute=1.0))
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.begin("r", [1], awaits_load=False)
-    (job,) = bench.step().jobs
+    job = bench.start("r", "acb", ReuseOptions(selection="whole_chunks", alpha=10.0, max_recompute=1.0))
     assert [injection.start for injection in job.injections] == [10], "only the first has lost no neighbour"
     assert len(job.captures) == 2
     while bench.scheduling._requests["r"].num_rows_left > 0:
@@ -232,10 +234,7 @@ def test_what_is_captured_behind_reused_documents_inherits_what_they_have_lost_u
         found = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
         return {each.statistics.prefix: each.statistics.inherited for each in found}
 
-    bench.arrive("half", "bc")
-    bench.scheduling.offer("half", 0)
-    bench.scheduling.begin("half", [1], awaits_load=False)
-    (job,) = bench.step().jobs
+    job = bench.start("half", "bc")
     bench.finish_job("half", job.captures)
     bench.scheduling.on_finished("half")
     assert stored()[behind] > 0.0
@@ -245,19 +244,13 @@ def test_what_is_captured_behind_reused_documents_inherits_what_they_have_lost_u
     bench.step(wholly=(0, len(tokens)))
     bench.scheduling.on_finished("wholly")
     assert stored() == {behind: 0.0}
-    bench.arrive("again", "bc", everything)
-    bench.scheduling.offer("again", 0)
-    bench.scheduling.begin("again", [1], awaits_load=False)
-    assert len(bench.step().jobs[0].injections) == 2, "both are now what a prefill makes"
+    assert len(bench.start("again", "bc", everything).injections) == 2, "both are now what a prefill makes"
 
 
 def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:
     bench = Bench()
     bench.store("ab")
-    bench.arrive("r", "bc")
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.begin("r", [1], awaits_load=False)
-    (job,) = bench.step().jobs
+    bench.start("r", "bc")
     bench.finish_job("r", ())  # preempted: the first document's blocks are still its own
     assert bench.scheduling.offer("r", 50) == 0
     bench.scheduling.compute("r", 50)
@@ -265,16 +258,12 @@ def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() 
     key = chunk_key(_DOCUMENTS["c"])
     (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
     assert variant.statistics.inherited > 0.0
-    assert job.captures
 
 
 def test_a_document_whose_first_part_is_a_requests_own_approximate_kv_is_not_captured() -> None:
     bench = Bench()
     bench.store("ab")
-    bench.arrive("r", "bc", ReuseOptions(selection="first_tokens", alpha=0.0, max_recompute=1.0))
-    bench.scheduling.offer("r", 0)
-    bench.scheduling.begin("r", [1], awaits_load=False)
-    bench.step()
+    bench.start("r", "bc", ReuseOptions(selection="first_tokens", alpha=0.0, max_recompute=1.0))
     bench.finish_job("r", ())
     bench.scheduling.clear()  # preempted, and what it read is gone: of its first document 20 tokens are still there
     assert bench.scheduling.offer("r", 30) == 0
@@ -560,9 +549,15 @@ def test_a_guess_with_a_long_question_still_gets_on() -> None:
     assert num_steps == 1, len(job.positions)
 
 
-@pytest.mark.parametrize(("is_eager", "first"), [(True, 10), (False, 0)])
-def test_what_a_compiled_engine_would_round_otherwise_is_nobody_elses(is_eager: bool, first: int) -> None:
+@pytest.mark.parametrize(
+    ("is_eager", "is_scattered", "first"), [(True, False, 10), (False, False, 0), (True, True, 0)]
+)
+def test_what_vllm_itself_would_round_otherwise_is_nobody_elses(
+    is_eager: bool, is_scattered: bool, first: int
+) -> None:
     bench = Bench(is_eager=is_eager)
+    if is_scattered:
+        bench.scheduling.scatter_rows()
     bench.store("ab")
     bench.arrive("r", "ba")
     bench.scheduling.offer("r", 0)
