@@ -549,12 +549,8 @@ def test_a_guess_with_a_long_question_still_gets_on() -> None:
     assert num_steps == 1, len(job.positions)
 
 
-@pytest.mark.parametrize(
-    ("is_eager", "is_scattered", "first"), [(True, False, 10), (False, False, 0), (True, True, 0)]
-)
-def test_what_vllm_itself_would_round_otherwise_is_nobody_elses(
-    is_eager: bool, is_scattered: bool, first: int
-) -> None:
+@pytest.mark.parametrize(("is_eager", "is_scattered", "first"), [(True, False, 10), (False, False, 0), (True, True, 0)])
+def test_what_vllm_itself_would_round_otherwise_is_nobody_elses(is_eager: bool, is_scattered: bool, first: int) -> None:
     bench = Bench(is_eager=is_eager)
     if is_scattered:
         bench.scheduling.scatter_rows()
