@@ -11,9 +11,11 @@ from ragcache_core.chunk.types import (
     ChunkSpan,
     ChunkStatistics,
     ChunkVariant,
+    ContextKey,
     PlannedChunk,
     ReusePlan,
     chunk_key,
+    chunk_spans,
 )
 from ragcache_core.chunk.variants import VariantTable
 
@@ -24,6 +26,7 @@ __all__ = [
     "ChunkSpan",
     "ChunkStatistics",
     "ChunkVariant",
+    "ContextKey",
     "FocusedChunks",
     "PlannedChunk",
     "ReusePlan",
@@ -32,6 +35,7 @@ __all__ = [
     "VariantTable",
     "choose_alpha",
     "chunk_key",
+    "chunk_spans",
     "lexical_relevance",
     "make_selection",
     "plan_reuse",

@@ -78,9 +78,9 @@ def plan_reuse(
             usable = [variant for variant in stored.get(span.key, ()) if variant.num_tokens == span.num_tokens]
             if usable:
                 if selection.is_all_or_nothing:
-                    chosen.append((span, *_best_neighbours(usable, spans[:number])))
+                    chosen.append((span, *_best_neighbours(usable, span, spans[:number])))
                 else:
-                    chosen.append((span, *_best(usable, spans[:number], counts_unseen=counts_unseen)))
+                    chosen.append((span, *_best(usable, span, spans[:number], counts_unseen=counts_unseen)))
 
     overheads = [fix_overhead(lost, alpha) for *_, lost in chosen]
     lengths = [span.num_tokens for span, *_ in chosen]
@@ -149,23 +149,28 @@ def _check_order(spans: Sequence[ChunkSpan]) -> None:
 
 
 def _best(
-    variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan], *, counts_unseen: bool
+    variants: Sequence[ChunkVariant], span: ChunkSpan, before: Sequence[ChunkSpan], *, counts_unseen: bool
 ) -> tuple[ChunkVariant, float]:
-    """Return the variant that fits best behind ``before``, and how much context it has lost."""
+    """Return the variant that fits ``span`` best behind ``before``, and how much context it has lost."""
     prefix = [span.key for span in before]
     candidates = []
     for variant in variants:
         seen = variant.statistics.prefix
         unseen_tokens = sum(span.num_tokens for span in before if span.key not in seen) if counts_unseen else 0
         overlap = adjusted_overlap(variant.statistics, prefix, unseen_tokens=unseen_tokens)
-        lost = lost_context(context_impact(variant.statistics), overlap, variant.statistics.inherited)
+        impact = context_impact(variant.statistics)
+        lost = lost_context(variant.statistics, span.context, weight=impact, overlap=overlap)
         candidates.append((lost, variant.number, variant))
     lost, _, variant = min(candidates, key=lambda candidate: candidate[:2])
     return variant, lost
 
 
-def _best_neighbours(variants: Sequence[ChunkVariant], before: Sequence[ChunkSpan]) -> tuple[ChunkVariant, float]:
-    """Return the variant that keeps most of its old neighbours, and how much context it has lost.
+def _best_neighbours(
+    variants: Sequence[ChunkVariant], span: ChunkSpan, before: Sequence[ChunkSpan]
+) -> tuple[ChunkVariant, float]:
+    """Return the variant that keeps most of its old neighbours before ``span``, and how much context it has lost.
+
+    Of those that keep as much, the one of this very context, or else the one that inherited least, the older of equals.
 
     How much a chunk looks outwards is a matter of the chunk: what counts is the most that any variant shows. One that
     was captured behind no chunk had nothing to look at, so a chunk known only from there is taken to look outwards
@@ -174,9 +179,13 @@ def _best_neighbours(variants: Sequence[ChunkVariant], before: Sequence[ChunkSpa
     prefix = [span.key for span in before]
     shown = [outward_attention(variant.statistics) for variant in variants if variant.statistics.prefix]
     outward = max(shown, default=1.0)
-    overlaps = [neighbour_overlap(variant.statistics, prefix) for variant in variants]
-    best = max(range(len(variants)), key=lambda place: (overlaps[place], -variants[place].number))
-    return variants[best], lost_context(outward, overlaps[best], variants[best].statistics.inherited)
+    candidates = []
+    for variant in variants:
+        overlap = neighbour_overlap(variant.statistics, prefix)
+        lost = lost_context(variant.statistics, span.context, weight=outward, overlap=overlap)
+        candidates.append((-overlap, lost, variant.number, variant))
+    _, lost, _, variant = min(candidates, key=lambda candidate: candidate[:3])
+    return variant, lost
 
 
 def _whole_budgets(

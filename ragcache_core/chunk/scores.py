@@ -20,11 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ragcache_core.chunk.types import ChunkKey, ChunkStatistics
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ContextKey
 from ragcache_core.errors import ConfigError
 
 _MOST_OF_ANOTHER = 1.0 - 2.0**-20
-"""The overlap with a prefix that is not the one of the capture: alpha without bound must find what has changed."""
+"""The overlap with a context that is not the one of the capture: alpha without bound must find what has changed."""
 
 
 def prefix_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
@@ -63,8 +63,7 @@ def adjusted_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey], *,
     """
     overlap = prefix_overlap(statistics, prefix) * (1.0 - order_penalty(statistics.prefix, prefix))
     num_seen = sum(statistics.prefix_lengths)
-    overlap = overlap * num_seen / (num_seen + unseen_tokens) if unseen_tokens else overlap
-    return overlap if tuple(prefix) == statistics.prefix else min(overlap, _MOST_OF_ANOTHER)
+    return overlap * num_seen / (num_seen + unseen_tokens) if unseen_tokens else overlap
 
 
 def context_impact(statistics: ChunkStatistics) -> float:
@@ -107,18 +106,21 @@ def neighbour_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -
         num_common += 1
     total = math.fsum(statistics.inter)
     kept = math.fsum(statistics.inter[len(old) - num_common :])
-    return min(_MOST_OF_ANOTHER, kept / total) if total > 0.0 else 0.0
+    return min(1.0, kept / total) if total > 0.0 else 0.0
 
 
-def lost_context(weight: float, overlap: float, inherited: float = 0.0) -> float:
+def lost_context(statistics: ChunkStatistics, context: ContextKey, *, weight: float, overlap: float) -> float:
     """Return in [0, 1] how much of what made a chunk's KV is not there any more: ``weight * (1 - overlap)``, or more.
 
-    ``weight`` says how much comes from elsewhere: CCI with beta', or outward attention with neighbour overlap. What was
-    captured behind chunks that had lost their own context is off by what it ``inherited``, however well it fits. Where
-    chunks are recomputed wholly or not at all, and without a limit, that changes nothing under the alpha that it was
-    captured under: a chunk that loses ``1 / alpha`` is recomputed, so nothing inherits as much.
+    ``weight`` says how much comes from elsewhere: CCI with beta', or outward attention with neighbour overlap. In
+    another ``context`` than at its capture a chunk has lost something, if next to nothing: only the text between the
+    same chunks may be new. What was captured behind chunks that had lost their own context is off by what it inherited,
+    however well it fits. Where chunks are recomputed wholly or not at all, and without a limit, that changes nothing
+    under the alpha that it was captured under: a chunk that loses ``1 / alpha`` is recomputed, so nothing inherits as
+    much.
     """
-    return max(weight * (1.0 - overlap), inherited)
+    kept = overlap if context == statistics.context else min(overlap, _MOST_OF_ANOTHER)
+    return max(weight * (1.0 - kept), statistics.inherited)
 
 
 def fix_overhead(lost: float, alpha: float) -> float:

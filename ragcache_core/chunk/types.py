@@ -6,12 +6,16 @@ import array
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ragcache_core.errors import PromptError
 
 ChunkKey = bytes
 """SHA-256 of a chunk's token ids, and of the static prefix's: equal chunks are one wherever they stand among others."""
+
+
+ContextKey = bytes
+"""SHA-256 of everything that stands before a chunk: the static prefix, other chunks, and what separates them."""
 
 
 def chunk_key(token_ids: Sequence[int], *, behind: ChunkKey = b"") -> ChunkKey:
@@ -21,6 +25,28 @@ def chunk_key(token_ids: Sequence[int], *, behind: ChunkKey = b"") -> ChunkKey:
     neither overlap nor CFO knows of it: so a chunk behind another static prefix is another chunk.
     """
     return hashlib.sha256(behind + array.array("q", token_ids).tobytes()).digest()
+
+
+def chunk_spans(token_ids: Sequence[int], places: Sequence[tuple[int, int]]) -> list[ChunkSpan]:
+    """Return the chunks of a prompt that stand at ``places``, ``[start, end)`` each, in order.
+
+    Raises:
+        PromptError: one holds no token.
+    """
+    if not places:
+        return []
+    static = context = chunk_key(token_ids[: places[0][0]])
+    spans: list[ChunkSpan] = []
+    for start, end in places:
+        if spans:
+            context = context_behind(spans[-1], token_ids[spans[-1].end : start])
+        spans.append(ChunkSpan(start, end, chunk_key(token_ids[start:end], behind=static), context))
+    return spans
+
+
+def context_behind(span: ChunkSpan, between: Sequence[int] = ()) -> ContextKey:
+    """Return what the next chunk stands behind, ``between`` tokens after ``span``."""
+    return chunk_key(between, behind=span.context + span.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +79,9 @@ class ChunkStatistics:
     """In [0, 1], how much of the chunk's attention went to chunks that had lost their own context: 0 where all before
     it was as a prefill makes it. See :func:`~ragcache_core.chunk.scores.lost_context`."""
 
+    context: ContextKey = field(kw_only=True)
+    """What it stood behind, the text between ``prefix`` included: a variant is known by it."""
+
     def __post_init__(self) -> None:
         if not len(self.inter) == len(self.prefix_lengths) == len(self.prefix):
             counts = f"{len(self.inter)} scores and {len(self.prefix_lengths)} lengths"
@@ -79,11 +108,12 @@ class ChunkVariant:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """Where a chunk stands in a prompt: tokens ``[start, end)``."""
+    """Where a chunk stands in a prompt: tokens ``[start, end)``, and behind what."""
 
     start: int
     end: int
     key: ChunkKey
+    context: ContextKey
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:

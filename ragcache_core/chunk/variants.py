@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
 from ragcache_core.errors import ConfigError
 
 _MIN_ENTRIES = 64
@@ -20,7 +20,7 @@ class VariantTable:
 
     Whoever adds makes room before::
 
-        if not table.has_variant(key, prefix):
+        if table.captured_in(key, context) is None:
             while table.is_full(key): remove(table.victim(key, is_evictable))
             table.add(key, num_tokens, statistics)
 
@@ -50,10 +50,10 @@ class VariantTable:
         """Return the variants of a chunk, the oldest first."""
         return tuple(self._variants.get(key, {}).values())
 
-    def has_variant(self, key: ChunkKey, prefix: Sequence[ChunkKey]) -> bool:
-        """Return whether the chunk is kept as it was captured behind this very prefix."""
-        wanted = tuple(prefix)
-        return any(variant.statistics.prefix == wanted for variant in self._variants.get(key, {}).values())
+    def captured_in(self, key: ChunkKey, context: ContextKey) -> ChunkVariant | None:
+        """Return the chunk as it was captured in this very context; None if it is not kept."""
+        known = self._variants.get(key, {}).values()
+        return next((variant for variant in known if variant.statistics.context == context), None)
 
     def reuse(self, variant: ChunkVariant) -> float:
         """Return f_r of a variant that is kept."""
@@ -95,7 +95,8 @@ class VariantTable:
             raise ValueError(
                 f"{len(self)} variants are kept, {len(self.variants(variant.key))} of this chunk: evict first"
             )
-        if self.has_variant(variant.key, variant.statistics.prefix) or variant.number in self._reuse:
+        known = self.captured_in(variant.key, variant.statistics.context)
+        if known is not None or variant.number in self._reuse:
             raise ValueError(f"variant {variant.number} of chunk {variant.key.hex()[:12]} is kept already")
         self._variants.setdefault(variant.key, {})[variant.number] = variant
         self._next_number = max(self._next_number, variant.number + 1)

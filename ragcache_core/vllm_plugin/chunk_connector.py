@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragcache_core.chunk.types import ChunkSpan, chunk_key
+from ragcache_core.chunk.types import ChunkSpan, chunk_spans
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import ChunkReuseRequest, SegmentKind, Tier
 from ragcache_core.vllm_plugin.chunk_building import build_execution, build_scheduling, check_engine
@@ -162,8 +162,7 @@ class ChunkReuse(KVConnectorBase_V1):
         places = [(each.start, each.end if each.text_end is None else each.text_end) for each in documents]
         if not 0 < len(places) <= _MAX_CHUNKS:
             return []
-        static = chunk_key(tokens[: places[0][0]])
-        return [ChunkSpan(start, end, chunk_key(tokens[start:end], behind=static)) for start, end in places]
+        return chunk_spans(tokens, places)
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_below, is_async = super()._match_below(request, num_computed_tokens)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
 from ragcache_core.policy import PrefillCost, ReplacementPolicy
 from ragcache_core.vllm_plugin.chunk_pages import (
     MemoryCommand,
@@ -148,12 +148,12 @@ class ChunkLibrary:
         self,
         key: ChunkKey,
         token_ids: Sequence[int],
-        prefix: tuple[ChunkKey, ...],
+        context: ContextKey,
         request_id: str,
         *,
         inherits: float,
     ) -> Reservation | None:
-        """Return pages for a chunk that is computed behind ``prefix``, of which others are evicted where need be.
+        """Return pages for a chunk that is computed in ``context``, of which others are evicted where need be.
 
         ``inherits`` is the most that it may inherit of what those before it have lost; it takes the place of one that
         inherited more. None: that variant is stored or on its way, the chunk is longer than the memory or was stored
@@ -164,7 +164,7 @@ class ChunkLibrary:
         chunk = self._stock.chunks.get(key)
         if chunk is None:
             chunk = StoredVariants(key, pack_token_ids(token_ids), num_tokens)
-        elif not self._are_its_tokens(chunk, token_ids) or self._is_known(chunk, prefix, inherits):
+        elif not self._are_its_tokens(chunk, token_ids) or self._is_known(chunk, context, inherits):
             return None
         num_pages = num_pages_of(num_tokens, self._stock.tokens_per_page)
         if num_pages > self._stock.num_pages:
@@ -175,29 +175,29 @@ class ChunkLibrary:
             return None
         self._stock.chunks[key] = chunk
         number, self._num_reservations = self._num_reservations, self._num_reservations + 1
-        chunk.reserved[number] = prefix
-        reservation = Reservation(number, key, num_tokens, prefix, self._stock.take_pages(num_pages), request_id)
+        chunk.reserved[number] = context
+        reservation = Reservation(number, key, num_tokens, context, self._stock.take_pages(num_pages), request_id)
         self._reservations.setdefault(request_id, []).append(reservation)
         return reservation
 
     def commit(self, reservation: Reservation, statistics: ChunkStatistics) -> ChunkVariant | None:
         """Return the variant whose KV the workers have captured, for everybody to find; it goes on to disk.
 
-        One behind the same prefix gives way, or of too many variants of the chunk the one with the lowest f_r. None:
+        One of the same context gives way, or of too many variants of the chunk the one with the lowest f_r. None:
         that is in use, or meanwhile the request was released, or the library was cleared.
 
         Raises:
-            ValueError: the statistics are those of another prefix.
+            ValueError: the statistics are those of another context.
         """
-        if statistics.prefix != reservation.prefix:
+        if statistics.context != reservation.context:
             raise ValueError(
-                f"a chunk was captured behind {len(statistics.prefix)} chunks, pages were reserved for it behind "
-                f"{len(reservation.prefix)}: reserve them for the prefix that is captured"
+                f"a chunk was captured in context {statistics.context.hex()[:12]}, pages were reserved for it in "
+                f"{reservation.context.hex()[:12]}: reserve them for the context that is captured"
             )
         if not self._withdraw(reservation):
             return None
         chunk = self._stock.chunks[reservation.key]
-        if not self._make_way(chunk, reservation.prefix):
+        if not self._make_way(chunk, reservation.context):
             self.counters.num_crowded_out_chunks += 1
             self._give_back(reservation)
             return None
@@ -301,30 +301,23 @@ class ChunkLibrary:
         self.counters.num_mismatched_chunks += not is_same
         return is_same
 
-    @staticmethod
-    def _behind(chunk: StoredVariants, prefix: tuple[ChunkKey, ...]) -> Variant | None:
-        """Return the variant that was captured behind a prefix, and is not about to go."""
-        known = (stored for stored in chunk.stored.values() if not stored.is_doomed)
-        return next((stored for stored in known if stored.variant.statistics.prefix == prefix), None)
+    def _is_known(self, chunk: StoredVariants, context: ContextKey, inherits: float) -> bool:
+        """Return whether a variant of ``context`` is on its way, or stored and as good as the new one."""
+        known = self._stock.variants.captured_in(chunk.key, context)
+        is_as_good = known is not None and known.statistics.inherited <= inherits
+        return context in chunk.reserved.values() or is_as_good
 
-    def _is_known(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...], inherits: float) -> bool:
-        """Return whether a variant behind ``prefix`` is on its way, or stored and as good as the new one."""
-        known = self._behind(chunk, prefix)
-        is_as_good = known is not None and known.variant.statistics.inherited <= inherits
-        return prefix in chunk.reserved.values() or is_as_good
-
-    def _make_way(self, chunk: StoredVariants, prefix: tuple[ChunkKey, ...]) -> bool:
-        """Return whether a variant behind ``prefix`` may be stored, after one has given way where one must."""
+    def _make_way(self, chunk: StoredVariants, context: ContextKey) -> bool:
+        """Return whether a variant of ``context`` may be stored, after one has given way where one must."""
         variants = self._stock.variants
-        victim = self._behind(chunk, prefix)
+        victim = variants.captured_in(chunk.key, context)
         if victim is None:
             if not variants.is_full(chunk.key):
                 return True
-            least = variants.victim(chunk.key, lambda variant: chunk.stored[variant.number].is_idle)
-            victim = None if least is None else chunk.stored[least.number]
-        if victim is None or not victim.is_idle:
+            victim = variants.victim(chunk.key, lambda variant: chunk.stored[variant.number].is_idle)
+        if victim is None or not chunk.stored[victim.number].is_idle:
             return False
-        self._stock.forget(chunk, victim)
+        self._stock.forget(chunk, chunk.stored[victim.number])
         return True
 
     def _hold(self, places: Iterable[tuple[StoredVariants, Variant]]) -> None:

@@ -22,8 +22,8 @@ STATISTICS_BYTES = 4096
 
 _SLOT_BYTES = 4096  # slots on disk are aligned to this
 _KEY_BYTES = 32
-_HEADER = struct.Struct("<IIIdd")  # format, number of tokens, length of the prefix, intra, inherited
-_FORMAT = 2
+_HEADER = struct.Struct("<IIIdd32s")  # format, number of tokens, length of the prefix, intra, inherited, context
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,7 @@ def pack_statistics(statistics: ChunkStatistics, token_ids: bytes) -> list[bytes
                 len(statistics.prefix),
                 statistics.intra,
                 statistics.inherited,
+                statistics.context,
             ),
             token_ids,
             _floats(statistics.token_inter),
@@ -212,7 +213,7 @@ def unpack_statistics(pieces: Iterable[bytes]) -> tuple[ChunkStatistics, bytes]:
         ValueError: the pieces are not such.
     """
     packed = b"".join(pieces)
-    format_, num_tokens, num_prefix, intra, inherited = _HEADER.unpack_from(packed)
+    format_, num_tokens, num_prefix, intra, inherited, context = _HEADER.unpack_from(packed)
     sizes = (4 * num_tokens, 8 * num_tokens, _KEY_BYTES * num_prefix, 4 * num_prefix, 8 * num_prefix)
     if format_ != _FORMAT or len(packed) < _HEADER.size + sum(sizes):
         raise ValueError(f"statistics of format {format_} in {len(packed)} bytes: they were written as {_FORMAT}")
@@ -223,7 +224,8 @@ def unpack_statistics(pieces: Iterable[bytes]) -> tuple[ChunkStatistics, bytes]:
     token_ids, token_inter, prefix, packed_lengths, inter = parts
     keys = tuple(prefix[at : at + _KEY_BYTES] for at in range(0, len(prefix), _KEY_BYTES))
     lengths = tuple(np.frombuffer(packed_lengths, dtype="<u4").tolist())
-    return ChunkStatistics(keys, lengths, _tuple(inter), intra, _tuple(token_inter), inherited), token_ids
+    statistics = ChunkStatistics(keys, lengths, _tuple(inter), intra, _tuple(token_inter), inherited, context=context)
+    return statistics, token_ids
 
 
 def _floats(values: Sequence[float]) -> bytes:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
-from ragcache_core.chunk.types import ChunkKey, ChunkVariant
+from ragcache_core.chunk.types import ChunkKey, ChunkVariant, ContextKey
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages that a request may fill with a chunk's KV, which stood behind ``prefix``; ``number`` is its own."""
+    """Pages that a request may fill with a chunk's KV, which stands in ``context``; ``number`` is its own."""
 
     number: int
     key: ChunkKey
     num_tokens: int
-    prefix: tuple[ChunkKey, ...]
+    context: ContextKey
     pages: tuple[int, ...]
     request_id: str
 
@@ -53,13 +53,13 @@ class Variant:
 
 @dataclass(slots=True)
 class StoredVariants:
-    """A chunk: its token ids, 32 bits each, its variants by number, and the prefixes of those that are captured now."""
+    """A chunk: its token ids, 32 bits each, its variants by number, and the contexts of those that are captured now."""
 
     key: ChunkKey
     token_ids: bytes
     num_tokens: int
     stored: dict[int, Variant] = field(default_factory=dict)
-    reserved: dict[int, tuple[ChunkKey, ...]] = field(default_factory=dict)
+    reserved: dict[int, ContextKey] = field(default_factory=dict)
 
     @property
     def num_variants(self) -> int:

@@ -56,9 +56,10 @@ class OpenCapture:
 
     capture: Capture
     reservation: Reservation
-    lengths: tuple[int, ...]
+    before: tuple[ChunkSpan, ...]
+    """The chunks before it."""
     lost: tuple[float, ...]
-    """How much context each chunk before it has lost."""
+    """How much context each of them has lost."""
     is_awaited: bool = False
 
 
@@ -112,12 +113,13 @@ def statistics_of(each: OpenCapture, captured: CapturedChunk) -> ChunkStatistics
     try:
         off = math.fsum(mass * lost for mass, lost in zip(captured.inter, each.lost, strict=True))
         return ChunkStatistics(
-            each.reservation.prefix,
-            each.lengths,
+            tuple(span.key for span in each.before),
+            tuple(span.num_tokens for span in each.before),
             captured.inter,
             captured.intra,
             captured.token_inter,
             inherited=min(1.0, off / each.reservation.num_tokens),
+            context=each.reservation.context,
         )
     except ValueError:
         return None

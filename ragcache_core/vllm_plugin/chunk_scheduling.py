@@ -302,17 +302,16 @@ class ChunkScheduling:
     def _reserve(self, request_id: str, request: RequestState, spans: Iterable[ChunkSpan]) -> None:
         for span in spans:
             before = request.spans[: request.spans.index(span)]
-            prefix = tuple(each.key for each in before)
             lost = tuple(request.lost[: len(before)])
             token_ids = request.token_ids[span.start : span.end]
-            reservation = self.library.reserve(span.key, token_ids, prefix, request_id, inherits=max(lost, default=0.0))
+            inherits = max(lost, default=0.0)
+            reservation = self.library.reserve(span.key, token_ids, span.context, request_id, inherits=inherits)
             if reservation is None:
                 continue
             name = (request_id, reservation.key, reservation.number)
             places = tuple((each.start, each.end) for each in before)
             capture = Capture(name, span.start, span.end, places, reservation.pages)
-            lengths = tuple(each.num_tokens for each in before)
-            request.open[name] = OpenCapture(capture, reservation, lengths, lost)
+            request.open[name] = OpenCapture(capture, reservation, before, lost)
 
     def _commit(self, name: CaptureId, captured: CapturedChunk | None) -> None:
         request = self._requests.get(name[0])

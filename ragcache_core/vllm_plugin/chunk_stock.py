@@ -225,7 +225,7 @@ class ChunkStock:
             chunk = self.chunks.get(at[0]) or StoredVariants(at[0], entry.token_ids, entry.variant.num_tokens)
             has_room = self.num_used_disk_pages + num_pages <= self.num_disk_pages
             is_sound = at in on_all and entry.token_ids == chunk.token_ids
-            is_new = not self.variants.has_variant(at[0], entry.variant.statistics.prefix)
+            is_new = self.variants.captured_in(at[0], entry.variant.statistics.context) is None
             if not (is_sound and is_new and has_room) or self.variants.is_full(at[0]):
                 orphans.append((*at, num_pages))
                 continue

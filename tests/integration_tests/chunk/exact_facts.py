@@ -38,6 +38,12 @@ def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: 
     facts["stored behind the same chunks"] = scene.ask_one((2, 0, 1), NOTHING).distance(expected[2, 0, 1])
     facts["approximate"] = scene.ask_one((4, 2, 3, 1), PART).distance(scene.ask_one((4, 2, 3, 1)))
     scene.forget_exact()
+    between = (9, 11)
+    expected_between = scene.ask_one((2, 0, 1), between=between)
+    scene.forget_exact()
+    for name in ("behind other text between the same chunks", "behind the same text between them"):
+        facts[name] = scene.ask_one((2, 0, 1), FULL, between=between).distance(expected_between)
+        scene.forget_exact()
     for name, spans in {"overlapping": [(40, 101), (90, 180)], "outside": [(40, 101), (200, 4000)]}.items():
         lying = scene.ask_one((1, 3, 0, 4), NOTHING, spans=spans)
         facts[f"spans that lie, {name}"] = lying.distance(expected[1, 3, 0, 4])

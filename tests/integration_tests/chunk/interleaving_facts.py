@@ -8,6 +8,7 @@ and may be another run's.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ORDERS = [(0, 1, 2), (2, 0, 1), (3, 1, 0, 4), (4, 3), (5, 6, 1, 0), (6, 2, 5)]
+BETWEEN = [(7,), (9, 11)]
 _MAX_STEPS_BEFORE_ABORT = 6
 _PREEMPTION_RATE = 0.04
 
@@ -46,10 +48,11 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
     )
     rng = random.Random(seed)
     num_restored = scene.scheduling.library.num_variants
-    asked = [(order, question) for order in ORDERS for question in (0, 1)]
+    asked = list(itertools.product(ORDERS, (0, 1), BETWEEN))
     expected = {}
-    for order, question in asked:
-        expected[order, question] = scene.ask_one(order, False, question=question, max_tokens=24)
+    for order, question, between in asked:
+        truth = scene.ask_one(order, False, question=question, between=between, max_tokens=24)
+        expected[order, question, between] = truth
         scene.forget_exact()
     engine = scene.llm.llm_engine
     counts = {"plain": 0, "approximate": 0, "full": 0, "aborted": 0, "preempted": 0}
@@ -59,11 +62,12 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         waiting: dict[str, tuple[Any, Any]] = {}
         for i in range(rng.randint(1, 5)):
             reuse = rng.choice([False, False, FULL, WHOLLY, NOTHING, PART])
-            order, question = rng.choice(asked)
+            order, question, between = rng.choice(asked)
             name = f"{number}-{i}"
-            prompt, sampling = scene.request(order, reuse, question=question, max_tokens=rng.choice([1, 6, 24]))
+            num_tokens = rng.choice([1, 6, 24])
+            prompt, sampling = scene.request(order, reuse, question=question, between=between, max_tokens=num_tokens)
             engine.add_request(name, prompt, sampling)
-            waiting[name] = (reuse, expected[order, question])
+            waiting[name] = (reuse, expected[order, question, between])
             if rng.random() < 0.2:
                 doomed[name] = rng.randint(0, _MAX_STEPS_BEFORE_ABORT)
         num_steps = 0

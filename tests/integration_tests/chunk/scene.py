@@ -21,6 +21,7 @@ from tests.conftest import DEMO_MODEL
 
 _LENGTHS = (61, 90, 47, 73, 128, 33, 64, 100)
 _VOCABULARY = range(5, 1150)
+SEPARATOR = (7,)
 NUM_LOGPROBS = 20
 
 FULL: Mapping[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 1.0}
@@ -113,13 +114,15 @@ class Scene:
         """The scheduler's side of chunk reuse, of an engine in this process."""
         return self.scheduler.connector.scheduling
 
-    def prompt(self, order: Sequence[int], question: int = 0) -> tuple[list[int], list[dict[str, Any]]]:
-        """Return the tokens of a prompt, and where its documents lie; a separator stands between them."""
+    def prompt(
+        self, order: Sequence[int], question: int = 0, between: Sequence[int] = SEPARATOR
+    ) -> tuple[list[int], list[dict[str, Any]]]:
+        """Return the tokens of a prompt, and where its documents lie; ``between`` stands behind each."""
         tokens, places = list(self._system), []
         for number in order:
             document = self.documents[number]
             places.append({"id": f"d{number}", "start": len(tokens), "end": len(tokens) + len(document)})
-            tokens += [*document, 7]
+            tokens += [*document, *between]
         return [*tokens, *self._question, 5 + question], places
 
     def request(
@@ -128,11 +131,12 @@ class Scene:
         reuse: Any = None,
         *,
         question: int = 0,
+        between: Sequence[int] = SEPARATOR,
         max_tokens: int = 6,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> tuple[TokensPrompt, SamplingParams]:
         """Return a request as vLLM takes it; ``reuse`` None is a plain one, ``spans`` lie about its documents."""
-        tokens, places = self.prompt(order, question)
+        tokens, places = self.prompt(order, question, between)
         if spans is not None:
             places = [{"id": f"d{i}", "start": start, "end": end} for i, (start, end) in enumerate(spans)]
         metadata = {"version": 1, "documents": places, **({} if reuse is None else {"chunk_reuse": reuse})}

@@ -23,6 +23,7 @@ _MODES = {
     "float32, as scattered rows": ["float32", "scattered"],
 }
 _FULL = ["alone", "with a new chunk", "batched", "behind a prefix hit", "capturing"]
+_FULL += ["behind other text between the same chunks", "behind the same text between them"]
 _PLAIN = ["plain after it", "plain after an approximate one"]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragcache_core.chunk import ChunkKey, ChunkSpan, ChunkStatistics, ChunkVariant, chunk_key
+from ragcache_core.chunk import ChunkKey, ChunkSpan, ChunkStatistics, ChunkVariant, ContextKey, chunk_key
+from ragcache_core.chunk.types import context_behind
 
 NUM_LAYERS, NUM_HEADS = 2, 3
 
@@ -46,6 +47,7 @@ class Prompt:
             inter=tuple(self.inter(number, earlier) for earlier in range(number)),
             intra=self.intra(number),
             token_inter=tuple(outside.tolist()),
+            context=span.context,
         )
 
 
@@ -64,12 +66,18 @@ def key(name: int) -> ChunkKey:
 
 
 def spans(*chunks: tuple[int, int], start: int = 0, gap: int = 0) -> list[ChunkSpan]:
-    """Return chunks ``(name, length)`` one after the other, ``gap`` tokens apart."""
-    placed, place = [], start
+    """Return chunks ``(name, length)`` one after the other, ``gap`` tokens apart, all of them 7."""
+    placed: list[ChunkSpan] = []
+    place, context = start, b""
     for name, length in chunks:
-        placed.append(ChunkSpan(place, place + length, key(name)))
-        place += length + gap
+        placed.append(ChunkSpan(place, place + length, key(name), context))
+        place, context = place + length + gap, context_behind(placed[-1], [7] * gap)
     return placed
+
+
+def behind(names: Sequence[int], gap: int = 0) -> ContextKey:
+    """Return the context of a chunk behind those of these names."""
+    return spans(*((name, 1) for name in [*names, 0]), gap=gap)[-1].context
 
 
 def statistics(
@@ -84,6 +92,7 @@ def statistics(
         inter=tuple(mass for *_, mass in prefix),
         intra=intra,
         token_inter=tuple(total * (i + 1) / share for i in range(num_tokens)),
+        context=behind([name for name, *_ in prefix]),
     )
 
 
@@ -119,5 +128,6 @@ def variants(draw: st.DrawFn, name: int, num_tokens: int, number: int = 0) -> Ch
         intra=draw(masses),
         token_inter=tuple(map(float, draw(token_scores(num_tokens)))),
         inherited=draw(st.sampled_from([0.0, 0.0, 0.2, 0.9])),
+        context=behind(prefix),
     )
     return ChunkVariant(key(name), number, num_tokens, measured)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from ragcache_core.chunk import (
 )
 from ragcache_core.chunk.recompute import in_runs, losses
 from ragcache_core.chunk.scores import adjusted_overlap, context_impact, lost_context
+from ragcache_core.chunk.types import context_behind
 from ragcache_core.errors import ConfigError, PromptError
 from tests.unit_tests.chunk.captures import key, prompt, spans, token_scores, variant, variants
 
@@ -32,7 +34,8 @@ def scenes(draw: st.DrawFn) -> tuple[list[ChunkSpan], dict[bytes, list[ChunkVari
     placed, stored, place = [], {}, draw(st.integers(0, 5))
     for name in draw(st.lists(st.integers(0, 9), max_size=5)):
         length = name + 1
-        placed.append(ChunkSpan(place, place + length, key(name)))
+        context = context_behind(placed[-1]) if placed else b""
+        placed.append(ChunkSpan(place, place + length, key(name), context))
         place += length + draw(st.integers(0, 3))
         if draw(st.booleans()):
             stored[key(name)] = [draw(variants(name, length, number)) for number in range(draw(st.integers(1, 3)))]
@@ -110,9 +113,10 @@ def test_the_variant_is_the_one_that_fits_best(scene) -> None:
         before = [span.key for span in placed if span.start < chunk.span.start]
         misfit = {
             found.number: lost_context(
-                context_impact(found.statistics),
-                adjusted_overlap(found.statistics, before),
-                found.statistics.inherited,
+                found.statistics,
+                chunk.span.context,
+                weight=context_impact(found.statistics),
+                overlap=adjusted_overlap(found.statistics, before),
             )
             for found in stored[chunk.span.key]
         }
@@ -200,6 +204,25 @@ def test_alpha_without_bound_reads_nothing_but_what_a_prefill_makes(selection: T
         start, end = placed[-1].start, placed[-1].end
         found = plan(placed, stored, start, end, alpha=1e9, selection=selection)
         assert found.recomputed == (() if is_read else tuple(range(start, end)))
+
+
+@pytest.mark.parametrize("selection", [CACHE_CRAFT, WHOLE_CHUNKS])
+def test_alpha_without_bound_reads_nothing_behind_other_text_between_the_same_chunks(selection: TokenSelection) -> None:
+    stored = {key(1): [variant(1, 8, [(6, 4, 4.0)])]}
+    placed = spans((6, 4), (1, 8), gap=1)
+    assert plan(placed, stored, 5, 13, alpha=1e9, selection=selection).recomputed == tuple(range(5, 13))
+    assert plan(placed, stored, 5, 13, alpha=1.7, selection=WHOLE_CHUNKS).recomputed == ()
+
+
+def test_of_variants_that_keep_the_same_neighbours_the_one_of_the_very_context_is_read() -> None:
+    placed = spans((7, 4), (6, 4), (1, 8))
+    near, very = variant(1, 8, [(6, 4, 4.0)]), variant(1, 8, [(7, 4, 0.0), (6, 4, 4.0)], number=1)
+    (chunk,) = plan(placed, {key(1): [near, very]}, 8, 16, alpha=1e9, selection=WHOLE_CHUNKS).reused
+    assert chunk.variant is very
+    assert chunk.recomputed == ()
+    off = replace(very, statistics=replace(very.statistics, context=b"", inherited=0.1))
+    (chunk,) = plan(placed, {key(1): [off, near]}, 8, 16, alpha=0.0, selection=WHOLE_CHUNKS).reused
+    assert chunk.variant is near, "it inherited nothing"
 
 
 def test_a_prompts_chunks_have_lost_what_was_read_and_what_stands_behind_it_inherits_at_most_that() -> None:
@@ -298,7 +321,7 @@ def test_a_range_that_is_none_is_refused() -> None:
 
 
 def test_overlapping_spans_are_refused_and_named() -> None:
-    placed = [ChunkSpan(0, 5, key(0)), ChunkSpan(4, 8, key(1))]
+    placed = [ChunkSpan(0, 5, key(0), b""), ChunkSpan(4, 8, key(1), b"")]
     with pytest.raises(ValueError, match=r"\[0, 5\) and \[4, 8\) overlap"):
         plan(placed, {}, 0, 8)
 
@@ -306,7 +329,7 @@ def test_overlapping_spans_are_refused_and_named() -> None:
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3)])
 def test_a_span_without_tokens_is_no_span(start: int, end: int) -> None:
     with pytest.raises(PromptError, match="at least one token"):
-        ChunkSpan(start, end, key(0))
+        ChunkSpan(start, end, key(0), b"")
 
 
 def test_statistics_of_other_tokens_are_refused() -> None:

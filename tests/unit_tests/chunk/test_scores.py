@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from ragcache_core.chunk.scores import (
     prefix_overlap,
 )
 from ragcache_core.errors import ConfigError
-from tests.unit_tests.chunk.captures import key, prompt, statistics, variants
+from tests.unit_tests.chunk.captures import behind, key, prompt, statistics, variants
 
 NAMES = st.lists(st.integers(0, 9), max_size=6)
 
@@ -115,15 +116,17 @@ def test_who_looked_at_nothing_has_half_and_who_looked_at_others_alone_has_all()
 
 @given(st.floats(0.5, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
 def test_overhead_is_a_fraction_that_grows_with_alpha(impact: float, overlap: float, one: float, two: float) -> None:
-    lost = lost_context(impact, overlap)
+    lost = impact * (1.0 - overlap)
     low, high = sorted((fix_overhead(lost, one), fix_overhead(lost, two)))
     assert 0.0 <= low <= high <= 1.0
     assert fix_overhead(lost, min(one, two)) == low
-    assert fix_overhead(lost_context(impact, 1.0), one) == 0.0
+    assert fix_overhead(0.0, one) == 0.0
 
 
 def test_overhead_is_the_papers_product() -> None:
-    assert fix_overhead(lost_context(0.8, 0.25), 0.5) == pytest.approx(0.5 * 0.8 * 0.75)
+    captured = statistics(3, [(1, 5, 1.0)])
+    lost = lost_context(captured, behind([2]), weight=0.8, overlap=0.25)
+    assert fix_overhead(lost, 0.5) == pytest.approx(0.5 * 0.8 * 0.75)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, math.nan])
@@ -138,18 +141,30 @@ def test_an_alpha_without_bound_recomputes_what_changed_and_no_more() -> None:
 
 
 @given(variants(0, 3), NAMES, st.integers(0, 100))
-def test_only_the_prefix_of_the_capture_loses_nothing(variant, names: list[int], unseen: int) -> None:
-    found, prefix = variant.statistics, keys(names)
+def test_only_the_context_of_the_capture_loses_nothing(variant, names: list[int], unseen: int) -> None:
+    found, prefix, context = replace(variant.statistics, inherited=0.0), keys(names), behind(names)
     is_the_same = tuple(prefix) == found.prefix
-    assert (lost_context(0.5, neighbour_overlap(found, prefix)) == 0.0) is is_the_same
+    assert (lost_context(found, context, weight=0.5, overlap=neighbour_overlap(found, prefix)) == 0.0) is is_the_same
     if not is_the_same:  # else no token of its prefix can be one that it had not seen
-        assert lost_context(0.5, adjusted_overlap(found, prefix, unseen_tokens=unseen)) > 0.0
+        overlap = adjusted_overlap(found, prefix, unseen_tokens=unseen)
+        assert lost_context(found, context, weight=0.5, overlap=overlap) > 0.0
+
+
+def test_other_text_between_the_same_chunks_is_another_context() -> None:
+    captured = statistics(3, [(1, 5, 1.0), (2, 5, 1.0)])
+    assert neighbour_overlap(captured, keys([1, 2])) == adjusted_overlap(captured, keys([1, 2])) == 1.0
+    assert lost_context(captured, behind([1, 2]), weight=0.5, overlap=1.0) == 0.0
+    lost = lost_context(captured, behind([1, 2], gap=1), weight=0.5, overlap=1.0)
+    assert fix_overhead(lost, 1e9) == 1.0
+    assert fix_overhead(lost, 2.0) < 1e-6
 
 
 def test_what_was_inherited_counts_where_it_is_more_than_what_was_lost() -> None:
-    assert lost_context(0.8, 0.75, inherited=0.1) == pytest.approx(0.2)
-    assert lost_context(0.8, 0.75, inherited=0.3) == 0.3
-    assert lost_context(0.8, 1.0, inherited=0.3) == 0.3
+    captured = statistics(3, [(1, 5, 1.0)])
+    little, much = replace(captured, inherited=0.1), replace(captured, inherited=0.3)
+    assert lost_context(little, behind([2]), weight=0.8, overlap=0.75) == pytest.approx(0.2)
+    assert lost_context(much, behind([2]), weight=0.8, overlap=0.75) == 0.3
+    assert lost_context(much, behind([1]), weight=0.8, overlap=1.0) == 0.3
 
 
 @given(st.integers(0, 1000), st.integers(1, 1000))
@@ -170,12 +185,12 @@ def test_attention_that_is_no_attention_is_no_statistics(bad: float, place: str)
     masses = {"inter": (1.0, 1.0), "intra": 1.0, "token_inter": (1.0, 1.0, 1.0)}
     masses[place] = bad if place == "intra" else (1.0, bad, *masses[place][2:])
     with pytest.raises(ValueError, match="negative or not finite"):
-        ChunkStatistics(prefix=(key(1), key(2)), prefix_lengths=(4, 5), **masses)
+        ChunkStatistics(prefix=(key(1), key(2)), prefix_lengths=(4, 5), context=b"", **masses)
 
 
 def test_scores_must_be_as_many_as_the_chunks_before() -> None:
     with pytest.raises(ValueError, match="1 scores and 2 lengths for a prefix of 2 chunks"):
-        ChunkStatistics((key(1), key(2)), (4, 5), (1.0,), 1.0, (1.0,))
+        ChunkStatistics((key(1), key(2)), (4, 5), (1.0,), 1.0, (1.0,), context=b"")
 
 
 @pytest.mark.parametrize("seed", range(5))

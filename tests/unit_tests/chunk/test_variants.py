@@ -44,9 +44,9 @@ class TableMachine(RuleBasedStateMachine):
     @rule(chunk=CHUNKS, prefix=PREFIXES)
     def capture(self, chunk: int, prefix: list[int]) -> None:
         measured = statistics(3, [(name, 5, 1.0) for name in prefix])
-        is_known = any(kept.variant.statistics.prefix == measured.prefix for kept in self._of(chunk))
-        assert self.table.has_variant(key(chunk), measured.prefix) == is_known
-        if is_known:
+        known = [kept.variant for kept in self._of(chunk) if kept.variant.statistics.prefix == measured.prefix]
+        assert self.table.captured_in(key(chunk), measured.context) is (known[0] if known else None)
+        if known:
             return
         is_crowded = len(self._of(chunk)) >= self.max_variants
         is_full = is_crowded or len(self.kept) >= self.max_instances

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, chunk_key
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey, chunk_key
 from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
 from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 from ragcache_core.vllm_plugin.chunk_pages import (
@@ -40,15 +40,14 @@ def tokens(chunk: int, num_tokens: int = 2 * T) -> list[int]:
     return [chunk * 100 + i for i in range(num_tokens)]
 
 
-def statistics(prefix: tuple[ChunkKey, ...], num_tokens: int, inherited: float = 0.0) -> ChunkStatistics:
-    return ChunkStatistics(prefix, (T,) * len(prefix), (0.25,) * len(prefix), 0.5, (0.125,) * num_tokens, inherited)
+def statistics(context: ContextKey, num_tokens: int, inherited: float = 0.0) -> ChunkStatistics:
+    return ChunkStatistics((), (), (), 0.5, (0.125,) * num_tokens, inherited, context=context)
 
 
 def reserve(
     books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
 ) -> Reservation | None:
-    prefix = (chunk_key([behind]),) if behind else ()
-    return books.reserve(chunk_key(ids), ids, prefix, request, inherits=inherited)
+    return books.reserve(chunk_key(ids), ids, chunk_key([behind]), request, inherits=inherited)
 
 
 def capture(
@@ -56,7 +55,7 @@ def capture(
 ) -> ChunkVariant:
     reservation = reserve(books, ids, behind=behind, request=request, inherited=inherited)
     assert reservation is not None
-    variant = books.commit(reservation, statistics(reservation.prefix, len(ids), inherited))
+    variant = books.commit(reservation, statistics(reservation.context, len(ids), inherited))
     assert variant is not None
     return variant
 
@@ -77,7 +76,7 @@ def test_a_chunk_that_was_captured_is_found_with_its_statistics() -> None:
     books = library()
     variant = capture(books, tokens(1), behind=7)
     assert found(books, tokens(1)) == (variant,)
-    assert variant.statistics.prefix == (chunk_key([7]),)
+    assert variant.statistics.context == chunk_key([7])
     assert books.is_on_host(variant)
     assert len(books.pages(variant)) == 2
 
@@ -92,11 +91,11 @@ def test_a_chunk_with_other_tokens_under_its_key_is_not_found_and_counted() -> N
     books = library()
     capture(books, tokens(1))
     assert books.find({chunk_key(tokens(1)): tokens(2)}) == {}
-    assert books.reserve(chunk_key(tokens(1)), tokens(2), (), "r", inherits=0.0) is None
+    assert books.reserve(chunk_key(tokens(1)), tokens(2), b"", "r", inherits=0.0) is None
     assert books.counters.num_mismatched_chunks == 2
 
 
-def test_the_same_prefix_is_captured_once_and_another_is_another_variant() -> None:
+def test_the_same_context_is_captured_once_and_another_is_another_variant() -> None:
     books = library()
     first = capture(books, tokens(1), behind=7)
     assert reserve(books, tokens(1), behind=7) is None
@@ -104,7 +103,7 @@ def test_the_same_prefix_is_captured_once_and_another_is_another_variant() -> No
     assert found(books, tokens(1)) == (first, second)
 
 
-def test_a_prefix_that_is_being_captured_is_not_captured_twice() -> None:
+def test_a_context_that_is_being_captured_is_not_captured_twice() -> None:
     books = library()
     assert reserve(books, tokens(1), behind=7) is not None
     assert reserve(books, tokens(1), behind=7, request="other") is None
@@ -146,7 +145,7 @@ def test_a_variant_that_somebody_reads_is_not_replaced() -> None:
     assert books.pin([off], "reader")
     reservation = reserve(books, tokens(1), behind=7)
     assert reservation is not None
-    assert books.commit(reservation, statistics(reservation.prefix, 2 * T)) is None
+    assert books.commit(reservation, statistics(reservation.context, 2 * T)) is None
     assert found(books, tokens(1)) == (off,)
     assert books.num_used_pages == 2
 
@@ -196,16 +195,16 @@ def test_what_a_request_had_reserved_is_free_again_when_it_is_released() -> None
     assert reservation is not None
     books.release("r")
     assert books.num_used_pages == 0
-    assert books.commit(reservation, statistics((), 2 * T)) is None
+    assert books.commit(reservation, statistics(reservation.context, 2 * T)) is None
     assert found(books, tokens(1)) == ()
 
 
-def test_statistics_of_another_prefix_are_refused() -> None:
+def test_statistics_of_another_context_are_refused() -> None:
     books = library()
     reservation = reserve(books, tokens(1), behind=7)
     assert reservation is not None
-    with pytest.raises(ValueError, match="reserve them for the prefix"):
-        books.commit(reservation, statistics((), 2 * T))
+    with pytest.raises(ValueError, match="reserve them for the context"):
+        books.commit(reservation, statistics(b"", 2 * T))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -467,7 +466,7 @@ class LibraryMachine(RuleBasedStateMachine):
         if not commits:
             self.books.abandon(reservation)
             return
-        variant = self.books.commit(reservation, statistics(reservation.prefix, len(self.ids(chunk)), inherited))
+        variant = self.books.commit(reservation, statistics(reservation.context, len(self.ids(chunk)), inherited))
         assert variant is None or self.books.pages(variant) == reservation.pages
 
     @rule(asked=st.lists(chunks, min_size=1, max_size=4), request=requests)

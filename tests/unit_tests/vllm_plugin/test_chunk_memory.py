@@ -93,7 +93,7 @@ def holds(memory: ChunkMemory, pages: tuple[int, ...], num_tokens: int, seed: in
 def chunk(num_tokens: int, number: int = 0) -> tuple[ChunkVariant, bytes]:
     ids = list(range(number * 1000, number * 1000 + num_tokens))
     masses = tuple(0.5 / (i + 3) for i in range(num_tokens))
-    statistics = ChunkStatistics((b"\1" * 32, b"\2" * 32), (17, 4), (0.1, 1 / 3), 0.7, masses)
+    statistics = ChunkStatistics((b"\1" * 32, b"\2" * 32), (17, 4), (0.1, 1 / 3), 0.7, masses, context=b"\3" * 32)
     return ChunkVariant(chunk_key(ids), number, num_tokens, statistics), pack_token_ids(ids)
 
 
@@ -385,7 +385,7 @@ def test_nothing_is_left_of_a_chunk_behind_as_many_as_a_request_may_have(tmp_pat
     before = 127
     masses = (1.0,) * before
     keys = tuple(bytes([i]) * 32 for i in range(before))
-    statistics = ChunkStatistics(keys, (9,) * before, masses, 0.5, (0.1,) * tokens_per_page)
+    statistics = ChunkStatistics(keys, (9,) * before, masses, 0.5, (0.1,) * tokens_per_page, context=b"\3" * 32)
     ids = list(range(tokens_per_page))
     variant = ChunkVariant(chunk_key(ids), 0, tokens_per_page, statistics)
     disk = ChunkDisk(DiskPlace(tmp_path, {}, 1 << 20), page_bytes=5000, tokens_per_page=tokens_per_page)
@@ -408,7 +408,8 @@ def test_an_unwritable_place_is_an_error_at_the_start(tmp_path: Path) -> None:
 def test_statistics_are_unpacked_as_they_were_packed(num_tokens: int, num_before: int, intra: float) -> None:
     prefix = tuple(bytes([i]) * 32 for i in range(num_before))
     lengths, inter = tuple(range(num_before)), tuple(1 / (i + 1) for i in range(num_before))
-    statistics = ChunkStatistics(prefix, lengths, inter, intra, tuple(i / 7 for i in range(num_tokens)), intra / 20)
+    masses, context = tuple(i / 7 for i in range(num_tokens)), bytes([num_before + 1]) * 32
+    statistics = ChunkStatistics(prefix, lengths, inter, intra, masses, intra / 20, context=context)
     token_ids = np.arange(num_tokens, dtype="<u4").tobytes()
     pieces = pack_statistics(statistics, token_ids)
     assert unpack_statistics(pieces) == (statistics, token_ids)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ragcache_core.chunk.types import ChunkSpan, chunk_key
+from ragcache_core.chunk.types import chunk_key, chunk_spans
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 from ragcache_core.vllm_plugin.chunk_pages import MemoryReport, ReadChunk, WriteChunk
@@ -19,6 +19,8 @@ from ragcache_core.vllm_plugin.chunk_steps import CapturedChunk, ChunkJob, Chunk
 
 _T = 16
 _DOCUMENTS = {name: [100 * number + i for i in range(40)] for number, name in enumerate("abcd", 1)}
+_SYSTEM = range(10)
+_KEYS = {name: chunk_key(ids, behind=chunk_key(_SYSTEM)) for name, ids in _DOCUMENTS.items()}
 _HALF = ReuseOptions(selection="first_tokens", alpha=1e9, max_recompute=0.5)
 
 
@@ -59,12 +61,13 @@ class Bench:
     def arrive(
         self, name: str, documents: str, options: ReuseOptions = _HALF, *, question: Sequence[int] = (6, 7, 8)
     ) -> list[int]:
-        tokens, spans = list(range(10)), []
+        tokens, places = list(_SYSTEM), []
         for document in documents:
             ids = _DOCUMENTS[document]
-            spans.append(ChunkSpan(len(tokens), len(tokens) + len(ids), chunk_key(ids)))
+            places.append((len(tokens), len(tokens) + len(ids)))
             tokens += [*ids, 5]
         tokens += question
+        spans = chunk_spans(tokens, places)
         self.scheduling.on_new_request(name, tokens, spans, options)
         return tokens
 
@@ -119,9 +122,9 @@ def test_a_request_of_which_nothing_is_stored_is_prefilled_and_its_chunks_are_ca
     bench.store("ab")
     library = bench.scheduling.library
     assert library.counters.num_captured_chunks == 2
-    stored = library.find({chunk_key(_DOCUMENTS["b"]): _DOCUMENTS["b"]})
-    (variant,) = stored[chunk_key(_DOCUMENTS["b"])]
-    assert variant.statistics.prefix == (chunk_key(_DOCUMENTS["a"]),)
+    stored = library.find({_KEYS["b"]: _DOCUMENTS["b"]})
+    (variant,) = stored[_KEYS["b"]]
+    assert variant.statistics.prefix == (_KEYS["a"],)
     assert variant.statistics.prefix_lengths == (40,)
 
 
@@ -201,9 +204,9 @@ def test_a_chunk_computed_wholly_among_reused_ones_is_captured_behind_its_presen
     while bench.scheduling._requests["r"].num_rows_left > 0:
         bench.step()
     bench.finish_job("r", job.captures)
-    key = chunk_key(_DOCUMENTS["c"])
+    key = _KEYS["c"]
     (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
-    assert variant.statistics.prefix == (chunk_key(_DOCUMENTS["b"]),)
+    assert variant.statistics.prefix == (_KEYS["b"],)
 
 
 def test_a_chunk_that_is_computed_as_a_whole_counts_as_recomputed_and_becomes_a_variant() -> None:
@@ -220,7 +223,7 @@ def test_a_chunk_that_is_computed_as_a_whole_counts_as_recomputed_and_becomes_a_
     stats = figures.to_stats()
     assert (stats.num_chunks, stats.num_reused_tokens, stats.num_recomputed_tokens) == (2, 40, 40)
     assert stats.fix_overhead == 0.5
-    key = chunk_key(_DOCUMENTS["b"])
+    key = _KEYS["b"]
     assert len(bench.scheduling.library.find({key: _DOCUMENTS["b"]})[key]) == 2
 
 
@@ -228,7 +231,7 @@ def test_what_is_captured_behind_reused_documents_inherits_what_they_have_lost_u
     everything = ReuseOptions(selection="cache_craft", alpha=1e9, max_recompute=1.0)
     bench = Bench()
     bench.store("ab")
-    key, behind = chunk_key(_DOCUMENTS["c"]), (chunk_key(_DOCUMENTS["b"]),)
+    key, behind = _KEYS["c"], (_KEYS["b"],)
 
     def stored() -> dict[tuple[bytes, ...], float]:
         found = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
@@ -255,7 +258,7 @@ def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() 
     assert bench.scheduling.offer("r", 50) == 0
     bench.scheduling.compute("r", 50)
     bench.step(r=(50, 95))
-    key = chunk_key(_DOCUMENTS["c"])
+    key = _KEYS["c"]
     (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["c"]})[key]
     assert variant.statistics.inherited > 0.0
 
@@ -270,8 +273,8 @@ def test_a_document_whose_first_part_is_a_requests_own_approximate_kv_is_not_cap
     bench.scheduling.compute("r", 30)
     bench.step(r=(30, 95))
     library = bench.scheduling.library
-    assert not library.find({chunk_key(_DOCUMENTS["b"]): _DOCUMENTS["b"]})
-    key = chunk_key(_DOCUMENTS["c"])
+    assert not library.find({_KEYS["b"]: _DOCUMENTS["b"]})
+    key = _KEYS["c"]
     (variant,) = library.find({key: _DOCUMENTS["c"]})[key]
     assert variant.statistics.inherited > 0.0
 
@@ -373,7 +376,7 @@ def test_a_chunk_whose_attention_cannot_be_is_not_kept() -> None:
 def test_workers_figures_are_averaged() -> None:
     bench = Bench(num_workers=2)
     bench.store("ab")
-    key = chunk_key(_DOCUMENTS["b"])
+    key = _KEYS["b"]
     (variant,) = bench.scheduling.library.find({key: _DOCUMENTS["b"]})[key]
     assert variant.statistics.inter == (1.0,)
     assert variant.statistics.intra == 20.0
@@ -386,7 +389,7 @@ def test_what_lies_on_disk_alone_is_read_while_its_request_waits() -> None:
         bench.step()
     bench.arrive("r", "da")
     (read,) = [each for each in bench.step().commands if isinstance(each, ReadChunk)]
-    assert read.key == chunk_key(_DOCUMENTS["a"])
+    assert read.key == _KEYS["a"]
     assert bench.scheduling.offer("r", 0) is not None, "it is there when its turn comes"
 
 
