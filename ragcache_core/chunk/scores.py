@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ContextKey
 from ragcache_core.errors import ConfigError
 
-_MOST_OF_ANOTHER = 1.0 - 2.0**-20
-"""The overlap with a context that is not the one of the capture: alpha without bound must find what has changed."""
+LEAST_LOST = 2.0**-20
+"""What a chunk has lost at least whose KV is not as a prefill makes it: an alpha of 1e9 finds it, one of 2 does not."""
 
 
 def prefix_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
@@ -113,14 +113,14 @@ def lost_context(statistics: ChunkStatistics, context: ContextKey, *, weight: fl
     """Return in [0, 1] how much of what made a chunk's KV is not there any more: ``weight * (1 - overlap)``, or more.
 
     ``weight`` says how much comes from elsewhere: CCI with beta', or outward attention with neighbour overlap. In
-    another ``context`` than at its capture a chunk has lost something, if next to nothing: only the text between the
-    same chunks may be new. What was captured behind chunks that had lost their own context is off by what it inherited,
+    another ``context`` than at its capture a chunk has lost :data:`LEAST_LOST` at least: only the text between the same
+    chunks may be new. What was captured behind chunks that had lost their own context is off by what it inherited,
     however well it fits. Where chunks are recomputed wholly or not at all, and without a limit, that changes nothing
     under the alpha that it was captured under: a chunk that loses ``1 / alpha`` is recomputed, so nothing inherits as
     much.
     """
-    kept = overlap if context == statistics.context else min(overlap, _MOST_OF_ANOTHER)
-    return max(weight * (1.0 - kept), statistics.inherited)
+    lost = max(weight * (1.0 - overlap), 0.0 if context == statistics.context else LEAST_LOST)
+    return max(lost, statistics.inherited)
 
 
 def fix_overhead(lost: float, alpha: float) -> float:

@@ -100,6 +100,11 @@ class ChunkVariant:
     num_tokens: int
     statistics: ChunkStatistics
 
+    @property
+    def name(self) -> tuple[ChunkKey, int, ContextKey]:
+        """What tells it from all others, of an engine before this one too."""
+        return self.key, self.number, self.statistics.context
+
     def __post_init__(self) -> None:
         if len(self.statistics.token_inter) != self.num_tokens:
             measured = len(self.statistics.token_inter)

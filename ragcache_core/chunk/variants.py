@@ -99,8 +99,12 @@ class VariantTable:
         if known is not None or variant.number in self._reuse:
             raise ValueError(f"variant {variant.number} of chunk {variant.key.hex()[:12]} is kept already")
         self._variants.setdefault(variant.key, {})[variant.number] = variant
-        self._next_number = max(self._next_number, variant.number + 1)
+        self.retire(variant.number)
         self._rank(variant, reuse)
+
+    def retire(self, number: int) -> None:
+        """Never give a number again: something may still go by it."""
+        self._next_number = max(self._next_number, number + 1)
 
     def remove(self, variant: ChunkVariant) -> None:
         """Forget a variant; one that is not kept is forgotten already."""

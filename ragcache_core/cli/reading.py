@@ -61,7 +61,8 @@ def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
             "" if chunks.is_disk_enabled or not chunks.disk_capacity_tokens else " (switched off: see the log)"
         )
         yield "stored chunks", f"{stored}; {host}, {disk}{switched_off}"
-        unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
+        refused = f"{chunks.num_refused_requests:,} requests refused"
+        unusable = f"{refused}, {chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
         gone = f"{chunks.num_crowded_out_chunks:,} crowded out, {chunks.num_evicted_chunks:,} evicted"
         damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"

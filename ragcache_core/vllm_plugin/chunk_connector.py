@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragcache_core.chunk.types import ChunkSpan, chunk_spans
+from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import ChunkReuseRequest, SegmentKind, Tier
 from ragcache_core.vllm_plugin.chunk_building import build_execution, build_scheduling, check_engine
@@ -132,19 +132,23 @@ class ChunkReuse(KVConnectorBase_V1):
     # Scheduler side
 
     def _read(self, request: Request, metadata: RequestMetadata) -> None:
-        options = self._options(request, metadata)
-        spans = [] if options is None else self._spans(request, metadata)
-        if options is not None and spans:
-            self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options)
+        documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
+        wanted = metadata.chunk_reuse
+        if not documents or wanted is False or (wanted is None and not self._chunk_settings.is_default):
+            return
+        options = self._options(request, wanted or ChunkReuseRequest())
+        if options is None or len(documents) > _MAX_CHUNKS:
+            self.scheduling.library.counters.num_refused_requests += 1
+            return
+        places = [(each.start, each.end if each.text_end is None else each.text_end) for each in documents]
+        spans = chunk_spans(request.prompt_token_ids, places)  # without what separates them
+        self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options)
 
-    def _options(self, request: Request, metadata: RequestMetadata) -> ReuseOptions | None:
-        """Return how a request's chunks are reused; None if they are not."""
-        asked, settings = metadata.chunk_reuse, self._chunk_settings
-        if asked is False or (asked is None and not settings.is_default):
-            return None
+    def _options(self, request: Request, asked: ChunkReuseRequest) -> ReuseOptions | None:
+        """Return how a request's chunks are reused; None if they cannot be."""
+        settings = self._chunk_settings
         if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
             return None
-        asked = asked or ChunkReuseRequest()
         alpha = settings.alpha_for(asked)
         if alpha is None:  # nobody has measured what that quality takes
             return None
@@ -153,16 +157,6 @@ class ChunkReuse(KVConnectorBase_V1):
             alpha=alpha,
             max_recompute=settings.max_recompute if asked.max_recompute is None else asked.max_recompute,
         )
-
-    @staticmethod
-    def _spans(request: Request, metadata: RequestMetadata) -> list[ChunkSpan]:
-        """Return a request's documents without what separates them; none where there are too many."""
-        tokens = request.prompt_token_ids
-        documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
-        places = [(each.start, each.end if each.text_end is None else each.text_end) for each in documents]
-        if not 0 < len(places) <= _MAX_CHUNKS:
-            return []
-        return chunk_spans(tokens, places)
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_below, is_async = super()._match_below(request, num_computed_tokens)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ragcache_core.errors import CacheCapacityError
+from ragcache_core.errors import CacheCapacityError, CacheTierError
 from ragcache_core.vllm_plugin.chunk_disk import ChunkDisk, DiskPlace
 from ragcache_core.vllm_plugin.chunk_pages import (
     DropChunks,
@@ -40,14 +40,15 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _NUM_READERS = 2
 _READ_TIMEOUT_S = 20.0
+_WRITE_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
-class _Read:
-    """A variant on its way into pages; once it is abandoned, nothing is written to them any more."""
+class _Transfer:
+    """A variant on its way into pages or out of them; once it is abandoned, they are somebody else's."""
 
-    command: ReadChunk
+    command: ReadChunk | WriteChunk
     started_s: float | None = None
     is_abandoned: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -99,7 +100,8 @@ class ChunkMemory:
             self._layers.append((pair[0], pair[1]))
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-chunk-write")
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ragcache-chunk-read")
-        self._reading: dict[int, _Read] = {}
+        self._under_way: dict[int, _Transfer] = {}
+        self._changing_since_s: float | None = None
         self._pending: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._report = _Tally()
@@ -148,18 +150,19 @@ class ChunkMemory:
         """Begin what the library asks for. Writes and deletions keep their order, reads overtake them."""
         for command in commands:
             match command:
-                case ReadChunk():
-                    read = self._reading[command.command_id] = _Read(command)
-                    future = self._readers.submit(self._read, read)
-                case WriteChunk():
-                    future = self._writer.submit(self._write, command)
+                case ReadChunk() | WriteChunk():
+                    transfer = self._under_way[command.command_id] = _Transfer(command)
+                    if isinstance(command, ReadChunk):
+                        future = self._readers.submit(self._read, transfer, command)
+                    else:
+                        future = self._writer.submit(self._write, transfer, command)
                 case DropChunks() | NoteUses():
                     future = self._writer.submit(self._change, command)
             self._pending.add(future)
             future.add_done_callback(self._pending.discard)
 
     def take_report(self) -> MemoryReport:
-        """Return what has been done since the last report; a read that takes too long has failed."""
+        """Return what has been done since the last report; what takes too long has failed."""
         self._abandon_overdue()
         with self._lock:
             report, self._report = self._report, _Tally()
@@ -213,10 +216,14 @@ class ChunkMemory:
             part[index] = rows[:, start : start + part.shape[1]]
             start += part.shape[1]
 
-    def _write(self, command: WriteChunk) -> None:
-        is_done = self._try("written", lambda disk: disk.write(command, self._gather))
-        with self._lock:
-            (self._report.done if is_done else self._report.failed)[command.command_id] += 1
+    def _write(self, transfer: _Transfer, command: WriteChunk) -> None:
+        def gather(pages: Sequence[int], rows: np.ndarray) -> None:
+            with transfer.lock:
+                if transfer.is_abandoned:
+                    raise CacheTierError("it has taken so long that its pages hold something else")
+                self._gather(pages, rows)
+
+        self._finish(transfer, is_done=self._try("written", lambda disk: disk.write(command, gather)))
 
     def _change(self, command: DropChunks | NoteUses) -> None:
         if isinstance(command, DropChunks):
@@ -228,6 +235,7 @@ class ChunkMemory:
         """Return whether a change was made; one that fails takes the disk out of service, unless it was only full."""
         if self._is_down or self._disk is None:
             return False
+        self._changing_since_s = time.monotonic()
         try:
             change(self._disk)
         except CacheCapacityError as error:
@@ -236,40 +244,47 @@ class ChunkMemory:
         except Exception as error:  # whatever it is, nobody waits for this thread
             self._take_down(f"a chunk could not be {what}: {error}")
             return False
+        finally:
+            self._changing_since_s = None
         return True
 
-    def _read(self, read: _Read) -> None:
-        read.started_s = time.monotonic()
+    def _read(self, transfer: _Transfer, command: ReadChunk) -> None:
+        transfer.started_s = time.monotonic()
 
         def deliver(pages: Sequence[int], rows: np.ndarray) -> bool:
-            with read.lock:
-                if not read.is_abandoned:
+            with transfer.lock:
+                if not transfer.is_abandoned:
                     self._scatter(pages, rows)
-                return not read.is_abandoned
+                return not transfer.is_abandoned
 
         is_found, was_tried = False, self._disk is not None and not self._is_down
         try:
-            is_found = was_tried and self._disk is not None and self._disk.read(read.command, deliver)
+            is_found = was_tried and self._disk is not None and self._disk.read(command, deliver)
         except Exception:  # whatever it is, this chunk is a miss
             logger.exception("A chunk could not be read")
-        with read.lock, self._lock:
-            if read.is_abandoned:
-                return
-            del self._reading[read.command.command_id]
-            (self._report.done if is_found else self._report.failed)[read.command.command_id] += 1
-            self._report.num_corrupt += was_tried and not is_found
+        self._finish(transfer, is_done=is_found, is_corrupt=was_tried and not is_found)
+
+    def _finish(self, transfer: _Transfer, *, is_done: bool, is_corrupt: bool = False) -> None:
+        command_id = transfer.command.command_id
+        with transfer.lock, self._lock:
+            if not transfer.is_abandoned:
+                del self._under_way[command_id]
+                (self._report.done if is_done else self._report.failed)[command_id] += 1
+                self._report.num_corrupt += is_corrupt
 
     def _abandon_overdue(self) -> None:
         """Wait no more for a disk that does not answer; one that is only slow is waited for."""
-        overdue_s = time.monotonic() - _READ_TIMEOUT_S
-        reads = list(self._reading.values())
-        if any(read.started_s is not None and read.started_s < overdue_s for read in reads):
+        now_s, changing_since_s = time.monotonic(), self._changing_since_s
+        transfers = list(self._under_way.values())
+        if any(each.started_s is not None and each.started_s < now_s - _READ_TIMEOUT_S for each in transfers):
             self._take_down(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
-        for read in reads if self._is_down else ():
-            with read.lock, self._lock:
-                if self._reading.pop(read.command.command_id, None) is not None:
-                    read.is_abandoned = True
-                    self._report.failed[read.command.command_id] += 1
+        if changing_since_s is not None and changing_since_s < now_s - _WRITE_TIMEOUT_S:
+            self._take_down(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
+        for transfer in transfers if self._is_down else ():
+            with transfer.lock, self._lock:
+                if self._under_way.pop(transfer.command.command_id, None) is not None:
+                    transfer.is_abandoned = True
+                    self._report.failed[transfer.command.command_id] += 1
 
     def _take_down(self, why: str) -> None:
         with self._lock:

@@ -79,7 +79,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class ChunkCounters:
-    """What happened to chunks since the engine started: those that ``num_requests`` reused, and of how many tokens.
+    """What happened to chunks since the engine started: those that ``num_requests`` reused, and of how many tokens;
+    ``num_refused_requests`` wanted to, and were answered exactly because what they asked for cannot be.
 
     ``num_mismatched_chunks`` were asked for with other tokens than stored, ``num_too_long_chunks`` are longer than the
     memory, ``num_crowded_out_chunks`` found no room because the rest was in use; ``num_dropped_chunks`` were not
@@ -88,6 +89,7 @@ class ChunkCounters:
     """
 
     num_requests: int = 0
+    num_refused_requests: int = 0
     num_reused_chunks: int = 0
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ragcache_core.chunk.scores import LEAST_LOST
 from ragcache_core.chunk.types import ChunkSpan, ChunkStatistics, ReusePlan
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.vllm_plugin.chunk_records import Reservation
@@ -112,13 +113,14 @@ def statistics_of(each: OpenCapture, captured: CapturedChunk) -> ChunkStatistics
     """Return a chunk's statistics; None if what was measured is not what attention can be."""
     try:
         off = math.fsum(mass * lost for mass, lost in zip(captured.inter, each.lost, strict=True))
+        off = max(off / each.reservation.num_tokens, LEAST_LOST if any(each.lost) else 0.0)
         return ChunkStatistics(
             tuple(span.key for span in each.before),
             tuple(span.num_tokens for span in each.before),
             captured.inter,
             captured.intra,
             captured.token_inter,
-            inherited=min(1.0, off / each.reservation.num_tokens),
+            inherited=min(1.0, off),
             context=each.reservation.context,
         )
     except ValueError:

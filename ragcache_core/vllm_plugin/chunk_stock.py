@@ -213,18 +213,19 @@ class ChunkStock:
     def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
         """Take up what every worker found on its disk, the most used first; return how many variants.
 
-        What only some of them have, or more than there is room for now, is deleted.
+        What only some of them have, or have from another context, or more than there is room for now, is deleted.
         """
         if not found:
             return 0
-        on_all = set.intersection(*({(c.variant.key, c.variant.number) for c in part} for part in found))
+        on_all = set.intersection(*({c.variant.name for c in part} for part in found))
         entries = {(c.variant.key, c.variant.number): c for part in found for c in part}
         orphans: list[tuple[ChunkKey, int, int]] = []
         for at, entry in sorted(entries.items(), key=lambda item: (-item[1].frequency, -item[1].worth, item[0])):
             num_pages = num_pages_of(entry.variant.num_tokens, self.tokens_per_page)
             chunk = self.chunks.get(at[0]) or StoredVariants(at[0], entry.token_ids, entry.variant.num_tokens)
             has_room = self.num_used_disk_pages + num_pages <= self.num_disk_pages
-            is_sound = at in on_all and entry.token_ids == chunk.token_ids
+            self.variants.retire(at[1])
+            is_sound = entry.variant.name in on_all and entry.token_ids == chunk.token_ids
             is_new = self.variants.captured_in(at[0], entry.variant.statistics.context) is None
             if not (is_sound and is_new and has_room) or self.variants.is_full(at[0]):
                 orphans.append((*at, num_pages))

@@ -54,6 +54,7 @@ _TIER_GAUGES = {
 }
 _CHUNK_COUNTERS = {
     "num_requests": ("ragcache_chunk_requests", "Requests that reused documents behind others."),
+    "num_refused_requests": ("ragcache_chunk_refused_requests", "Requests that wanted to and could not."),
     "num_reused_chunks": ("ragcache_chunk_reused", "Documents that they reused."),
     "num_reused_tokens": ("ragcache_chunk_reused_tokens", "Tokens of these that were taken as they were stored."),
     "num_recomputed_tokens": ("ragcache_chunk_recomputed_tokens", "Tokens of these that were computed anew."),

@@ -1,8 +1,10 @@
 """Keeps approximate KV out of the exact prefix cache.
 
 vLLM names a block by the hash of all tokens up to it, and takes what a connector brings for what the tokens say. So
-from the first block with approximate KV on, a request gets hashes of its own, which no other request can have; blocks
-of its answer chain off them by themselves.
+from the first block with approximate KV on, a request gets hashes of its own, which no other request can have; later
+blocks chain off them by themselves. Where the first approximate token lies in the prompt's last block, which is not
+full and has no hash yet, there is none to replace: the pool caches no block of the request from that one on, and the
+tiers below store none (``TreeBlockPool.cache_full_blocks``, ``compat.keep_from_storing``).
 """
 
 from __future__ import annotations

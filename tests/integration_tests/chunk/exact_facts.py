@@ -11,6 +11,55 @@ import sys
 from typing import Any
 
 ORDERS = [(2, 0, 1), (1, 3, 0, 4), (0, 1, 2)]
+ELSEWHERE = (4, 3, 2, 1, 0)
+"""No document stands here behind what it stands behind in one of ``ORDERS``, or in ``APART``."""
+APART = (0, 2, 3, 1)
+BETWEEN = (9, 11)
+
+
+class Measurement:
+    """What is asked of one engine, and the facts that are found.
+
+    Args:
+        scene: the engine.
+        watches: whether it runs in this process, so that its plans can be seen.
+    """
+
+    def __init__(self, scene: Any, *, watches: bool) -> None:
+        self.scene = scene
+        self.facts: dict[str, Any] = {}
+        self.expected: dict[tuple[int, ...], Any] = {}
+        self.shares: dict[str, list[float]] = {}
+        """By fact, of each request's documents, how much of what was not cached exactly was computed."""
+        self._plans: list[Any] = []
+        if watches:
+            plans, plan = scene.scheduling.plans, scene.scheduling.plans.plan
+            plans.plan = lambda *args: (self._plans.append(plan(*args)), self._plans[-1])[1]
+        for order in [*ORDERS, APART, (0, 2, 1, 3)]:
+            self.expected[order] = scene.ask_one(order)
+            scene.forget_exact()
+
+    def store_elsewhere(self) -> None:
+        """Have every document stored, behind others than in any order that is asked next, and nothing else cached."""
+        from tests.integration_tests.chunk.scene import FULL
+
+        self.scene.forget_everything()
+        self.scene.ask_one(ELSEWHERE, FULL)
+        self.scene.forget_exact()
+        self._plans.clear()
+
+    def ask(self, name: str, *orders: tuple[int, ...], reuse: Any) -> None:
+        """Note how far the answers to requests that come at the same time are from a prefill's."""
+        answers = self.scene.ask(*(self.scene.request(order, reuse) for order in orders))
+        self.facts[name] = max(a.distance(self.expected[order]) for a, order in zip(answers, orders, strict=True))
+        self.note_plans(name)
+
+    def note_plans(self, name: str) -> None:
+        """Note what was planned since the last time."""
+        made = [plan for plan in self._plans if plan is not None]
+        if made:
+            self.shares[name] = [1 - plan.num_reused_tokens / (plan.end - plan.start) for plan in made]
+        self._plans.clear()
 
 
 def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: str) -> dict[str, Any]:
@@ -19,45 +68,49 @@ def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: 
     from tests.integration_tests.chunk.scene import FULL, NOTHING, PART, Scene
 
     scene = Scene(dtype=dtype, is_compiled=is_compiled, connector=connector)
-    facts: dict[str, Any] = {}
-    expected = {}
-    for order in ORDERS:
-        expected[order] = scene.ask_one(order)
-        scene.forget_exact()
-    facts["capturing"] = scene.ask_one((0, 1, 2), FULL).distance(expected[0, 1, 2])
+    found = Measurement(scene, watches=not has_own_process)
+    facts = found.facts
+
+    found.ask("capturing", ORDERS[2], reuse=FULL)
+    found.store_elsewhere()
+    found.ask("alone", ORDERS[0], reuse=FULL)
+    facts["plain after it"] = scene.ask_one(ORDERS[0]).distance(found.expected[ORDERS[0]])
     scene.forget_exact()
-    facts["alone"] = scene.ask_one((2, 0, 1), FULL).distance(expected[2, 0, 1])
-    facts["plain after it"] = scene.ask_one((2, 0, 1)).distance(expected[2, 0, 1])
+    found.ask("stored behind the same chunks", ORDERS[0], reuse=NOTHING)
     scene.forget_exact()
-    facts["with a new chunk"] = scene.ask_one((1, 3, 0, 4), FULL).distance(expected[1, 3, 0, 4])
-    scene.forget_exact()
-    together = scene.ask(*(scene.request(order, FULL) for order in ORDERS), scene.request(ORDERS[1]))
-    facts["batched"] = max(a.distance(expected[o]) for a, o in zip(together, [*ORDERS, ORDERS[1]], strict=True))
-    facts["behind a prefix hit"] = scene.ask_one((1, 3, 0, 4), FULL).distance(expected[1, 3, 0, 4])
-    scene.forget_exact()
-    facts["stored behind the same chunks"] = scene.ask_one((2, 0, 1), NOTHING).distance(expected[2, 0, 1])
-    facts["approximate"] = scene.ask_one((4, 2, 3, 1), PART).distance(scene.ask_one((4, 2, 3, 1)))
-    scene.forget_exact()
-    between = (9, 11)
-    expected_between = scene.ask_one((2, 0, 1), between=between)
+    expected = scene.ask_one(ORDERS[0], between=BETWEEN)
     scene.forget_exact()
     for name in ("behind other text between the same chunks", "behind the same text between them"):
-        facts[name] = scene.ask_one((2, 0, 1), FULL, between=between).distance(expected_between)
+        facts[name] = scene.ask_one(ORDERS[0], FULL, between=BETWEEN).distance(expected)
+        found.note_plans(name)
         scene.forget_exact()
+
+    found.store_elsewhere()
+    found.ask("batched", *ORDERS, reuse=FULL)
+    facts["plain after them"] = scene.ask_one(ORDERS[1]).distance(found.expected[ORDERS[1]])
+    found.store_elsewhere()
+    scene.ask_one(ORDERS[1][:2])
+    found.ask("behind a prefix hit", ORDERS[1], reuse=FULL)
+
+    for name in ("plain after an approximate one", "and where only the GPU has forgotten"):
+        found.store_elsewhere()
+        found.ask("approximate", APART, reuse=PART)
+        if "GPU" in name:
+            scene.forget_exact(keeps_host=True)
+        facts[name] = scene.ask_one(APART).distance(found.expected[APART])
+    scene.forget_exact()
     for name, spans in {"overlapping": [(40, 101), (90, 180)], "outside": [(40, 101), (200, 4000)]}.items():
-        lying = scene.ask_one((1, 3, 0, 4), NOTHING, spans=spans)
-        facts[f"spans that lie, {name}"] = lying.distance(expected[1, 3, 0, 4])
+        lying = scene.ask_one(ORDERS[1], NOTHING, spans=spans)
+        facts[f"spans that lie, {name}"] = lying.distance(found.expected[ORDERS[1]])
         scene.forget_exact()
-    facts["plain after an approximate one"] = scene.ask_one((1, 3, 0, 4)).distance(expected[1, 3, 0, 4])
     if not has_own_process:
         if "RAGCache" in connector:
-            facts |= _behind_host_memory(scene)
-        scene.forget_exact()
+            facts |= _behind_host_memory(found)
         scene.scheduling._max_step_tokens = 50
-        facts["sliced"] = scene.ask_one((1, 3, 0, 4), FULL).distance(expected[1, 3, 0, 4])
-        scene.forget_exact()
-        together = scene.ask(*(scene.request(order, FULL) for order in ORDERS))
-        facts["sliced and batched"] = max(a.distance(expected[o]) for a, o in zip(together, ORDERS, strict=True))
+        found.store_elsewhere()
+        found.ask("sliced", ORDERS[1], reuse=FULL)
+        found.store_elsewhere()
+        found.ask("sliced and batched", *ORDERS, reuse=FULL)
         facts["left over"] = len(scene.scheduling._requests)
         facts["captured"] = scene.scheduling.library.counters.num_captured_chunks
         facts["reused"] = scene.scheduling.library.counters.num_reused_chunks
@@ -65,7 +118,7 @@ def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: 
         facts["scattered"] = scattered.calls["attention"]
         if scattered.prefills:
             facts["scattered, in part"] = _in_part(scene, *scattered.prefills)
-    return facts
+    return {**facts, "computed": found.shares}
 
 
 def _in_part(scene: Any, prefill: Any) -> float:
@@ -82,15 +135,16 @@ def _in_part(scene: Any, prefill: Any) -> float:
     return float(answers[0].distance(answers[1]))
 
 
-def _behind_host_memory(scene: Any) -> dict[str, Any]:
+def _behind_host_memory(found: Measurement) -> dict[str, Any]:
     """Return what becomes of prompts whose beginning comes from host memory, before chunks are reused."""
     from ragcache_core.types import Tier
     from tests.integration_tests.chunk.scene import FULL, NOTHING
 
-    scene.forget_exact()
-    expected = scene.ask_one((0, 2, 1, 3))
+    scene, order = found.scene, (0, 2, 1, 3)
     facts: dict[str, Any] = {}
     for name, reuse in {"computed": FULL, "reused": NOTHING}.items():
+        if reuse is FULL:
+            found.store_elsewhere()
         scene.forget_exact()
         scene.ask_one((0, 5))
         for number in range(6):  # a store is on its way until the steps after it
@@ -98,7 +152,7 @@ def _behind_host_memory(scene: Any) -> dict[str, Any]:
         scene.forget_exact(keeps_host=True)
         counters = scene.scheduler.connector.controller.counters
         num_before = counters.num_tokens_by_tier[Tier.HOST]
-        facts[f"{name} behind host memory"] = scene.ask_one((0, 2, 1, 3), reuse).distance(expected)
+        facts[f"{name} behind host memory"] = scene.ask_one(order, reuse).distance(found.expected[order])
         facts[f"tokens from host memory, {name}"] = counters.num_tokens_by_tier[Tier.HOST] - num_before
     return facts
 

@@ -2,8 +2,8 @@
 
 Arrivals, aborts, evictions and preemptions are random.
 
-``python -m tests.integration_tests.chunk.interleaving_facts SEED NUM_ROUNDS DIRECTORY``; the directory is the disk's,
-and may be another run's.
+``python -m tests.integration_tests.chunk.interleaving_facts SEED NUM_ROUNDS DIRECTORY``; the directory is the disks',
+and may be another run's: the right answers are those which that one found when nothing was on disk.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.integration_tests.chunk.scene import Answer, Scene
 
 ORDERS = [(0, 1, 2), (2, 0, 1), (3, 1, 0, 4), (4, 3), (5, 6, 1, 0), (6, 2, 5)]
 BETWEEN = [(7,), (9, 11)]
 _MAX_STEPS_BEFORE_ABORT = 6
 _PREEMPTION_RATE = 0.04
+_TURN = (8, 21, 34)
+"""What is asked behind an answer."""
+
+Prompt = tuple[tuple[int, ...], int, tuple[int, ...]]
+"""Documents in order, a question, and what stands between the documents."""
 
 
 def _preempt_all(scheduler: Any) -> int:
@@ -35,9 +44,110 @@ def _preempt_all(scheduler: Any) -> int:
     return num_running
 
 
+def _right_answers(scene: Scene, path: Path) -> dict[Prompt, Answer]:
+    """Return the answer to every prompt, computed with nothing cached, or as an engine before this one found it."""
+    from tests.integration_tests.chunk.scene import Answer
+
+    prompts: list[Prompt] = list(itertools.product(ORDERS, (0, 1), BETWEEN))
+    if path.exists():
+        known = [
+            Answer(tuple(tokens), tuple({int(token): value for token, value in place.items()} for place in logprobs))
+            for tokens, logprobs in json.loads(path.read_text())
+        ]
+        return dict(zip(prompts, known, strict=True))
+    answers = {}
+    for order, question, between in prompts:
+        answers[order, question, between] = scene.ask_one(
+            order, False, question=question, between=between, max_tokens=24
+        )
+        scene.forget_exact()
+    path.write_text(json.dumps([(each.tokens, each.logprobs) for each in answers.values()]))
+    return answers
+
+
+class Interleaving:
+    """Requests of all kinds at an engine, and the worst that became of them."""
+
+    def __init__(self, scene: Scene, expected: dict[Prompt, Answer], seed: int) -> None:
+        self.scene = scene
+        self.expected = expected
+        self.counts = dict.fromkeys(["plain", "approximate", "full", "aborted", "preempted"], 0)
+        self.worst = self.worst_full = self.worst_behind = 0.0
+        self.conversations: list[tuple[Prompt, tuple[int, ...], Answer]] = []
+        self._rng = random.Random(seed)
+
+    def run_round(self, number: int) -> None:
+        """Have some requests arrive, of which some are aborted and all may be preempted, and see what comes of them."""
+        from tests.integration_tests.chunk.scene import FULL, NOTHING, PART, WHOLLY
+
+        rng, engine = self._rng, self.scene.llm.llm_engine
+        doomed: dict[str, int] = {}
+        waiting: dict[str, tuple[Any, Prompt]] = {}
+        for i in range(rng.randint(1, 5)):
+            reuse = rng.choice([False, False, FULL, WHOLLY, NOTHING, PART])
+            prompt = order, question, between = rng.choice(list(self.expected))
+            name, num_tokens = f"{number}-{i}", rng.choice([1, 6, 24])
+            request = self.scene.request(order, reuse, question=question, between=between, max_tokens=num_tokens)
+            engine.add_request(name, *request)
+            waiting[name] = (reuse, prompt)
+            if rng.random() < 0.2:
+                doomed[name] = rng.randint(0, _MAX_STEPS_BEFORE_ABORT)
+        approximate = None
+        for num_steps in itertools.count():
+            if not engine.has_unfinished_requests():
+                break
+            for name in [name for name, at in doomed.items() if at == num_steps and name in waiting]:
+                engine.abort_request([name])
+                del waiting[name]
+                self.counts["aborted"] += 1
+            for name, answer in self._step():
+                if name in waiting:
+                    approximate = self._note(*waiting.pop(name), answer) or approximate
+            if rng.random() < _PREEMPTION_RATE:
+                self.counts["preempted"] += _preempt_all(self.scene.scheduler)
+        if approximate is not None:
+            self._go_on(*approximate)
+
+    def _step(self) -> Iterator[tuple[str, Answer]]:
+        from tests.integration_tests.chunk.scene import answer_of
+
+        for output in self.scene.llm.llm_engine.step():
+            if output.finished:
+                yield output.request_id, answer_of(output.outputs[0])
+
+    def _note(self, reuse: Any, prompt: Prompt, answer: Answer) -> tuple[Prompt, Answer] | None:
+        """Note what became of a request; return it if it was approximate."""
+        from tests.integration_tests.chunk.scene import FULL, WHOLLY
+
+        distance = answer.distance(self.expected[prompt], is_prefix=True)
+        if reuse is False:
+            self.worst, self.counts["plain"] = max(self.worst, distance), self.counts["plain"] + 1
+        elif reuse is FULL or reuse is WHOLLY:
+            self.worst_full, self.counts["full"] = max(self.worst_full, distance), self.counts["full"] + 1
+        else:
+            self.counts["approximate"] += 1
+            return prompt, answer
+        return None
+
+    def _go_on(self, prompt: Prompt, answer: Answer) -> None:
+        """Ask on behind an approximate answer, whose blocks hold approximate KV, plainly."""
+        order, question, between = prompt
+        behind = (*answer.tokens, *_TURN)
+        plain = self.scene.ask_one(order, False, question=question, between=between, answer=behind)
+        self.conversations.append((prompt, behind, plain))
+
+    def check_conversations(self) -> None:
+        """Compare the answers behind approximate ones with those of an engine that has nothing cached."""
+        for (order, question, between), behind, plain in self.conversations:
+            self.scene.forget_exact()
+            truth = self.scene.ask_one(order, False, question=question, between=between, answer=behind)
+            self.worst_behind = max(self.worst_behind, plain.distance(truth))
+
+
 def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
     """Return the facts."""
-    from tests.integration_tests.chunk.scene import FULL, NOTHING, PART, WHOLLY, Scene, answer_of
+    from ragcache_core.types import Tier
+    from tests.integration_tests.chunk.scene import Scene
 
     scene = Scene(
         connector="EagerRAGCacheConnector",
@@ -45,64 +155,40 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         host_bytes=24 * 65536,
         max_num_batched_tokens=256,
         chunks={"host_bytes": 18 * 65536, "disk_bytes": 4 << 20, "directory": str(directory)},
+        disk={"directory": str(directory), "capacity_bytes": 6 << 20},
     )
-    rng = random.Random(seed)
+    truths = directory / "right-answers.json"
+    is_second = truths.exists()
     num_restored = scene.scheduling.library.num_variants
-    asked = list(itertools.product(ORDERS, (0, 1), BETWEEN))
-    expected = {}
-    for order, question, between in asked:
-        truth = scene.ask_one(order, False, question=question, between=between, max_tokens=24)
-        expected[order, question, between] = truth
-        scene.forget_exact()
-    engine = scene.llm.llm_engine
-    counts = {"plain": 0, "approximate": 0, "full": 0, "aborted": 0, "preempted": 0}
-    worst = worst_full = 0.0
+    expected = _right_answers(scene, truths)
+    asked = Interleaving(scene, expected, seed)
+    if is_second:  # what the engine before this one has left on disk, exact and approximate
+        for order, question, between in expected:
+            answer = scene.ask_one(order, False, question=question, between=between, max_tokens=24)
+            asked.worst = max(asked.worst, answer.distance(expected[order, question, between]))
+    num_disk_tokens = scene.scheduler.connector.controller.counters.num_tokens_by_tier[Tier.DISK]
     for number in range(num_rounds):
-        doomed: dict[str, int] = {}
-        waiting: dict[str, tuple[Any, Any]] = {}
-        for i in range(rng.randint(1, 5)):
-            reuse = rng.choice([False, False, FULL, WHOLLY, NOTHING, PART])
-            order, question, between = rng.choice(asked)
-            name = f"{number}-{i}"
-            num_tokens = rng.choice([1, 6, 24])
-            prompt, sampling = scene.request(order, reuse, question=question, between=between, max_tokens=num_tokens)
-            engine.add_request(name, prompt, sampling)
-            waiting[name] = (reuse, expected[order, question, between])
-            if rng.random() < 0.2:
-                doomed[name] = rng.randint(0, _MAX_STEPS_BEFORE_ABORT)
-        num_steps = 0
-        while engine.has_unfinished_requests():
-            for name in [name for name, at in doomed.items() if at == num_steps and name in waiting]:
-                engine.abort_request([name])
-                del waiting[name]
-                counts["aborted"] += 1
-            for output in engine.step():
-                if output.finished and output.request_id in waiting:
-                    reuse, truth = waiting.pop(output.request_id)
-                    distance = answer_of(output.outputs[0]).distance(truth, is_prefix=True)
-                    if reuse is False:
-                        worst, counts["plain"] = max(worst, distance), counts["plain"] + 1
-                    elif reuse is FULL or reuse is WHOLLY:
-                        worst_full, counts["full"] = max(worst_full, distance), counts["full"] + 1
-                    else:
-                        counts["approximate"] += 1
-            num_steps += 1
-            if rng.random() < _PREEMPTION_RATE:
-                counts["preempted"] += _preempt_all(scene.scheduler)
-        if rng.random() < 0.1:
-            scene.forget_exact()
-    library = scene.scheduling.library
-    return {
-        "worst plain": worst,
-        "worst with everything computed": worst_full,
-        "requests": counts,
+        asked.run_round(number)
+    library, controller = scene.scheduling.library, scene.scheduler.connector.controller
+    facts = {
+        "requests": asked.counts,
         "chunks": library.counters.to_dict(),
         "restored": num_restored,
-        "left over": len(scene.scheduling._requests) + len(scene.scheduler.connector.controller.private_from),
+        "tokens from disk at the start": num_disk_tokens,
+        "left over": len(scene.scheduling._requests) + len(controller.private_from),
         "pinned": len(library._pins) + len(library._reservations),
         "held blocks": scene.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         - 1
         - scene.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "conversations": len(asked.conversations),
+    }
+    if is_second:  # it empties the disk, which the first one leaves to the second
+        asked.check_conversations()
+    return {
+        **facts,
+        "worst plain": asked.worst,
+        "worst with everything computed": asked.worst_full,
+        "worst behind an approximate answer": asked.worst_behind,
     }
 
 

@@ -65,6 +65,7 @@ class Scene:
         num_blocks: int = 200,
         is_compiled: bool = False,
         chunks: Mapping[str, Any] | None = None,
+        disk: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         extra: dict[str, Any] = {
@@ -79,6 +80,9 @@ class Scene:
                 "eviction_policy": "TreeCachePolicy",
                 "cache_policy_module_path": "ragcache_core.vllm_plugin.host_policy",
             }
+        if disk is not None:
+            tier = {"type": "DiskTier", "module_path": "ragcache_core.vllm_plugin.disk", **disk}
+            extra["secondary_tiers"] = [tier]
         self.llm = LLM(
             model=str(DEMO_MODEL),
             dtype=dtype,
@@ -132,11 +136,16 @@ class Scene:
         *,
         question: int = 0,
         between: Sequence[int] = SEPARATOR,
+        answer: Sequence[int] = (),
         max_tokens: int = 6,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> tuple[TokensPrompt, SamplingParams]:
-        """Return a request as vLLM takes it; ``reuse`` None is a plain one, ``spans`` lie about its documents."""
+        """Return a request as vLLM takes it.
+
+        ``reuse`` None is a plain one, ``answer`` goes on with a conversation, ``spans`` lie about its documents.
+        """
         tokens, places = self.prompt(order, question, between)
+        tokens += answer
         if spans is not None:
             places = [{"id": f"d{i}", "start": start, "end": end} for i, (start, end) in enumerate(spans)]
         metadata = {"version": 1, "documents": places, **({} if reuse is None else {"chunk_reuse": reuse})}
@@ -157,6 +166,10 @@ class Scene:
     def ask_one(self, order: Sequence[int], reuse: Any = None, **how: Any) -> Answer:
         """Return the answer to one request."""
         return self.ask(self.request(order, reuse, **how))[0]
+
+    def forget_everything(self) -> None:
+        """Empty the exact prefix cache in all tiers, and forget the chunks; a disk of theirs is used no more."""
+        assert self.llm.reset_prefix_cache(reset_connector=True)
 
     def forget_exact(self, *, keeps_host: bool = False) -> None:
         """Empty the exact prefix cache, in host memory too unless that ``keeps_host``; the chunks stay."""

@@ -21,10 +21,13 @@ _MODES = {
     "float32, in a process of its own": ["float32", "process"],
     "float32, over host memory": ["float32", "tiers"],
     "float32, as scattered rows": ["float32", "scattered"],
+    "bfloat16, compiled, in a process of its own": ["bfloat16", "compiled", "process"],
 }
-_FULL = ["alone", "with a new chunk", "batched", "behind a prefix hit", "capturing"]
-_FULL += ["behind other text between the same chunks", "behind the same text between them"]
-_PLAIN = ["plain after it", "plain after an approximate one"]
+_FULL = ["alone", "batched", "behind a prefix hit", "behind other text between the same chunks"]
+_SLICED = ["sliced", "sliced and batched"]
+_AS_STORED = ["capturing", "stored behind the same chunks", "behind the same text between them"]
+_PLAIN = ["plain after it", "plain after them", "plain after an approximate one"]
+_PLAIN += ["and where only the GPU has forgotten"]
 
 
 @pytest.fixture(scope="module", params=_MODES)
@@ -52,8 +55,16 @@ def test_computing_everything_equals_a_prefill(facts: tuple[str, dict[str, Any]]
 
 def test_computing_everything_in_slices_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
-    for name in ("sliced", "sliced and batched"):
+    for name in _SLICED:
         assert name not in found or found[name] <= _tolerance(mode), name
+
+
+def test_everything_was_computed_where_that_is_said(facts: tuple[str, dict[str, Any]]) -> None:
+    """Nothing but what is cached exactly was read: neither a document, nor a part of one."""
+    mode, found = facts
+    for name in [*_FULL, *_SLICED] if "process" not in mode else ():
+        assert set(found["computed"][name]) == {1.0}, name
+    assert all(share < 0.5 for share in found["computed"].get("stored behind the same chunks", ()))
 
 
 def test_what_is_recomputed_goes_through_the_attention_of_scattered_rows_where_there_is_one(
@@ -67,7 +78,8 @@ def test_what_is_recomputed_goes_through_the_attention_of_scattered_rows_where_t
 
 def test_kv_that_was_captured_in_the_same_place_is_the_same(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
-    assert found["stored behind the same chunks"] <= _tolerance(mode)
+    for name in _AS_STORED:
+        assert found[name] <= _tolerance(mode), name
 
 
 def test_a_plain_request_after_an_approximate_one_is_exact(facts: tuple[str, dict[str, Any]]) -> None:

@@ -82,6 +82,16 @@ def test_the_engine_tells_of_its_chunks(launched: Engine) -> None:
     assert 0 < chunks.used_tokens <= chunks.capacity_tokens
 
 
+def test_a_request_for_a_quality_that_nobody_measured_is_answered_exactly_and_counted(launched: Engine) -> None:
+    before = launched.stats().chunks
+    _, stats = _ask(launched, "cba", {"quality": 0.99})
+    after = launched.stats().chunks
+    assert stats.chunk_reuse is None
+    assert before is not None
+    assert after is not None
+    assert after.num_refused_requests == before.num_refused_requests + 1
+
+
 def test_an_engine_that_cannot_do_it_is_refused_at_the_start(tmp_path: Path) -> None:
     cache = CacheConfig(kv_cache_bytes="24MiB", block_size=32, host_bytes="32MiB", chunk_reuse=ChunkReuse())
     settings = {**ENGINE_ARGS, "cache": cache, "enable_prefix_caching": False}

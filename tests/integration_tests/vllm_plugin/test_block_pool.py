@@ -237,3 +237,18 @@ def test_a_pool_without_prefix_caching_hands_blocks_out_all_the_same() -> None:
     taken = it.pool.get_new_blocks(7)
     it.pool.free_blocks(taken)
     assert it.pool.get_num_free_blocks() == 7
+
+
+@pytest.mark.parametrize("first_private", [0, 2, 5])
+def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_private: int) -> None:
+    """By this alone, whatever their names are: the last block of a prompt gets its name after it was told apart."""
+    it = Pool(40)
+    request, same = it.new("BC"), it.new("BC")
+    it.controller.private_from[request.request_id] = first_private
+    assert it.start(request) == 0
+    for token in range(3 * BLOCK):
+        assert it.advance(request, token)
+    assert it.cached_keys() == it.held_keys() == set(request.block_hashes[:first_private])
+    assert len(request.block_hashes) > first_private
+    it.finish(request)
+    assert it.start(same) == first_private * BLOCK

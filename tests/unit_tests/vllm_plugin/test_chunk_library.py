@@ -383,6 +383,17 @@ def test_what_only_one_of_two_workers_has_is_deleted_at_the_start() -> None:
     assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
 
 
+def test_what_workers_have_under_one_number_from_two_contexts_is_deleted_and_the_number_not_given_again() -> None:
+    one, other = (capture(library(num_disk_pages=NUM_DISK_PAGES), tokens(1), behind=behind) for behind in (7, 8))
+    assert (one.key, one.number) == (other.key, other.number)
+    parts = [[StoredChunk(v, pack_token_ids(tokens(1)), 1.0, 1.0)] for v in (one, other)]
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    assert books.restore(parts) == 0
+    assert found(books, tokens(1)) == ()
+    assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
+    assert capture(books, tokens(1), behind=8).number > other.number
+
+
 def test_of_more_than_the_disk_holds_the_most_used_are_taken_up() -> None:
     before = library(num_pages=100)
     variants = [capture(before, tokens(chunk)) for chunk in range(4)]

@@ -311,6 +311,42 @@ def test_a_disk_that_does_not_answer_is_given_up_and_writes_nothing_afterwards(
     assert not memory.take_report()
 
 
+def test_a_write_that_does_not_end_takes_the_disk_down_and_writes_nothing_of_pages_that_were_given_away(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = opening()
+    monkeypatch.setattr(chunk_memory, "_WRITE_TIMEOUT_S", 0.0)
+    asked = range(3)
+    for number in asked:
+        fill(memory, (number,), 5, seed=number)
+        memory.run([WriteChunk(number, *chunk(5, number), (number,), frequency=1.0, worth=1.0)])
+    reports: list[MemoryReport] = []
+    assert until(lambda: reports.append(memory.take_report()) or any(report.num_failed for report in reports))
+    failed = next(report for report in reports if report.num_failed)
+    assert (set(failed.num_failed), failed.is_disk_down) == (set(asked), True)
+    for number in asked:
+        fill(memory, (number,), 5, seed=9)
+    gate.set()
+    memory.close()
+    assert not memory.take_report().num_done
+    again = opening()
+    for stored in again.stored():  # the first, if its pages were read before they were given away
+        assert stored.variant.number == 0
+        assert read(again, (7,), 5).num_done
+        assert holds(again, (7,), 5, seed=0)
+
+
+def test_a_chunk_whose_pages_were_given_away_before_they_were_read_is_not_written(opening: Opening) -> None:
+    memory = opening()
+    fill(memory, (0,), 5)
+    command = WriteChunk(0, *chunk(5), (0,), frequency=1.0, worth=1.0)
+    transfer = chunk_memory._Transfer(command, is_abandoned=True)
+    memory._write(transfer, command)
+    assert not memory.take_report().num_done
+    memory.close()
+    assert opening().stored() == ()
+
+
 def test_a_disk_that_is_only_slow_is_waited_for(
     opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,8 +356,8 @@ def test_a_disk_that_is_only_slow_is_waited_for(
     gate.clear()
     variant, _ = chunk(5)
     memory.run([ReadChunk(command_id, variant.key, 0, (2,)) for command_id in range(100, 105)])
-    assert until(lambda: sum(read.started_s is not None for read in memory._reading.values()) == 2)
-    for read in memory._reading.values():
+    assert until(lambda: sum(read.started_s is not None for read in memory._under_way.values()) == 2)
+    for read in memory._under_way.values():
         if read.started_s is not None:
             read.started_s -= 10
     assert not memory.take_report()

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 
 import pytest
 
+from ragcache_core.chunk import ChunkVariant, make_selection, plan_reuse
+from ragcache_core.chunk.scores import LEAST_LOST
 from ragcache_core.chunk.types import chunk_key, chunk_spans
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 from ragcache_core.vllm_plugin.chunk_pages import MemoryReport, ReadChunk, WriteChunk
-from ragcache_core.vllm_plugin.chunk_requests import ReuseOptions
+from ragcache_core.vllm_plugin.chunk_records import Reservation
+from ragcache_core.vllm_plugin.chunk_requests import OpenCapture, ReuseOptions, statistics_of
 from ragcache_core.vllm_plugin.chunk_scheduling import ChunkScheduling
-from ragcache_core.vllm_plugin.chunk_steps import CapturedChunk, ChunkJob, ChunkReport, ChunkStep
+from ragcache_core.vllm_plugin.chunk_steps import Capture, CapturedChunk, ChunkJob, ChunkReport, ChunkStep
 
 _T = 16
 _DOCUMENTS = {name: [100 * number + i for i in range(40)] for number, name in enumerate("abcd", 1)}
@@ -248,6 +251,20 @@ def test_what_is_captured_behind_reused_documents_inherits_what_they_have_lost_u
     bench.scheduling.on_finished("wholly")
     assert stored() == {behind: 0.0}
     assert len(bench.start("again", "bc", everything).injections) == 2, "both are now what a prefill makes"
+
+
+@pytest.mark.parametrize("selection", ["cache_craft", "whole_chunks"])
+def test_however_little_is_inherited_a_request_for_everything_computes_it_again(selection: str) -> None:
+    """A share of 1e-4 of the attention went to a document that had lost next to nothing: 2^-20 of its context."""
+    spans = chunk_spans(range(24), [(0, 8), (9, 16), (17, 24)])
+    reservation = Reservation(0, spans[2].key, 7, spans[2].context, (0,), "r")
+    capture = Capture(("r", spans[2].key, 0), 17, 24, ((0, 8), (9, 16)), (0,))
+    each = OpenCapture(capture, reservation, tuple(spans[:2]), lost=(0.0, LEAST_LOST))
+    statistics = statistics_of(each, CapturedChunk((3.0, 7e-4), 2.0, (0.4,) * 7))
+    assert statistics is not None
+    stored = {spans[2].key: [ChunkVariant(spans[2].key, 0, 7, statistics)]}
+    found = plan_reuse(spans, stored, start=17, end=24, selection=make_selection(selection), alpha=1e9)
+    assert found.recomputed == tuple(range(17, 24))
 
 
 def test_what_is_prefilled_behind_its_own_approximate_blocks_inherits_as_well() -> None:
