@@ -53,7 +53,7 @@ def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
     if (chunks := reading.chunks) is not None:
         reused = f"{chunks.num_reused_chunks:,} chunks of {chunks.num_requests:,} requests"
         tokens = f"{chunks.num_reused_tokens:,} tokens reused, {chunks.num_recomputed_tokens:,} computed anew"
-        yield "chunk reuse", f"{reused}: {tokens}"
+        yield "chunk reuse", f"{reused}: {tokens}; {chunks.num_refused_requests:,} requests refused"
         stored = f"{chunks.num_chunks:,} chunks, {chunks.num_variants:,} variants"
         host = f"{chunks.used_tokens:,} of {chunks.capacity_tokens:,} tokens in host memory"
         disk = f"{chunks.used_disk_tokens:,} of {chunks.disk_capacity_tokens:,} on disk"
@@ -61,8 +61,7 @@ def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
             "" if chunks.is_disk_enabled or not chunks.disk_capacity_tokens else " (switched off: see the log)"
         )
         yield "stored chunks", f"{stored}; {host}, {disk}{switched_off}"
-        refused = f"{chunks.num_refused_requests:,} requests refused"
-        unusable = f"{refused}, {chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
+        unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
         gone = f"{chunks.num_crowded_out_chunks:,} crowded out, {chunks.num_evicted_chunks:,} evicted"
         damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
