@@ -165,11 +165,12 @@ class ChunkStats:
     ``used_disk_tokens`` of ``disk_capacity_tokens`` on disk, in whole pages. ``num_requests`` reused
     ``num_reused_chunks``: ``num_reused_tokens`` as they were stored, ``num_recomputed_tokens`` computed anew.
 
-    ``num_refused_requests`` wanted to reuse documents and were answered exactly: with an adapter, a cache salt or
-    images, more documents than a request may have, or a quality that was not measured. ``num_mismatched_chunks`` had
-    other tokens than stored, ``num_too_long_chunks`` were longer than the memory, ``num_crowded_out_chunks`` found no
-    room that nobody used: they were computed exactly. ``num_dropped_chunks`` were not written to disk,
-    ``num_corrupt_chunks`` were damaged or gone there, ``num_lost_chunks`` given up for it.
+    ``num_refused_requests``, speculative ones included, wanted to reuse documents and were answered exactly: with an
+    adapter, a cache salt, images, prompt embeddings or prompt logprobs, more documents than a request may have, or a
+    quality that was not measured. ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were
+    longer than the memory, ``num_crowded_out_chunks`` found no room that nobody used: they were computed exactly.
+    ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
+    ``num_lost_chunks`` given up for it.
     """
 
     num_chunks: int

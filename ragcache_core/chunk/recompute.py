@@ -183,8 +183,9 @@ def _best_neighbours(
     for variant in variants:
         overlap = neighbour_overlap(variant.statistics, prefix)
         lost = lost_context(variant.statistics, span.context, weight=outward, overlap=overlap)
-        candidates.append((-overlap, lost, variant.number, variant))
-    _, lost, _, variant = min(candidates, key=lambda candidate: candidate[:3])
+        is_another = variant.statistics.context != span.context
+        candidates.append((-overlap, is_another, lost, variant.number, variant))
+    *_, lost, _, variant = min(candidates, key=lambda candidate: candidate[:4])
     return variant, lost
 
 

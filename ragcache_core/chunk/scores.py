@@ -26,6 +26,9 @@ from ragcache_core.errors import ConfigError
 LEAST_LOST = 2.0**-20
 """What a chunk has lost at least whose KV is not as a prefill makes it: an alpha of 1e9 finds it, one of 2 does not."""
 
+_LEAST_OVERHEAD = 1e-4
+"""A smaller CFO is none: it would have one token of each chunk recomputed."""
+
 
 def prefix_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
     """Return beta in [0, 1]: the attention paid to chunks that are in ``prefix`` again, of all that was paid (Eq. 6).
@@ -135,7 +138,7 @@ def fix_overhead(lost: float, alpha: float) -> float:
     """
     if not alpha >= 0.0:
         raise ConfigError(f"alpha is {alpha!r}; it must be 0 or more: 0 recomputes nothing, 2 or more all that changed")
-    return min(1.0, alpha * lost) if lost > 0.0 else 0.0
+    return min(1.0, alpha * lost) if lost > 0.0 and alpha * lost >= _LEAST_OVERHEAD else 0.0
 
 
 def num_selected(overhead: float, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Which variants of which chunks are kept: every content once, a bounded number, the least reusable given up first."""
+"""Which variants of which chunks are kept: one of each context, a bounded number, the least reusable given up first."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -222,12 +223,14 @@ class ChunkMemory:
                 if transfer.is_abandoned:
                     raise CacheTierError("it has taken so long that its pages hold something else")
                 self._gather(pages, rows)
+            self._changing_since_s = time.monotonic()  # a large chunk is written in several parts
 
         self._finish(transfer, is_done=self._try("written", lambda disk: disk.write(command, gather)))
 
     def _change(self, command: DropChunks | NoteUses) -> None:
         if isinstance(command, DropChunks):
-            self._try("deleted", lambda disk: disk.drop(command))
+            for dropped in command.dropped:
+                self._try("deleted", partial(ChunkDisk.drop, command=DropChunks((dropped,))))
         else:
             self._try("noted", lambda disk: disk.note(command))
 

@@ -3,7 +3,7 @@
 Arrivals, aborts, evictions and preemptions are random.
 
 ``python -m tests.integration_tests.chunk.interleaving_facts SEED NUM_ROUNDS DIRECTORY``; the directory is the disks',
-and may be another run's: the right answers are those which that one found when nothing was on disk.
+and may be another run's. The right answers are those of requests with a salt, which find nothing that is cached.
 """
 
 from __future__ import annotations
@@ -44,36 +44,21 @@ def _preempt_all(scheduler: Any) -> int:
     return num_running
 
 
-def _right_answers(scene: Scene, path: Path) -> dict[Prompt, Answer]:
-    """Return the answer to every prompt, computed with nothing cached, or as an engine before this one found it."""
-    from tests.integration_tests.chunk.scene import Answer
-
-    prompts: list[Prompt] = list(itertools.product(ORDERS, (0, 1), BETWEEN))
-    if path.exists():
-        known = [
-            Answer(tuple(tokens), tuple({int(token): value for token, value in place.items()} for place in logprobs))
-            for tokens, logprobs in json.loads(path.read_text())
-        ]
-        return dict(zip(prompts, known, strict=True))
-    answers = {}
-    for order, question, between in prompts:
-        answers[order, question, between] = scene.ask_one(
-            order, False, question=question, between=between, max_tokens=24
-        )
-        scene.forget_exact()
-    path.write_text(json.dumps([(each.tokens, each.logprobs) for each in answers.values()]))
-    return answers
-
-
 class Interleaving:
     """Requests of all kinds at an engine, and the worst that became of them."""
 
-    def __init__(self, scene: Scene, expected: dict[Prompt, Answer], seed: int) -> None:
+    def __init__(self, scene: Scene, seed: int) -> None:
+        from ragcache_core.types import Tier
+
         self.scene = scene
-        self.expected = expected
+        prompts: list[Prompt] = list(itertools.product(ORDERS, (0, 1), BETWEEN))
+        from_disk = {prompt: self._ask(prompt) for prompt in prompts}  # where an engine has left something there
+        self.num_disk_tokens = scene.scheduler.connector.controller.counters.num_tokens_by_tier[Tier.DISK]
+        self.expected = {prompt: self._ask(prompt, salt=repr(prompt)) for prompt in prompts}
         self.counts = dict.fromkeys(["plain", "approximate", "full", "aborted", "preempted"], 0)
-        self.worst = self.worst_full = self.worst_behind = 0.0
-        self.conversations: list[tuple[Prompt, tuple[int, ...], Answer]] = []
+        self.worst = max(from_disk[prompt].distance(truth) for prompt, truth in self.expected.items())
+        self.worst_full = self.worst_behind = 0.0
+        self.num_behind = 0
         self._rng = random.Random(seed)
 
     def run_round(self, number: int) -> None:
@@ -107,6 +92,15 @@ class Interleaving:
                 self.counts["preempted"] += _preempt_all(self.scene.scheduler)
         if approximate is not None:
             self._go_on(*approximate)
+        if rng.random() < 0.1:
+            self.scene.forget_exact(keeps_host=True)
+
+    def _ask(self, prompt: Prompt, *, answer: tuple[int, ...] = (), salt: str | None = None) -> Answer:
+        """Return the answer to a plain request; with a salt of its own, from nothing that is cached."""
+        order, question, between = prompt
+        return self.scene.ask_one(
+            order, False, question=question, between=between, answer=answer, salt=salt, max_tokens=24
+        )
 
     def _step(self) -> Iterator[tuple[str, Answer]]:
         from tests.integration_tests.chunk.scene import answer_of
@@ -131,17 +125,10 @@ class Interleaving:
 
     def _go_on(self, prompt: Prompt, answer: Answer) -> None:
         """Ask on behind an approximate answer, whose blocks hold approximate KV, plainly."""
-        order, question, between = prompt
         behind = (*answer.tokens, *_TURN)
-        plain = self.scene.ask_one(order, False, question=question, between=between, answer=behind)
-        self.conversations.append((prompt, behind, plain))
-
-    def check_conversations(self) -> None:
-        """Compare the answers behind approximate ones with those of an engine that has nothing cached."""
-        for (order, question, between), behind, plain in self.conversations:
-            self.scene.forget_exact()
-            truth = self.scene.ask_one(order, False, question=question, between=between, answer=behind)
-            self.worst_behind = max(self.worst_behind, plain.distance(truth))
+        plain = self._ask(prompt, answer=behind)
+        truth = self._ask(prompt, answer=behind, salt=repr((prompt, behind)))
+        self.worst_behind, self.num_behind = max(self.worst_behind, plain.distance(truth)), self.num_behind + 1
 
 
 def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
@@ -157,35 +144,23 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         chunks={"host_bytes": 18 * 65536, "disk_bytes": 4 << 20, "directory": str(directory)},
         disk={"directory": str(directory), "capacity_bytes": 6 << 20},
     )
-    truths = directory / "right-answers.json"
-    is_second = truths.exists()
     num_restored = scene.scheduling.library.num_variants
-    expected = _right_answers(scene, truths)
-    asked = Interleaving(scene, expected, seed)
-    if is_second:  # what the engine before this one has left on disk, exact and approximate
-        for order, question, between in expected:
-            answer = scene.ask_one(order, False, question=question, between=between, max_tokens=24)
-            asked.worst = max(asked.worst, answer.distance(expected[order, question, between]))
-    num_disk_tokens = scene.scheduler.connector.controller.counters.num_tokens_by_tier[Tier.DISK]
+    asked = Interleaving(scene, seed)
     for number in range(num_rounds):
         asked.run_round(number)
     library, controller = scene.scheduling.library, scene.scheduler.connector.controller
-    facts = {
+    return {
         "requests": asked.counts,
         "chunks": library.counters.to_dict(),
         "restored": num_restored,
-        "tokens from disk at the start": num_disk_tokens,
+        "tokens from disk at the start": asked.num_disk_tokens,
+        "is disk in service": controller.tiers[Tier.DISK].is_enabled,
         "left over": len(scene.scheduling._requests) + len(controller.private_from),
         "pinned": len(library._pins) + len(library._reservations),
         "held blocks": scene.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         - 1
         - scene.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-        "conversations": len(asked.conversations),
-    }
-    if is_second:  # it empties the disk, which the first one leaves to the second
-        asked.check_conversations()
-    return {
-        **facts,
+        "conversations": asked.num_behind,
         "worst plain": asked.worst,
         "worst with everything computed": asked.worst_full,
         "worst behind an approximate answer": asked.worst_behind,

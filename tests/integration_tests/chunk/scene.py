@@ -137,12 +137,14 @@ class Scene:
         question: int = 0,
         between: Sequence[int] = SEPARATOR,
         answer: Sequence[int] = (),
+        salt: str | None = None,
         max_tokens: int = 6,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> tuple[TokensPrompt, SamplingParams]:
         """Return a request as vLLM takes it.
 
-        ``reuse`` None is a plain one, ``answer`` goes on with a conversation, ``spans`` lie about its documents.
+        ``reuse`` None is a plain one, ``answer`` goes on with a conversation, ``spans`` lie about its documents, and
+        one with a ``salt`` of its own finds nothing that is cached.
         """
         tokens, places = self.prompt(order, question, between)
         tokens += answer
@@ -156,7 +158,10 @@ class Scene:
             ignore_eos=True,
             extra_args={"kv_transfer_params": {"ragcache": metadata}},
         )
-        return TokensPrompt(prompt_token_ids=tokens), sampling
+        prompt = TokensPrompt(prompt_token_ids=tokens)
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        return prompt, sampling
 
     def ask(self, *requests: tuple[TokensPrompt, SamplingParams]) -> list[Answer]:
         """Return the answers to requests that come at the same time."""

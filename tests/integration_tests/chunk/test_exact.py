@@ -23,9 +23,11 @@ _MODES = {
     "float32, as scattered rows": ["float32", "scattered"],
     "bfloat16, compiled, in a process of its own": ["bfloat16", "compiled", "process"],
 }
-_FULL = ["alone", "batched", "behind a prefix hit", "behind other text between the same chunks"]
+_FULL = ["capturing", "alone", "batched", "behind a prefix hit"]
 _SLICED = ["sliced", "sliced and batched"]
-_AS_STORED = ["capturing", "stored behind the same chunks", "behind the same text between them"]
+_AS_STORED = ["stored behind the same chunks", "behind the same text between them"]
+_AS_STORED += ["behind other text between the same chunks"]
+"""Something is read that was stored in the same context."""
 _PLAIN = ["plain after it", "plain after them", "plain after an approximate one"]
 _PLAIN += ["and where only the GPU has forgotten"]
 
@@ -44,27 +46,40 @@ def facts(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 
 def _tolerance(mode: str) -> float:
-    return 1e-4 if mode.startswith("float32") else 0.2
+    """Return by how much log probabilities may differ; tokens may not.
+
+    In bfloat16 a likely token's logit has steps of 0.06 to 0.12. A job runs the model's own modules as they are: stock,
+    uncompiled, computes the same bits, compiled it rounds elsewhere. Keys that were stored were turned twice.
+    """
+    return 1e-4 if mode.startswith("float32") else 0.5
+
+
+def _computed_tolerance(mode: str) -> float:
+    return 0.0 if mode == "bfloat16" else _tolerance(mode)
 
 
 def test_computing_everything_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
     for name in _FULL:
-        assert found[name] <= _tolerance(mode), name  # infinite where a token differs
+        assert found[name] <= _computed_tolerance(mode), name  # infinite where a token differs
 
 
 def test_computing_everything_in_slices_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
     for name in _SLICED:
-        assert name not in found or found[name] <= _tolerance(mode), name
+        assert name not in found or found[name] <= _computed_tolerance(mode), name
 
 
 def test_everything_was_computed_where_that_is_said(facts: tuple[str, dict[str, Any]]) -> None:
     """Nothing but what is cached exactly was read: neither a document, nor a part of one."""
     mode, found = facts
-    for name in [*_FULL, *_SLICED] if "process" not in mode else ():
+    if "process" in mode:
+        pytest.skip("its plans are made in another process")  # as they are in the other modes
+    for name in [*_FULL[1:], *_SLICED]:
         assert set(found["computed"][name]) == {1.0}, name
-    assert all(share < 0.5 for share in found["computed"].get("stored behind the same chunks", ()))
+    same, again, other = (found["computed"][name] for name in _AS_STORED)
+    assert all(share < 0.5 for share in [*same, *again])
+    assert all(0.8 < share < 1.0 for share in other), "behind nothing stands the first document in both"
 
 
 def test_what_is_recomputed_goes_through_the_attention_of_scattered_rows_where_there_is_one(
@@ -85,7 +100,7 @@ def test_kv_that_was_captured_in_the_same_place_is_the_same(facts: tuple[str, di
 def test_a_plain_request_after_an_approximate_one_is_exact(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
     for name in _PLAIN:
-        assert found[name] <= _tolerance(mode), name
+        assert found[name] <= (1e-4 if mode.startswith("float32") else 0.0), name
 
 
 def test_a_request_whose_spans_contradict_its_prompt_is_prefilled(facts: tuple[str, dict[str, Any]]) -> None:

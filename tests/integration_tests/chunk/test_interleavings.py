@@ -54,14 +54,15 @@ def test_every_request_that_computes_everything_is_exact(runs: list[dict[str, An
 
 
 def test_a_plain_request_that_goes_on_behind_an_approximate_answer_is_exact(runs: list[dict[str, Any]]) -> None:
-    _, second = runs
-    assert second["conversations"] > 4
-    assert second["worst behind an approximate answer"] <= 1e-4
+    for facts in runs:
+        assert facts["conversations"] > 4
+        assert facts["worst behind an approximate answer"] <= 1e-4
 
 
 def test_plain_requests_are_served_exactly_from_the_disk_of_the_engine_before(runs: list[dict[str, Any]]) -> None:
     first, second = runs
-    assert first["tokens from disk at the start"] == 0
+    assert first["is disk in service"]
+    assert first["tokens from disk at the start"] < second["tokens from disk at the start"]
     assert second["tokens from disk at the start"] > 64
 
 

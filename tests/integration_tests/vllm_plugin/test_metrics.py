@@ -106,7 +106,7 @@ def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:
     segments = (PromptSegment(SegmentKind.QUESTION, 0, 10),)
     engine.controller.on_new_request("r1", RequestMetadata(segments), [b"0"], 10, 1.0)
     engine.controller.on_chunks_reused("r1", ChunkReuseStats(2, 7, 3, 4, 0.3, (0, 1)))
-    assert library.reserve(b"k" * 32, range(6), (), "r2", inherits=0.0) is not None
+    assert library.reserve(b"k" * 32, range(6), b"", "r2", inherits=0.0) is not None
     engine.controller.on_finished("r1")
     stats = engine.stats()
     assert json.loads(json.dumps(stats.data)) == stats.data

@@ -211,7 +211,7 @@ def test_alpha_without_bound_reads_nothing_behind_other_text_between_the_same_ch
     stored = {key(1): [variant(1, 8, [(6, 4, 4.0)])]}
     placed = spans((6, 4), (1, 8), gap=1)
     assert plan(placed, stored, 5, 13, alpha=1e9, selection=selection).recomputed == tuple(range(5, 13))
-    assert plan(placed, stored, 5, 13, alpha=1.7, selection=WHOLE_CHUNKS).recomputed == ()
+    assert plan(placed, stored, 5, 13, alpha=2.0, selection=selection).recomputed == ()
 
 
 def test_of_variants_that_keep_the_same_neighbours_the_one_of_the_very_context_is_read() -> None:
@@ -220,6 +220,9 @@ def test_of_variants_that_keep_the_same_neighbours_the_one_of_the_very_context_i
     (chunk,) = plan(placed, {key(1): [near, very]}, 8, 16, alpha=1e9, selection=WHOLE_CHUNKS).reused
     assert chunk.variant is very
     assert chunk.recomputed == ()
+    inherits = replace(very, statistics=replace(very.statistics, inherited=0.1))
+    (chunk,) = plan(placed, {key(1): [near, inherits]}, 8, 16, alpha=0.0, selection=WHOLE_CHUNKS).reused
+    assert chunk.variant is inherits, "it has seen what the other has not"
     off = replace(very, statistics=replace(very.statistics, context=b"", inherited=0.1))
     (chunk,) = plan(placed, {key(1): [off, near]}, 8, 16, alpha=0.0, selection=WHOLE_CHUNKS).reused
     assert chunk.variant is near, "it inherited nothing"
