@@ -152,11 +152,11 @@ def _best(
     variants: Sequence[ChunkVariant], span: ChunkSpan, before: Sequence[ChunkSpan], *, counts_unseen: bool
 ) -> tuple[ChunkVariant, float]:
     """Return the variant that fits ``span`` best behind ``before``, and how much context it has lost."""
-    prefix = [span.key for span in before]
+    prefix = [each.key for each in before]
     candidates = []
     for variant in variants:
         seen = variant.statistics.prefix
-        unseen_tokens = sum(span.num_tokens for span in before if span.key not in seen) if counts_unseen else 0
+        unseen_tokens = sum(each.num_tokens for each in before if each.key not in seen) if counts_unseen else 0
         overlap = adjusted_overlap(variant.statistics, prefix, unseen_tokens=unseen_tokens)
         impact = context_impact(variant.statistics)
         lost = lost_context(variant.statistics, span.context, weight=impact, overlap=overlap)
@@ -176,7 +176,7 @@ def _best_neighbours(
     was captured behind no chunk had nothing to look at, so a chunk known only from there is taken to look outwards
     wholly; it is computed once more where it moves to, and known from then on.
     """
-    prefix = [span.key for span in before]
+    prefix = [each.key for each in before]
     shown = [outward_attention(variant.statistics) for variant in variants if variant.statistics.prefix]
     outward = max(shown, default=1.0)
     candidates = []

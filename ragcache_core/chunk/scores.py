@@ -129,6 +129,8 @@ def lost_context(statistics: ChunkStatistics, context: ContextKey, *, weight: fl
 def fix_overhead(lost: float, alpha: float) -> float:
     """Return the CFO in [0, 1]: the fraction of a chunk to recompute, ``alpha * CCI * (1 - beta')`` (Eq. 12).
 
+    We differ where that is less than 1e-4: it is nothing then, and not a token of each chunk.
+
     Args:
         lost: how much of its context the chunk has lost, see :func:`lost_context`.
         alpha: how much of a chunk that is worth.
@@ -138,7 +140,8 @@ def fix_overhead(lost: float, alpha: float) -> float:
     """
     if not alpha >= 0.0:
         raise ConfigError(f"alpha is {alpha!r}; it must be 0 or more: 0 recomputes nothing, 2 or more all that changed")
-    return min(1.0, alpha * lost) if lost > 0.0 and alpha * lost >= _LEAST_OVERHEAD else 0.0
+    overhead = alpha * lost  # no number where alpha has no bound and nothing is lost
+    return min(1.0, overhead) if overhead >= _LEAST_OVERHEAD else 0.0
 
 
 def num_selected(overhead: float, num_tokens: int) -> int:
