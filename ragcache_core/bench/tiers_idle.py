@@ -1,9 +1,15 @@
-"""What the tiers cost where they bring nothing: throughput with prompts that never repeat, against plain vLLM's."""
+"""What the tiers cost where they bring nothing: throughput with prompts that never repeat, against plain vLLM's.
+
+Two engines of plain vLLM run beside ours, and all three are started anew several times: on a CPU two processes of the
+same program differ by a few percent for as long as they live, and only the difference between the two plain ones says
+how much of ours is the tiers.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -11,14 +17,16 @@ import numpy as np
 
 from ragcache_core.bench.compare.random_model import random_model
 from ragcache_core.bench.engines import BLOCK_SIZE, TokenClient, TokenRequest, TokenTexts, block_bytes, launch
-from ragcache_core.bench.measure import Comparison
-from ragcache_core.bench.report import Figure, Part, Plan
+from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
 from ragcache_core.config import CacheConfig
 
 _IN_FLIGHT = 16
 _TOKENS = range(10, 1000)
 """Ids that stand for text in the demo model and in the benchmark model."""
 _GPU_BLOCKS = 2048
+_QUIET_S = 1.5
+"""Between batches: vLLM's worker spins for a second after its last step, on cores that the other engines need."""
+_SIDES = ("plain", "twin", "ours")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,33 @@ class Load:
     batch: int
 
 
-_LOADS = (Load("prefill-heavy", 360, 2, 48), Load("decode-heavy", 24, 96, 32))
+_LOADS = (Load("prefill", 360, 2, 48), Load("decode", 24, 96, 32))
+_LOADS_LARGE = (Load("prefill", 360, 2, 16), Load("decode", 24, 96, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Seconds of each batch of one load, by side, between one start of the three engines and the next."""
+
+    batches_s: Mapping[str, Sequence[float]]
+
+    @property
+    def throughput_ratio(self) -> float:
+        """The throughput of ours over plain vLLM's, by medians; of the two plain ones, their geometric mean."""
+        return float(np.sqrt(self._median_s("plain") * self._median_s("twin")) / self._median_s("ours"))
+
+    @property
+    def twin_ratio(self) -> float:
+        """The throughput of the second plain vLLM over the first's: what the ratio is between equals."""
+        return self._median_s("plain") / self._median_s("twin")
+
+    def _median_s(self, side: str) -> float:
+        return float(np.median(self.batches_s[side]))
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """Return the mean of ratios in which a half and a double cancel out."""
+    return float(np.exp(np.mean(np.log(ratios))))
 
 
 def unique_requests(texts: TokenTexts, load: Load, first: int, count: int) -> list[TokenRequest]:
@@ -53,63 +87,72 @@ def _any_tokens(seed: int) -> TokenTexts:
     return TokenTexts(tuple(drawn[:8]), tuple(drawn), encode)
 
 
-def throughput_ratio(comparison: Comparison) -> float:
-    """Return the throughput of the rival over the baseline's, of the faster batches on each side."""
-    return 1 / comparison.undisturbed_ratio
-
-
 def measure_idle(plan: Plan) -> Part:
-    """Run the default configuration and plain vLLM side by side, batch by batch in turn."""
-    return _measure(plan, plan.model, "idle_throughput_ratio", plan.sized(24, 2))
+    """Run the default configuration and plain vLLM, twice, side by side, batch by batch in turn."""
+    return _measure(plan, plan.model, _LOADS, "idle_throughput_ratio")
 
 
 def measure_idle_large(plan: Plan) -> Part:
     """Do the same with the benchmark model of 30 million parameters, whose steps take longer."""
-    return _measure(plan, str(random_model()), "idle_throughput_ratio_30m", plan.sized(6, 1))
+    return _measure(plan, str(random_model()), _LOADS_LARGE, "idle_throughput_ratio_30m")
 
 
-def _measure(plan: Plan, model: str, name: str, pairs: int) -> Part:
+def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str) -> Part:
+    num_starts = plan.sized(5, 1)
+    starts: dict[str, list[Start]] = {load.name: [] for load in loads}
+    num_stored = 0.0
+    for i in range(num_starts):
+        plan.report(f"idle throughput, start {i + 1} of {num_starts}: starting two plain vLLM and ours")
+        with ExitStack() as running:
+            clients = {side: _start(running, model, side) for side in np.roll(_SIDES, i).tolist()}
+            for load in loads:
+                starts[load.name].append(_time_batches(plan, load, clients, f"start {i + 1} of {num_starts}"))
+            num_stored += clients["ours"].counter("ragcache_stored_bytes_total")
+    figures = [figure for load in loads for figure in _figures(name, load, starts[load.name])]
+    lowest = min(figures, key=lambda figure: figure.value if "twin" not in figure.key else np.inf)
+    details = {
+        "stored_bytes": num_stored,
+        "batches_s": {load: [dict(start.batches_s) for start in rows] for load, rows in starts.items()},
+    }
+    first = Figure(name, lowest.value, 1.0, note="the lower of the two")
+    return Part("1 batch on each side after each start", (first, *figures), details)
+
+
+def _start(running: ExitStack, model: str, side: str) -> TokenClient:
     kv_bytes = _GPU_BLOCKS * block_bytes(model)
-    cache = CacheConfig(kv_cache_bytes=kv_bytes, block_size=BLOCK_SIZE)
-    plan.report("idle throughput: starting plain vLLM and ours")
-    with (
-        launch(model, None, kv_cache_memory_bytes=kv_bytes) as plain,
-        launch(model, cache) as ours,
-    ):
-        texts = _any_tokens(plan.seed)
-        rows = [_compare(plan, texts, load, TokenClient(plain), TokenClient(ours), pairs) for load in _LOADS]
-        num_stored = TokenClient(ours).counter("ragcache_stored_bytes_total")
-    ratios = [throughput_ratio(row) for row in rows]
-    figures = []
-    for load, row, ratio in zip(_LOADS, rows, ratios, strict=True):
-        d = row.to_dict()
-        note = f"{load.batch} requests a batch, {_IN_FLIGHT} in flight, p50 and p99 of a batch; plain "
-        note += f"{d['baseline_p50_ms']} | {d['baseline_p99_ms']} ms; by the medians of pairs {1 / row.ratio:.3f}"
-        key = f"{name}_{load.name.removesuffix('-heavy')}"
-        p50, p99 = float(d["rival_p50_ms"]), float(d["rival_p99_ms"])
-        figures.append(Figure(key, round(ratio, 4), 1.0, p50, p99, note))
-    lowest = Figure(name, round(min(ratios), 4), 1.0, note="the lower of the two")
-    details = {"comparisons": [row.to_dict() for row in rows], "stored_bytes": num_stored}
-    return Part("2 batches on each side", (lowest, *figures), details)
+    if side == "ours":
+        engine = launch(model, CacheConfig(kv_cache_bytes=kv_bytes, block_size=BLOCK_SIZE))
+    else:
+        engine = launch(model, None, kv_cache_memory_bytes=kv_bytes)
+    return TokenClient(running.enter_context(engine))
 
 
-def _compare(
-    plan: Plan, texts: TokenTexts, load: Load, plain: TokenClient, ours: TokenClient, pairs: int
-) -> Comparison:
-    times: tuple[list[float], list[float]] = ([], [])
-    first = 0
-    for i in range(-2, pairs):
-        plan.report(f"idle throughput: {load.name}, pair {i + 1} of {pairs}")
-        requests = unique_requests(texts, load, first + 1_000_000 * _LOADS.index(load), load.batch)
-        first += load.batch
-        for side in (0, 1) if i % 2 == 0 else (1, 0):
-            seconds = _time(plain if side == 0 else ours, requests, is_plain=side == 0)
+def _time_batches(plan: Plan, load: Load, clients: Mapping[str, TokenClient], where: str) -> Start:
+    texts = _any_tokens(plan.seed)
+    num_batches = plan.sized(6, 1)
+    batches_s: dict[str, list[float]] = {side: [] for side in _SIDES}
+    for i in range(-1, num_batches):
+        plan.report(f"idle throughput, {where}: {load.name}, batch {i + 1} of {num_batches}")
+        requests = unique_requests(texts, load, (i + 1) * load.batch, load.batch)
+        for side in np.roll(_SIDES, i).tolist():
+            time.sleep(_QUIET_S)
+            started_s = time.perf_counter()
+            clients[side].ask_all(requests, in_flight=_IN_FLIGHT, is_plain=side != "ours")
             if i >= 0:
-                times[side].append(seconds)
-    return Comparison(load.name, tuple(times[0]), tuple(times[1]))
+                batches_s[side].append(time.perf_counter() - started_s)
+    return Start(batches_s)
 
 
-def _time(client: TokenClient, requests: Sequence[TokenRequest], *, is_plain: bool) -> float:
-    started_s = time.perf_counter()
-    client.ask_all(requests, in_flight=_IN_FLIGHT, is_plain=is_plain)
-    return time.perf_counter() - started_s
+def _figures(name: str, load: Load, starts: Sequence[Start]) -> tuple[Figure, Figure]:
+    """Return the ratio of ours and that of the twin: the mean of all starts, and between what it lay."""
+    times_ms = {side: percentiles_ms([t for start in starts for t in start.batches_s[side]]) for side in _SIDES}
+    found = []
+    for key, side, ratios in (
+        (f"{name}_{load.name}", "ours", [start.throughput_ratio for start in starts]),
+        (f"{name}_{load.name}_twin", "twin", [start.twin_ratio for start in starts]),
+    ):
+        note = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(starts)} starts of {len(starts[0].batches_s[side])} "
+        note += f"batches of {load.batch} requests, {_IN_FLIGHT} in flight; p50 and p99 of a batch, "
+        note += f"plain {times_ms['plain'][0]:.0f} | {times_ms['plain'][1]:.0f} ms"
+        found.append(Figure(key, round(geometric_mean(ratios), 4), 1.0, *times_ms[side], note))
+    return found[0], found[1]

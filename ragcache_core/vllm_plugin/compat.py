@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
     OffloadPromMetrics,
@@ -74,6 +75,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SUPPORTED_VLLM = "0.32"
@@ -110,6 +112,7 @@ __all__ = [
     "OffloadPromMetrics",
     "OffloadingConfig",
     "OffloadingConnector",
+    "OffloadingConnectorMetadata",
     "OffloadingConnectorStats",
     "OffloadingManager",
     "OffloadingWorker",
@@ -132,9 +135,11 @@ __all__ = [
     "cached_copies",
     "call_confirm",
     "connector_of_this_worker",
+    "end_quiet_step",
     "get_block_hash",
     "get_forward_context",
     "get_offload_block_hash",
+    "has_offloading_news",
     "hash_seed",
     "host_policy_of",
     "in_forward",
@@ -195,6 +200,24 @@ def stores_from(connector: OffloadingConnector, request_id: str) -> float:
     groups = zip(offloading.config.kv_group_configs, state.group_states, strict=True)
     ends = [(group.next_stored_chunk_idx + 1) * config.tokens_per_chunk for config, group in groups]
     return min((end for end in ends if end <= limit), default=math.inf)
+
+
+def has_offloading_news(connector: OffloadingConnector, output: SchedulerOutput) -> bool:
+    """Return whether a step brings the offloading something that is not in its requests' tokens and new blocks."""
+    offloading, blocks = connector.scheduler, output.kv_connector_block_state
+    return bool(
+        offloading._current_batch_load_jobs
+        or offloading._current_batch_jobs_to_flush
+        or offloading._current_batch_allocated_block_ids
+        or output.kv_cache_block_copies
+        or (blocks is not None and blocks.boundary_state_offloads)
+    )
+
+
+def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadata:
+    """Do what the offloading does at the end of a step without news: let copies that have ended be taken up."""
+    connector.scheduler.manager.on_schedule_end(ScheduleEndContext((), ()))
+    return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
 
 
 def attach_confirm() -> None:

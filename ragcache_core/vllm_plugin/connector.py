@@ -9,7 +9,6 @@ what is kept at most, and correctness never depends on it.
 from __future__ import annotations
 
 import time
-from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,10 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorStats,
     OffloadingConnector,
     SupportsHMA,
+    end_quiet_step,
     host_policy_of,
     kv_bytes_per_block,
     resolve_kv_cache_block_sizes,
-    stores_from,
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.disk import DiskTier
@@ -38,6 +37,7 @@ from ragcache_core.vllm_plugin.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
 from ragcache_core.vllm_plugin.records import arrived_s
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class _DocumentAware:
     """The first and the last moment of the engine's last step, which the scheduler tells."""
     _num_local_tokens: dict[str, int]
     _reported_s = 0.0
-    _num_reported_pending = 0
-    _reported_room = True
+    _reported_load = (0, True)
+    """The prefills that wait and whether there is room for speculation, as the server's process knows them."""
 
     def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
         self.controller = controller
@@ -137,22 +137,26 @@ class _DocumentAware:
         if self.controller is None:
             return None
         now_s, finished = time.monotonic(), self.controller.take_finished()
-        is_due = self.controller.is_idle or now_s - self._reported_s > _REPORT_EVERY_S
-        if is_due:
+        report = below = None
+        if self.controller.is_idle or now_s - self._reported_s > _REPORT_EVERY_S:
             self._reported_s = now_s
-        delta = self.controller.paths.take_delta()
-        paths = () if delta is None else (delta,)
+            report, below = self.controller.take_report(), self._stats_below()
+        delta, waited_s = self.controller.paths.take_delta(), self.controller.speculations.take_waited_s()
         pending, has_room = self.controller.num_pending_prefills, self.controller.has_room()
+        is_new_load = (pending, has_room) != self._reported_load
+        if not (finished or report or below or delta or waited_s or is_new_load):
+            return None  # as after most steps of an answer: those must cost next to nothing
+        num_reported, reported_room = self._reported_load
+        self._reported_load = pending, has_room
         stats = RAGCacheStats.of(
             requests=finished,
-            engine=self.controller.take_report() if is_due else None,
-            offload=self._stats_below() if is_due else None,
-            paths=paths,
-            waited_s=self.controller.speculations.take_waited_s(),
-            num_pending_prefills=None if pending == self._num_reported_pending else pending,
-            has_room=None if has_room == self._reported_room else has_room,
+            engine=report,
+            offload=below,
+            paths=() if delta is None else (delta,),
+            waited_s=waited_s,
+            num_pending_prefills=None if pending == num_reported else pending,
+            has_room=None if has_room == reported_room else has_room,
         )
-        self._num_reported_pending, self._reported_room = pending, has_room
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -200,7 +204,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
-        self._stores_from: dict[str, float] = {}
+        self._storing = StoringSteps(self)
         with building(vllm_config) as built:
             super().__init__(vllm_config, role, kv_cache_config)
         if built.controller is not None:
@@ -214,45 +218,22 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         super().shutdown()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        output = self._what_concerns_storing(scheduler_output)
+        output = self._storing.concerning(scheduler_output)
+        if output is None:
+            return end_quiet_step(self)
         meta = super().build_connector_meta(output)
-        self._stores_from.update((name, stores_from(self, name)) for name in output.num_scheduled_tokens)
-        for name in scheduler_output.finished_req_ids:
-            self._stores_from.pop(name, None)
+        self._storing.note(output)
         assert self.controller is not None
         for job in meta.store_jobs.values():
             self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
         return meta
-
-    def _what_concerns_storing(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Return a step without the requests that neither fill a chunk in it nor get blocks.
-
-        vLLM looks into each for 5 us, and most steps of an answer bring none.
-        """
-        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        storing: dict[str, int] = {}
-        shown: list[int] = []
-        columns = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        for i, (name, num_computed_tokens, block_ids) in enumerate(columns):
-            if num_computed_tokens + scheduled[name] >= self._stores_from.get(name, 0.0):
-                storing[name] = scheduled[name]
-                shown.append(i)
-            elif block_ids is not None:
-                shown.append(i)
-        storing.update((new.req_id, scheduled[new.req_id]) for new in output.scheduled_new_reqs)
-        concerning, concerned = copy(output), copy(cached)  # dataclasses.replace() takes five times as long
-        concerned.req_ids = [cached.req_ids[i] for i in shown]
-        concerned.new_block_ids = [cached.new_block_ids[i] for i in shown]
-        concerning.num_scheduled_tokens = storing
-        concerning.scheduled_cached_reqs = concerned
-        return concerning
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if connector_output.kv_connector_worker_meta is not None:  # else no copy has ended: vLLM takes 10 us to see it
             super().update_connector_output(connector_output)
 
     def reset_cache(self) -> bool | None:
-        self._stores_from.clear()
+        self._storing.clear()
         is_reset: bool | None = super().reset_cache()
         for tier in self.scheduler.manager.secondary_tiers:
             if isinstance(tier, DiskTier):

@@ -82,7 +82,8 @@ class _TreeScheduling:
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
-        self._queue.real.touch(*map(self.requests.__getitem__, self._controller.take_touched()))
+        if touched := self._controller.take_touched():
+            self._queue.real.touch(*map(self.requests.__getitem__, touched))
         if not self._controller.speculations:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         limit = self.max_num_scheduled_tokens
@@ -181,11 +182,11 @@ class _TreeScheduling:
         return (
             self._controller.num_pending_prefills > 0
             or queue.num_real > 0
+            or (bool(running) and not self._speculates_beside_answers)
             or any(
                 not self._is_speculative(request) and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
                 for request in self.kv_holding_waiting
             )
-            or (bool(running) and not self._speculates_beside_answers)
         )
 
     def _set_back(self, request: Request) -> None:

@@ -294,7 +294,11 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         "states": ["_req_status", "config"],
         "limits": [True, True],
         "group": [True, True],
-    }, "compat.stores_from says which requests build_connector_meta need not look into"
+        "news": ["_current_batch_load_jobs", "_current_batch_jobs_to_flush", "_current_batch_allocated_block_ids"],
+        "step": ["finished_req_ids", "kv_cache_block_copies", "kv_connector_block_state", "preempted_req_ids"],
+        "block_state": True,
+        "end": [["new_req_ids", "preempted_req_ids"], ["load_jobs", "store_jobs", "jobs_to_flush"]],
+    }, "StoringSteps says which requests, and which steps, build_connector_meta need not look into"
     assert vllm_facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert vllm_facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
 

@@ -19,6 +19,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -27,8 +28,8 @@ from ragcache_core.client import arguments
 from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.scheduler import SyncTreeScheduler
+from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.conftest import DEMO_MODEL
 
@@ -43,6 +44,10 @@ class Served:
     num_steps: int = 0
     num_shown: int = 0
     """Requests that vLLM's offloading was shown, over all steps."""
+    num_looked_at: int = 0
+    """Steps of which it was shown anything."""
+    num_ended: int = 0
+    """Steps after which it took up what copies had ended."""
     num_said: int = 0
     """Steps that sent its counts to the server's process."""
 
@@ -103,11 +108,19 @@ def _serve(num_blocks: int, seed: int) -> Served:
     with _scheduler(num_blocks) as scheduler:
         build = scheduler.connector.scheduler.build_connector_meta
 
+        end = scheduler.connector.scheduler.manager.on_schedule_end
+
         def listen(output: SchedulerOutput) -> Any:
+            served.num_looked_at += 1
             served.num_shown += len(output.num_scheduled_tokens)
             return build(output)
 
+        def listen_to_end(context: ScheduleEndContext) -> None:
+            served.num_ended += 1
+            end(context)
+
         scheduler.connector.scheduler.build_connector_meta = listen
+        scheduler.connector.scheduler.manager.on_schedule_end = listen_to_end
         waiting = [_request(i, dice) for i in range(40)]
         for step in range(3000):
             if waiting and step % 4 == 0:
@@ -146,7 +159,7 @@ def _serve(num_blocks: int, seed: int) -> Served:
             for said in (out.scheduler_stats.kv_connector_stats for out in outputs.values() if out.scheduler_stats):
                 served.num_said += bool(said and said.get("offload"))
         assert not scheduler.requests
-        assert not scheduler.connector._stores_from
+        assert not scheduler.connector._storing
     served.stored.sort()
     return served
 
@@ -157,11 +170,13 @@ def test_what_is_stored_and_when_is_what_vllm_would_store(
     num_blocks: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = _serve(num_blocks, seed)
-    monkeypatch.setattr(RAGCacheConnector, "_what_concerns_storing", lambda self, output: output)
+    monkeypatch.setattr(StoringSteps, "concerning", lambda self, output: output)
     vllms = _serve(num_blocks, seed)
     assert ours.stored == vllms.stored
     assert len(ours.stored) > 40
     assert ours.num_shown < vllms.num_shown / 3
+    assert ours.num_looked_at < vllms.num_looked_at * 0.8
+    assert ours.num_ended == ours.num_steps == vllms.num_looked_at
 
 
 def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
@@ -294,6 +294,18 @@ def facts() -> dict[str, object]:
             in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
             "shown": {"req_ids", "num_computed_tokens", "new_block_ids"} <= set(names(CachedRequestData)),
             "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config"),
+            "news": sets(
+                offloading.OffloadingConnectorScheduler,
+                "_current_batch_load_jobs",
+                "_current_batch_jobs_to_flush",
+                "_current_batch_allocated_block_ids",
+            ),
+            "step": sorted(
+                {"kv_cache_block_copies", "kv_connector_block_state", "finished_req_ids", "preempted_req_ids"}
+                & set(names(SchedulerOutput))
+            ),
+            "block_state": "boundary_state_offloads" in names(KVConnectorBlockState),
+            "end": [list(compat.ScheduleEndContext._fields), names(compat.OffloadingConnectorMetadata)],
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
                 "offload_prompt_only" in offloading.SchedulerOffloadConfig.__annotations__,
