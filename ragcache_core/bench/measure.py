@@ -27,11 +27,6 @@ class Comparison:
         """Median over the pairs of rival / baseline: 1.05 is 5 % slower."""
         return float(np.median(np.array(self.rival_s) / np.array(self.baseline_s)))
 
-    @property
-    def undisturbed_ratio(self) -> float:
-        """Lower quartile of rival over that of baseline, for times that others on the machine double now and then."""
-        return float(np.percentile(self.rival_s, 25) / np.percentile(self.baseline_s, 25))
-
     def to_dict(self) -> dict[str, float | str | int]:
         return {
             "name": self.name,
@@ -41,7 +36,6 @@ class Comparison:
             "rival_p50_ms": _percentile_ms(self.rival_s, 50),
             "rival_p99_ms": _percentile_ms(self.rival_s, 99),
             "ratio": round(self.ratio, 3),
-            "undisturbed_ratio": round(self.undisturbed_ratio, 3),
         }
 
 

@@ -1,8 +1,7 @@
 """What the tiers cost where they bring nothing: throughput with prompts that never repeat, against plain vLLM's.
 
-Two engines of plain vLLM run beside ours, and all three are started anew several times: on a CPU two processes of the
-same program differ by a few percent for as long as they live, and only the difference between the two plain ones says
-how much of ours is the tiers.
+Two engines of plain vLLM run beside ours, and all three are started anew several times: two processes of the same
+program differ by a few percent on a CPU, and the difference between the plain ones says what a ratio means.
 """
 
 from __future__ import annotations
@@ -45,22 +44,23 @@ _LOADS_LARGE = (Load("prefill", 360, 2, 16), Load("decode", 24, 96, 16))
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds of each batch of one load, by side, between one start of the three engines and the next."""
+    """Seconds of each batch of one load, by side, between one start of the three engines and the next.
+
+    Batches of one number ran one after another: a machine that is slow for a minute is slow for all three.
+    """
 
     batches_s: Mapping[str, Sequence[float]]
 
     @property
     def throughput_ratio(self) -> float:
-        """The throughput of ours over plain vLLM's, by medians; of the two plain ones, their geometric mean."""
-        return float(np.sqrt(self._median_s("plain") * self._median_s("twin")) / self._median_s("ours"))
+        """The throughput of ours over plain vLLM's, that is the mean of the two there: a median of batches."""
+        plain_s = np.sqrt(np.array(self.batches_s["plain"]) * np.array(self.batches_s["twin"]))
+        return float(np.median(plain_s / np.array(self.batches_s["ours"])))
 
     @property
     def twin_ratio(self) -> float:
         """The throughput of the second plain vLLM over the first's: what the ratio is between equals."""
-        return self._median_s("plain") / self._median_s("twin")
-
-    def _median_s(self, side: str) -> float:
-        return float(np.median(self.batches_s[side]))
+        return float(np.median(np.array(self.batches_s["plain"]) / np.array(self.batches_s["twin"])))
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from ragcache_core.bench.engines import TokenAnswer
-from ragcache_core.bench.measure import Comparison
 from ragcache_core.bench.report import (
     Figure,
     Goal,
@@ -22,7 +21,7 @@ from ragcache_core.bench.report import (
 )
 from ragcache_core.bench.tiers import GOALS, main
 from ragcache_core.bench.tiers_exact import mismatches
-from ragcache_core.bench.tiers_idle import throughput_ratio
+from ragcache_core.bench.tiers_idle import Start, geometric_mean
 from ragcache_core.bench.tiers_share import cached_share
 
 CHEAP = ("decisions", "index", "killpoints", "policies")
@@ -93,8 +92,16 @@ def test_the_cached_share_weighs_requests_by_their_tokens() -> None:
     assert cached_share([answer((), 100, 50), answer((), 300, 50)]) == 0.25
 
 
-def test_twice_the_time_is_half_the_throughput() -> None:
-    assert throughput_ratio(Comparison("x", (1.0, 1.0, 9.0), (2.0, 2.0, 2.0))) == 0.5
+def test_twice_the_time_of_plain_vllm_at_the_same_moment_is_half_its_throughput() -> None:
+    slow_for_a_while = {"plain": (1.0, 1.0, 9.0), "twin": (1.0, 1.0, 9.0), "ours": (2.0, 2.0, 18.0)}
+    assert Start(slow_for_a_while).throughput_ratio == 0.5
+    assert Start(slow_for_a_while).twin_ratio == 1.0
+    twins_differ = Start({"plain": (1.0, 1.0, 1.0), "twin": (4.0, 4.0, 4.0), "ours": (2.0, 2.0, 2.0)})
+    assert (twins_differ.throughput_ratio, twins_differ.twin_ratio) == (1.0, 0.25)
+
+
+def test_a_half_and_a_double_are_no_difference_in_the_mean() -> None:
+    assert geometric_mean([0.5, 2.0]) == 1.0
 
 
 def test_the_cheap_parts_write_every_figure_that_has_a_goal(tmp_path: Path) -> None:
