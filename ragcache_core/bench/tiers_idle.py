@@ -38,7 +38,7 @@ class Load:
     batch: int
 
 
-_LOADS = (Load("prefill", 360, 2, 48), Load("decode", 24, 96, 32))
+LOADS = (Load("prefill", 360, 2, 48), Load("decode", 24, 96, 32))
 _LOADS_LARGE = (Load("prefill", 360, 2, 16), Load("decode", 24, 96, 16))
 
 
@@ -53,13 +53,13 @@ class Start:
 
     @property
     def throughput_ratio(self) -> float:
-        """The throughput of ours over plain vLLM's, that is the mean of the two there: a median of batches."""
+        """The throughput of ours over the mean of the two plain ones, batch by batch; the median of the batches."""
         plain_s = np.sqrt(np.array(self.batches_s["plain"]) * np.array(self.batches_s["twin"]))
         return float(np.median(plain_s / np.array(self.batches_s["ours"])))
 
     @property
     def twin_ratio(self) -> float:
-        """The throughput of the second plain vLLM over the first's: what the ratio is between equals."""
+        """The same of the second plain vLLM over the first: what the ratio is between equals."""
         return float(np.median(np.array(self.batches_s["plain"]) / np.array(self.batches_s["twin"])))
 
 
@@ -77,9 +77,9 @@ def unique_requests(texts: TokenTexts, load: Load, first: int, count: int) -> li
     ]
 
 
-def _any_tokens(seed: int) -> TokenTexts:
-    """Return documents of random tokens, which any model takes: only how many there are matters."""
-    drawn = np.random.default_rng(seed).integers(_TOKENS.start, _TOKENS.stop, 20_000).tolist()
+def random_texts(seed: int, load: int) -> TokenTexts:
+    """Return documents of random tokens, others for each load: any model takes them."""
+    drawn = np.random.default_rng((seed, load)).integers(_TOKENS.start, _TOKENS.stop, 20_000).tolist()
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(_TOKENS[crc32(word.encode()) % len(_TOKENS)] for word in text.split())
@@ -89,7 +89,7 @@ def _any_tokens(seed: int) -> TokenTexts:
 
 def measure_idle(plan: Plan) -> Part:
     """Run the default configuration and plain vLLM, twice, side by side, batch by batch in turn."""
-    return _measure(plan, plan.model, _LOADS, "idle_throughput_ratio")
+    return _measure(plan, plan.model, LOADS, "idle_throughput_ratio")
 
 
 def measure_idle_large(plan: Plan) -> Part:
@@ -100,22 +100,28 @@ def measure_idle_large(plan: Plan) -> Part:
 def _measure(plan: Plan, model: str, loads: Sequence[Load], name: str) -> Part:
     num_starts = plan.sized(5, 1)
     starts: dict[str, list[Start]] = {load.name: [] for load in loads}
-    num_stored = 0.0
+    num_stored = num_loaded = 0.0
     for i in range(num_starts):
         plan.report(f"idle throughput, start {i + 1} of {num_starts}: starting two plain vLLM and ours")
         with ExitStack() as running:
             clients = {side: _start(running, model, side) for side in np.roll(_SIDES, i).tolist()}
-            for load in loads:
-                starts[load.name].append(_time_batches(plan, load, clients, f"start {i + 1} of {num_starts}"))
+            for j, load in enumerate(loads):
+                where = f"start {i + 1} of {num_starts}: {load.name}"
+                starts[load.name].append(_time_batches(plan, load, random_texts(plan.seed, j), clients, where))
             num_stored += clients["ours"].counter("ragcache_stored_bytes_total")
-    figures = [figure for load in loads for figure in _figures(name, load, starts[load.name])]
-    lowest = min(figures, key=lambda figure: figure.value if "twin" not in figure.key else np.inf)
+            num_loaded += clients["ours"].counter("ragcache_loaded_bytes_total")
+    ours = [_of_ours(f"{name}_{load.name}", load, starts[load.name]) for load in loads]
+    twins = [_of_twin(f"{name}_{load.name}_twin", load, starts[load.name]) for load in loads]
+    lowest = [
+        Figure(key, min(figure.value for figure in figures), 1.0, note="the lower of the two")
+        for key, figures in ((name, ours), (f"{name}_twin", twins))
+    ]
     details = {
         "stored_bytes": num_stored,
+        "loaded_bytes": num_loaded,
         "batches_s": {load: [dict(start.batches_s) for start in rows] for load, rows in starts.items()},
     }
-    first = Figure(name, lowest.value, 1.0, note="the lower of the two")
-    return Part("1 batch on each side after each start", (first, *figures), details)
+    return Part("1 batch of each load on each side after each start", (*lowest, *ours, *twins), details)
 
 
 def _start(running: ExitStack, model: str, side: str) -> TokenClient:
@@ -127,12 +133,11 @@ def _start(running: ExitStack, model: str, side: str) -> TokenClient:
     return TokenClient(running.enter_context(engine))
 
 
-def _time_batches(plan: Plan, load: Load, clients: Mapping[str, TokenClient], where: str) -> Start:
-    texts = _any_tokens(plan.seed)
+def _time_batches(plan: Plan, load: Load, texts: TokenTexts, clients: Mapping[str, TokenClient], where: str) -> Start:
     num_batches = plan.sized(6, 1)
     batches_s: dict[str, list[float]] = {side: [] for side in _SIDES}
     for i in range(-1, num_batches):
-        plan.report(f"idle throughput, {where}: {load.name}, batch {i + 1} of {num_batches}")
+        plan.report(f"idle throughput, {where}, batch {i + 1} of {num_batches}")
         requests = unique_requests(texts, load, (i + 1) * load.batch, load.batch)
         for side in np.roll(_SIDES, i).tolist():
             time.sleep(_QUIET_S)
@@ -143,16 +148,18 @@ def _time_batches(plan: Plan, load: Load, clients: Mapping[str, TokenClient], wh
     return Start(batches_s)
 
 
-def _figures(name: str, load: Load, starts: Sequence[Start]) -> tuple[Figure, Figure]:
-    """Return the ratio of ours and that of the twin: the mean of all starts, and between what it lay."""
-    times_ms = {side: percentiles_ms([t for start in starts for t in start.batches_s[side]]) for side in _SIDES}
-    found = []
-    for key, side, ratios in (
-        (f"{name}_{load.name}", "ours", [start.throughput_ratio for start in starts]),
-        (f"{name}_{load.name}_twin", "twin", [start.twin_ratio for start in starts]),
-    ):
-        note = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(starts)} starts of {len(starts[0].batches_s[side])} "
-        note += f"batches of {load.batch} requests, {_IN_FLIGHT} in flight; p50 and p99 of a batch, "
-        note += f"plain {times_ms['plain'][0]:.0f} | {times_ms['plain'][1]:.0f} ms"
-        found.append(Figure(key, round(geometric_mean(ratios), 4), 1.0, *times_ms[side], note))
-    return found[0], found[1]
+def _of_ours(key: str, load: Load, starts: Sequence[Start]) -> Figure:
+    return _figure(key, load, starts, "ours", [start.throughput_ratio for start in starts])
+
+
+def _of_twin(key: str, load: Load, starts: Sequence[Start]) -> Figure:
+    return _figure(key, load, starts, "twin", [start.twin_ratio for start in starts])
+
+
+def _figure(key: str, load: Load, starts: Sequence[Start], side: str, ratios: Sequence[float]) -> Figure:
+    """Return the mean of the starts' ratios; the note says how far they lay apart."""
+    times_ms, plain_ms = (percentiles_ms([t for s in starts for t in s.batches_s[which]]) for which in (side, "plain"))
+    note = f"{min(ratios):.3f} to {max(ratios):.3f} in {len(starts)} starts of {len(starts[0].batches_s[side])} "
+    note += f"batches of {load.batch} requests, {_IN_FLIGHT} in flight; p50 and p99 of a batch, "
+    note += f"plain {plain_ms[0]:.0f} | {plain_ms[1]:.0f} ms"
+    return Figure(key, round(geometric_mean(ratios), 4), 1.0, *times_ms, note)

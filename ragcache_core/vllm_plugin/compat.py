@@ -203,7 +203,7 @@ def stores_from(connector: OffloadingConnector, request_id: str) -> float:
 
 
 def has_offloading_news(connector: OffloadingConnector, output: SchedulerOutput) -> bool:
-    """Return whether a step brings the offloading something that is not in its requests' tokens and new blocks."""
+    """Return whether a step brings the offloading what no list of requests says: loads, flushes, copies of blocks."""
     offloading, blocks = connector.scheduler, output.kv_connector_block_state
     return bool(
         offloading._current_batch_load_jobs
@@ -215,7 +215,10 @@ def has_offloading_news(connector: OffloadingConnector, output: SchedulerOutput)
 
 
 def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadata:
-    """Do what the offloading does at the end of a step without news: let copies that have ended be taken up."""
+    """Do what the offloading does at the end of every step, with news or without; return that there is nothing to do.
+
+    Its manager takes up copies that have ended, and begins those that lookups have asked for.
+    """
     connector.scheduler.manager.on_schedule_end(ScheduleEndContext((), ()))
     return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
 

@@ -22,18 +22,18 @@ class StoringSteps:
         self._offloading = offloading
         self._stores_from: dict[str, float] = {}
         self._ends: dict[str, int] = {}
-        """Up to which token each request of the last step that was looked through has been computed since."""
+        """Up to which token the requests of the last step that was looked through were computed at its end."""
         self._num_tokens_left = 0.0
-        """What the first of these requests to fill a chunk has to compute for it, from now on."""
+        """At least so many tokens from now each of these requests has to compute before it fills a chunk."""
 
     def __len__(self) -> int:
         """Return how many requests are known."""
         return len(self._stores_from)
 
     def concerning(self, output: SchedulerOutput) -> SchedulerOutput | None:
-        """Return a step without the requests that neither fill a chunk in it nor get blocks; None if nothing is left.
+        """Return a step without the requests that neither fill a chunk in it nor get blocks; None for a quiet step.
 
-        Whoever shows the rest to vLLM calls :meth:`note` afterwards.
+        What is returned is to be shown to vLLM, and :meth:`note` called afterwards.
         """
         if self._is_quiet(output):
             self._num_tokens_left -= 1
@@ -45,7 +45,8 @@ class StoringSteps:
         columns = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for i, (name, num_computed_tokens, block_ids) in enumerate(columns):
             self._ends[name] = end = num_computed_tokens + scheduled[name]
-            if end >= self._stores_from.get(name, 0.0):
+            # one that resumes may have less below the GPU than it had stored: vLLM then begins again from there
+            if end >= self._stores_from.get(name, 0.0) or name in cached.resumed_req_ids:
                 storing[name] = scheduled[name]
                 shown.append(i)
             elif block_ids is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ragcache_core.bench.engines import TokenAnswer
+from ragcache_core.bench.engines import BLOCK_SIZE, TokenAnswer
 from ragcache_core.bench.report import (
     Figure,
     Goal,
@@ -21,7 +21,7 @@ from ragcache_core.bench.report import (
 )
 from ragcache_core.bench.tiers import GOALS, main
 from ragcache_core.bench.tiers_exact import mismatches
-from ragcache_core.bench.tiers_idle import Start, geometric_mean
+from ragcache_core.bench.tiers_idle import LOADS, Start, geometric_mean, random_texts, unique_requests
 from ragcache_core.bench.tiers_share import cached_share
 
 CHEAP = ("decisions", "index", "killpoints", "policies")
@@ -98,6 +98,16 @@ def test_twice_the_time_of_plain_vllm_at_the_same_moment_is_half_its_throughput(
     assert Start(slow_for_a_while).twin_ratio == 1.0
     twins_differ = Start({"plain": (1.0, 1.0, 1.0), "twin": (4.0, 4.0, 4.0), "ours": (2.0, 2.0, 2.0)})
     assert (twins_differ.throughput_ratio, twins_differ.twin_ratio) == (1.0, 0.25)
+
+
+def test_no_prompt_of_the_idle_loads_begins_like_another() -> None:
+    requests = [
+        request
+        for i, load in enumerate(LOADS)
+        for request in unique_requests(random_texts(0, i), load, 0, 7 * load.batch)
+    ]
+    first_blocks = {request.token_ids[:BLOCK_SIZE] for request in requests}
+    assert len(first_blocks) == len(requests) == 7 * sum(load.batch for load in LOADS)
 
 
 def test_a_half_and_a_double_are_no_difference_in_the_mean() -> None:
