@@ -294,8 +294,15 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         "states": ["_req_status", "config"],
         "limits": [True, True],
         "group": [True, True],
-        "news": ["_current_batch_load_jobs", "_current_batch_jobs_to_flush", "_current_batch_allocated_block_ids"],
-        "step": ["finished_req_ids", "kv_cache_block_copies", "kv_connector_block_state", "preempted_req_ids"],
+        "news": ["_current_batch_allocated_block_ids", "_current_batch_jobs_to_flush", "_current_batch_load_jobs"],
+        "step": [
+            "finished_req_ids",
+            "kv_cache_block_copies",
+            "kv_connector_block_state",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "scheduled_new_reqs",
+        ],
         "block_state": True,
         "end": [["new_req_ids", "preempted_req_ids"], ["load_jobs", "store_jobs", "jobs_to_flush"]],
     }, "StoringSteps says which requests, and which steps, build_connector_meta need not look into"

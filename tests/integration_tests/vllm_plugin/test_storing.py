@@ -1,4 +1,7 @@
-"""What a step shows vLLM's offloading: requests that neither fill a chunk nor get blocks are left out, to no effect."""
+"""What a step shows vLLM's offloading: what neither fills a chunk nor gets blocks is left out, to no effect.
+
+Requests are, and whole steps are.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +37,30 @@ from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.conftest import DEMO_MODEL
 
 BLOCK = 16
+_CLEARED_AT = 70
 
 
 @dataclass
 class Served:
-    """What came of some requests: ``stored`` is (step, request, blocks of the engine)."""
+    """What came of some requests: ``stored`` is (step, request, blocks of the engine), and so is ``loaded``."""
 
     stored: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
+    loaded: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
+    flushed: list[tuple[int, int]] = field(default_factory=list)
+    """Steps and how many copies had to end before them."""
     num_steps: int = 0
     num_shown: int = 0
     """Requests that vLLM's offloading was shown, over all steps."""
     num_looked_at: int = 0
     """Steps of which it was shown anything."""
     num_ended: int = 0
-    """Steps after which it took up what copies had ended."""
+    """Steps that it was told the end of, for copies to begin and to be taken up."""
     num_said: int = 0
     """Steps that sent its counts to the server's process."""
 
 
 @contextmanager
-def _scheduler(num_blocks: int) -> Iterator[Any]:
+def _scheduler(num_blocks: int, host_bytes: str) -> Iterator[Any]:
     """Yield our scheduler over GPU and host memory, with nobody to run its steps."""
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -70,7 +77,7 @@ def _scheduler(num_blocks: int) -> Iterator[Any]:
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
         ),
         kv_transfer_config=KVTransferConfig(
-            **arguments._transfer_config(Tiers(host_bytes="1MiB").resolved(), engine_id, None, ())
+            **arguments._transfer_config(Tiers(host_bytes=host_bytes).resolved(), engine_id, None, ())
         ),
     )
     config.scheduler_config.async_scheduling = False
@@ -101,11 +108,11 @@ def _request(number: int, dice: random.Random) -> Request:
     return Request(f"r{number}", tokens, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
-def _serve(num_blocks: int, seed: int) -> Served:
-    """Return what came of forty requests."""
+def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB") -> Served:
+    """Return what came of forty requests, in the middle of which host memory was cleared."""
     dice, served = random.Random(seed), Served()
     jobs: dict[int, str | None] = {}  # of the step before: the request that waits for what is loaded
-    with _scheduler(num_blocks) as scheduler:
+    with _scheduler(num_blocks, host_bytes) as scheduler:
         build = scheduler.connector.scheduler.build_connector_meta
 
         end = scheduler.connector.scheduler.manager.on_schedule_end
@@ -127,6 +134,8 @@ def _serve(num_blocks: int, seed: int) -> Served:
                 scheduler.add_request(waiting.pop())
             if not (waiting or scheduler.has_requests()):
                 break
+            if step == _CLEARED_AT:
+                scheduler.connector.reset_cache()
             output = scheduler.schedule()
             meta = output.kv_connector_metadata
             done, jobs = (
@@ -136,6 +145,10 @@ def _serve(num_blocks: int, seed: int) -> Served:
             served.stored += [
                 (step, job.req_id, tuple(job.src_spec.block_ids.tolist())) for job in meta.store_jobs.values()
             ]
+            served.loaded += [
+                (step, job.req_id, tuple(job.dst_spec.block_ids.tolist())) for job in meta.load_jobs.values()
+            ]
+            served.flushed += [(step, len(meta.jobs_to_flush))] if meta.jobs_to_flush else []
             worker = OffloadingWorkerMetadata()
             for job_id in done:
                 worker.mark_completed(job_id)
@@ -164,19 +177,23 @@ def _serve(num_blocks: int, seed: int) -> Served:
     return served
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_blocks", [400, 40])
+@pytest.mark.parametrize(("num_blocks", "host_bytes"), [(400, "1MiB"), (40, "1MiB"), (40, "48KiB"), (30, "160KiB")])
 def test_what_is_stored_and_when_is_what_vllm_would_store(
-    num_blocks: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    num_blocks: int, host_bytes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = _serve(num_blocks, seed)
+    ours = [_serve(num_blocks, seed, host_bytes) for seed in range(3)]
     monkeypatch.setattr(StoringSteps, "concerning", lambda self, output: output)
-    vllms = _serve(num_blocks, seed)
-    assert ours.stored == vllms.stored
-    assert len(ours.stored) > 40
-    assert ours.num_shown < vllms.num_shown / 3
-    assert ours.num_looked_at < vllms.num_looked_at * 0.8
-    assert ours.num_ended == ours.num_steps == vllms.num_looked_at
+    vllms = [_serve(num_blocks, seed, host_bytes) for seed in range(3)]
+    for mine, theirs in zip(ours, vllms, strict=True):
+        assert mine.stored == theirs.stored
+        assert mine.loaded == theirs.loaded
+        assert mine.flushed == theirs.flushed
+        assert len(mine.stored) > 25
+        assert mine.num_shown < theirs.num_shown / 3
+        assert mine.num_looked_at < theirs.num_looked_at * 0.8
+        assert mine.num_ended == mine.num_steps == theirs.num_looked_at
+    assert any(served.flushed for served in ours)
+    assert any(served.loaded for served in ours) == (num_blocks < 400)
 
 
 def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -57,6 +58,7 @@ def sets(cls: type, *wanted: str) -> list[str]:
 
 def facts() -> dict[str, object]:
     """Return names, signatures and a few measured facts."""
+    whole_offloading = inspect.getsource(offloading.OffloadingConnectorScheduler)
     base = compat.KVConnectorBase_V1
     pool = compat.BlockPool(4, True, 16)
     taken = pool.get_new_blocks(1)
@@ -294,16 +296,8 @@ def facts() -> dict[str, object]:
             in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
             "shown": {"req_ids", "num_computed_tokens", "new_block_ids"} <= set(names(CachedRequestData)),
             "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config"),
-            "news": sets(
-                offloading.OffloadingConnectorScheduler,
-                "_current_batch_load_jobs",
-                "_current_batch_jobs_to_flush",
-                "_current_batch_allocated_block_ids",
-            ),
-            "step": sorted(
-                {"kv_cache_block_copies", "kv_connector_block_state", "finished_req_ids", "preempted_req_ids"}
-                & set(names(SchedulerOutput))
-            ),
+            "news": sorted(set(re.findall(r"self\.(_current_batch_\w+)", whole_offloading))),
+            "step": sorted(set(re.findall(r"scheduler_output\.(\w+)", whole_offloading))),
             "block_state": "boundary_state_offloads" in names(KVConnectorBlockState),
             "end": [list(compat.ScheduleEndContext._fields), names(compat.OffloadingConnectorMetadata)],
             "limits": [
