@@ -61,7 +61,7 @@ format: $(READY) ## let ruff rewrite what it can
 bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
 	$(VENV)/bin/python -m ragcache_core.bench --model examples/demo_model
 
-bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/bench-tiers.json (half an hour)
+bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/bench-tiers.json (an hour and a half)
 	$(VENV)/bin/python -m ragcache_core.bench.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
