@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable
+from statistics import median
 from time import process_time
 
 import pytest
@@ -254,7 +255,7 @@ def test_ordering_256_waiting_requests_takes_a_fraction_of_a_millisecond_a_step(
         steps.choose()
         took_s.append(steps.took_s)
         it.on_admitted(steps.queue.pop().name, [], {}, 1.0)
-    assert sorted(took_s)[len(took_s) // 2] < 0.0005, "0.05 ms on an idle machine"
+    assert median(took_s) < steps.all_priorities_s(), "0.05 ms on an idle machine, where asking all takes 0.2"
 
 
 def test_a_document_that_256_requests_wait_for_may_arrive_block_by_block() -> None:
@@ -270,8 +271,8 @@ def test_a_document_that_256_requests_wait_for_may_arrive_block_by_block() -> No
         took_s.append(steps.took_s)
         assert len({it.order_priority(f"r{i}") for i in range(256)}) == 1
     assert it.order_priority("r0") == 400 / 402
-    assert sorted(found_s)[len(found_s) // 2] < 0.00005, "whom a block concerns: 4 us on an idle machine"
-    assert sorted(took_s)[len(took_s) // 2] < 0.0004, "0.12 ms: 256 priorities have changed"
+    assert median(found_s) < steps.all_priorities_s() / 4, "whom a block concerns: 4 us on an idle machine"
+    assert median(took_s) < 3 * steps.all_priorities_s(), "0.12 ms: 256 priorities have changed"
 
 
 @pytest.mark.parametrize("block", [50, 99])
@@ -290,7 +291,7 @@ def test_a_document_that_256_requests_wait_for_may_lose_a_block_and_get_it_back(
         took_s.append(steps.took_s)
         num_cached = 400 if step % 2 else block * BLOCK
         assert {it.order_priority(f"r{i}") for i in range(256)} == {num_cached / (802 - num_cached)}
-    assert sorted(took_s)[len(took_s) // 2] < 0.0004, "0.12 ms: 256 priorities have changed"
+    assert median(took_s) < 3 * steps.all_priorities_s(), "0.12 ms: 256 priorities have changed"
 
 
 def test_a_block_behind_a_gap_touches_nobody() -> None:
@@ -330,6 +331,16 @@ class _Steps:
         self.queue.touch(*map(self._waiting.__getitem__, touched))
         self.queue.peek()
         self.took_s = process_time() - began_s
+
+    def all_priorities_s(self) -> float:
+        """Return what it takes to ask for every waiting request's priority, as a step without marks would."""
+        took_s = []
+        for _ in range(25):
+            began_s = process_time()
+            for i in range(256):
+                self._it.order_priority(f"r{i}")
+            took_s.append(process_time() - began_s)
+        return median(took_s)
 
 
 class _Request:
