@@ -60,6 +60,7 @@ class Interleaving:
         self.worst_full = self.worst_behind = 0.0
         self.num_behind = 0
         self._rng = random.Random(seed)
+        self._rng_of_steps = random.Random(seed)  # how many there are depends on the disk; what arrives must not
 
     def run_round(self, number: int) -> None:
         """Have some requests arrive, of which some are aborted and all may be preempted, and see what comes of them."""
@@ -88,7 +89,7 @@ class Interleaving:
             for name, answer in self._step():
                 if name in waiting:
                     approximate = self._note(*waiting.pop(name), answer) or approximate
-            if rng.random() < _PREEMPTION_RATE:
+            if self._rng_of_steps.random() < _PREEMPTION_RATE:
                 self.counts["preempted"] += _preempt_all(self.scene.scheduler)
         if approximate is not None:
             self._go_on(*approximate)
