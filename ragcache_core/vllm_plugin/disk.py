@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 _READ_TIMEOUT_S = 20.0
+_WRITE_TIMEOUT_S = 60.0
 _NOTED_AT_ONCE = 64
 
 
@@ -127,16 +128,21 @@ class DiskTier(SecondaryTierManager):
         results = [JobResult(job_id, success=True) for job_id in self._io.take_copied()]
         overdue_s = time.monotonic() - _READ_TIMEOUT_S
         for load in list(self._loads.values()):
-            if load.is_finished():
-                results.append(self._finish_load(load))
-            elif load.submitted_s < overdue_s and load.abandon():
-                if load.started_s is not None and load.started_s < overdue_s:
-                    self._disable(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
+            is_overdue = (load.progressed_s or load.submitted_s) < overdue_s and load.abandon()
+            if is_overdue and load.progressed_s is not None:
+                self._disable(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
+            if load.is_abandoned or load.is_finished():
                 results.append(self._finish_load(load))
         return results
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Have it noted now and then how often stored documents were used, for the next start."""
+        """Have it noted now and then how often stored documents were used, for the next start.
+
+        It is told of every step, so this is also where a write that does not end is noticed.
+        """
+        since_s = self._io.changing_since_s
+        if self._is_enabled and since_s is not None and since_s < time.monotonic() - _WRITE_TIMEOUT_S:
+            self._disable(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
         if len(self._controller.retrieved) < _NOTED_AT_ONCE:
             return
         retrieved = self._controller.take_retrieved()
@@ -147,17 +153,22 @@ class DiskTier(SecondaryTierManager):
         return False  # vLLM steps as long as its own jobs are in flight; writes behind them need no steps
 
     def drain_jobs(self) -> None:
-        self._io.drain()
+        """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""
+        self._io.drain(_READ_TIMEOUT_S)
+        for load in self._loads.values():
+            load.abandon()
 
     def shutdown(self) -> None:
         self._io.close()
 
     def clear(self) -> None:
         """Forget everything, and store nothing until the next start: the model's weights may have changed."""
-        self._io.drain()
+        is_answering = self._io.drain(_READ_TIMEOUT_S)
         self._take_in_written()
         self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
         try:
+            if not is_answering:
+                raise CacheTierError(f"it has not answered in {_READ_TIMEOUT_S:g} s: delete its folder by hand")
             self._io.clear()
         except CacheTierError as error:
             logger.error("RAGCache's disk tier could not be emptied: %s", error)

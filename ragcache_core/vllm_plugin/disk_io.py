@@ -20,6 +20,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 _NUM_READERS = 4
 _NUM_BUFFERED_BYTES = 256 << 20
 _MAX_BATCH = 64
+_CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class Load:
     job_id: int
     keys: list[bytes]
     submitted_s: float
-    started_s: float | None = None
+    progressed_s: float | None = None
+    """When its latest part was begun; ``None`` while it waits for its turn."""
     is_abandoned: bool = False
     _found: list[bool] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -106,8 +108,11 @@ class DiskIO:
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
+        self._num_uncopied = 0
         self._num_unwritten = 0
-        self._is_written = threading.Condition()
+        self._is_done = threading.Condition()
+        self.changing_since_s: float | None = None
+        """Since when the disk has been at what it was last asked to change; ``None`` if it is at nothing."""
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ragcache-disk-read")
         self._reads: set[Future[None]] = set()
         self._threads = [
@@ -132,7 +137,8 @@ class DiskIO:
         if not chunks and not evicted:
             self._copied.append(job_id)
             return
-        with self._is_written:
+        with self._is_done:
+            self._num_uncopied += 1
             self._num_unwritten += 1
         self._jobs.put((job_id, chunks, evicted))
 
@@ -160,27 +166,41 @@ class DiskIO:
         """Have frequencies and costs noted anew: key, frequency, cost."""
         self._write(_Batch([], [], [], worths=worths))
 
-    def drain(self) -> None:
-        """Wait until everything that was asked for has been done."""
-        wait(list(self._reads))
-        with self._is_written:
-            self._is_written.wait_for(lambda: not self._num_unwritten)
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything that was asked for has been done, or the disk has had ``timeout_s`` for it.
+
+        Returns:
+            Whether it has. Host memory has been copied in either case; who still waits for a read abandons it.
+        """
+        ends_s = time.monotonic() + timeout_s
+        is_read = not wait(list(self._reads), timeout_s).not_done
+        with self._is_done:
+            self._is_done.wait_for(lambda: not self._num_uncopied)
+            left_s = max(ends_s - time.monotonic(), 0.0)
+            return self._is_done.wait_for(lambda: not self._num_unwritten, left_s) and is_read
 
     def clear(self) -> None:
         """Forget every chunk of the store."""
         self._store.clear()
 
     def close(self) -> None:
-        """End the threads after what they were asked for, and close the store. Idempotent."""
+        """End the threads after what they were asked for, and close the store. Idempotent.
+
+        A disk that does not answer is left as it is: what was written is found again, as after a crash.
+        """
         self._jobs.put(None)
+        is_done = self.drain(_CLOSE_TIMEOUT_S)
+        self._readers.shutdown(wait=is_done, cancel_futures=not is_done)
+        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
+        if not is_done:
+            logger.error("RAGCache leaves its disk tier, which has not answered in %g s", _CLOSE_TIMEOUT_S)
+            return
         for thread in self._threads:
             thread.join()
-        self._readers.shutdown()
         self._store.close()
-        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
 
     def _write(self, batch: _Batch) -> None:
-        with self._is_written:
+        with self._is_done:
             self._num_unwritten += 1
         self._batches.put(batch)
 
@@ -198,6 +218,9 @@ class DiskIO:
                 batch.error = error
             self._copied.append(job_id)
             self._batches.put(batch)
+            with self._is_done:
+                self._num_uncopied -= 1
+                self._is_done.notify_all()
         self._batches.put(None)
 
     def _write_batches(self) -> None:
@@ -206,11 +229,13 @@ class DiskIO:
             try:
                 if batch.error is not None:
                     raise batch.error
+                self.changing_since_s = time.monotonic()
                 self._store.delete_many(batch.evicted)
                 if batch.worths:
                     self._store.update_notes(batch.worths)
                 for first in range(0, len(keys), _MAX_BATCH):
                     part = slice(first, first + _MAX_BATCH)
+                    self.changing_since_s = time.monotonic()
                     self._store.write_many(
                         [
                             ChunkWrite(chunk.key, payload.data, chunk.note)
@@ -222,15 +247,16 @@ class DiskIO:
                 done = {key for key in keys if key in self._store}
                 self._written.append(Outcome([key for key in keys if key not in done], error))
             finally:
+                self.changing_since_s = None
                 for _ in keys:
                     self._room.release()
-                with self._is_written:
+                with self._is_done:
                     self._num_unwritten -= 1
-                    self._is_written.notify_all()
+                    self._is_done.notify_all()
 
     def _read(self, load: Load, chunk_ids: list[int]) -> None:
-        load.started_s = time.monotonic()
         for first in range(0, len(chunk_ids), _MAX_BATCH):
+            load.progressed_s = time.monotonic()
             keys, ids = load.keys[first : first + _MAX_BATCH], chunk_ids[first : first + _MAX_BATCH]
             buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)
             found = [False] * len(keys)

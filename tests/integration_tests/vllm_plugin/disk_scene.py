@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from ragcache_core.policy import PrefillCostModel
@@ -94,6 +94,10 @@ class Scene:
         (result,) = self.tier.get_finished_jobs()
         assert (result.job_id, result.success) == (job_id, True)
         return keys
+
+    def end_step(self) -> None:
+        """Do what vLLM does at the end of every step."""
+        self.tier.on_schedule_end(ScheduleEndContext((), ()))
 
     def submit_load(self, keys: list[OffloadKey], first_row: int = 8) -> int:
         self.memory[:] = UNTOUCHED

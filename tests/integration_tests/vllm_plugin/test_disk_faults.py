@@ -144,6 +144,78 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     assert (scene.memory == UNTOUCHED).all()
 
 
+def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_anew(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = opening()
+    keys = scene.store("B")
+    is_reading, go_on, read = threading.Event(), threading.Event(), SlotFile.read
+
+    def hang(self: SlotFile, *args: Any) -> None:
+        is_reading.set()
+        go_on.wait(10)
+        read(self, *args)
+
+    monkeypatch.setattr(SlotFile, "read", hang)
+    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+    job = scene.submit_load(keys)
+    try:
+        assert is_reading.wait(10)
+        scene.tier.drain_jobs()
+        (result,) = scene.tier.get_finished_jobs()  # vLLM asks once, and then wants none left
+        assert (result.job_id, result.success, result.successful_keys) == (job, False, [])
+    finally:
+        go_on.set()
+    assert scene.tier._io.drain(10)
+    assert (scene.memory == UNTOUCHED).all()
+
+
+def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = opening()
+    is_writing, go_on, write = threading.Event(), threading.Event(), SlotFile.write
+
+    def hang(self: SlotFile, *args: Any) -> None:
+        is_writing.set()
+        go_on.wait(10)
+        write(self, *args)
+
+    stored = scene.store("B")
+    monkeypatch.setattr(SlotFile, "write", hang)
+    try:
+        assert scene.result(scene.submit_store(scene.announce("D"))).success, "host memory is free at once"
+        assert is_writing.wait(10)
+        scene.end_step()
+        assert scene.controller.tiers[Tier.DISK].is_enabled, "it is only slow so far"
+        time.sleep(0.1)
+        monkeypatch.setattr(disk, "_WRITE_TIMEOUT_S", 0.05)
+        scene.end_step()
+        assert not scene.controller.tiers[Tier.DISK].is_enabled
+        assert scene.hits(stored) == []
+        monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+        scene.tier.clear()
+        assert "could not be emptied: it has not answered" in caplog.text
+        monkeypatch.setattr(disk_io, "_CLOSE_TIMEOUT_S", 0.05)
+        scene.tier.shutdown()
+    finally:
+        go_on.set()
+    assert scene.tier._io.drain(10)
+
+
+def test_a_long_read_that_gets_on_is_waited_for(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    keys = scene.store("D")
+    monkeypatch.setattr(disk_io, "_MAX_BATCH", 1)
+    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.5)
+    read = SlotFile.read
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.2), read(self, *args))[1])
+    since_s = time.monotonic()
+    assert scene.load(keys) == set(keys)
+    assert time.monotonic() - since_s > disk._READ_TIMEOUT_S, "longer than one read may take"
+    assert scene.controller.tiers[Tier.DISK].is_enabled
+
+
 def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
