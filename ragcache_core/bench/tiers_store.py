@@ -12,6 +12,7 @@ from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
 from ragcache_core.policy import make_policy
 from ragcache_core.tree import KnowledgeTree
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.regrowing import regrow
 
 _IDENTITY = {"model": "bench-tiers"}
 _CHUNK_BYTES = 64  # what a payload holds does not matter to the index; a slot takes a page all the same
@@ -72,21 +73,10 @@ def fill(store: ChunkStore, num_chunks: int, plan: Plan) -> None:
 
 
 def restore(store: ChunkStore) -> int:
-    """Grow a tree from what the store holds, and return how many chunks found their place.
-
-    These are the steps of the engine's disk tier (``DiskTier._restore``), which needs vLLM to be imported.
-    """
+    """Grow a tree from what the store holds, as the engine does, and return how many chunks found their place."""
     tree = KnowledgeTree(make_policy("tournament"), shadow_tokens=_BLOCK_TOKENS * store.num_slots)
-    stored: set[bytes] = set()
-    for entry in store.entries():
-        node = tree.attach(entry.parent, entry.key, _BLOCK_TOKENS, entry.doc_id)
-        location = tree.locate(entry.key)
-        if node is None or location is None:
-            continue
-        tree.add(node, 1 << location.unit, Tier.DISK)
-        tree.restore(node, frequency=round(entry.frequency), cost_s=entry.cost)
-        stored.add(entry.key)
-    return len(stored)
+    found, _ = regrow(tree, store.entries(), Tier.DISK, _BLOCK_TOKENS)
+    return len(found)
 
 
 def _open(path: Path, num_chunks: int) -> ChunkStore:

@@ -43,7 +43,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
         )
     return {
         **_model_identity(vllm_config),
-        "kv_dtype": config.model.dtype,
+        "kv_dtype": _kv_dtype(vllm_config, config.model.dtype),
         "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block}",
         "tokens_per_block": config.groups[0].tokens_per_block,
         "tokens_per_key": config.cache.tokens_per_hash,
@@ -64,7 +64,7 @@ def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
     parallel = vllm_config.parallel_config
     return {
         **_model_identity(vllm_config),
-        "kv_dtype": str(vllm_config.cache_config.cache_dtype),
+        "kv_dtype": _kv_dtype(vllm_config, vllm_config.cache_config.cache_dtype),
         "layout": f"chunks {_CHUNK_LAYOUT}",
         "tokens_per_block": vllm_config.cache_config.block_size,
         "parallel": f"tp{parallel.tensor_parallel_size} pp{parallel.pipeline_parallel_size} rank{parallel.rank}",
@@ -84,6 +84,11 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
         "load_format": f"{vllm_config.load_config.load_format} {model.seed}",
         "attention_backend": str(vllm_config.attention_config.backend),
     }
+
+
+def _kv_dtype(vllm_config: VllmConfig, dtype: str) -> str:
+    """Return a dtype, and the layers whose KV is not of it."""
+    return " ".join([dtype, *sorted(vllm_config.cache_config.kv_cache_dtype_skip_layers)])
 
 
 def _weights_folder(model: ModelConfig) -> Path:

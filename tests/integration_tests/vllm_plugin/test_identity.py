@@ -25,7 +25,7 @@ class Engine:
             path.write_bytes(Random(i).randbytes(3 << 20))
         self.hf_config = {"hidden_size": 64, "rope_scaling": None}
         self.vllm: Any = SimpleNamespace(
-            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", kv_cache_dtype_skip_layers=[]),
             model_config=SimpleNamespace(
                 model=str(folder),
                 revision=None,
@@ -82,6 +82,7 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
     "attention backend": lambda it: it.set("vllm.attention_config.backend", "FLASHINFER"),
     "keys": lambda it: it.set("vllm.cache_config.prefix_caching_hash_algo", "sha256_cbor"),
     "KV dtype": lambda it: it.set("offloading.model.dtype", "fp8"),
+    "layers of another KV dtype": lambda it: it.set("vllm.cache_config.kv_cache_dtype_skip_layers", ["0", "5"]),
     "KV layout": lambda it: it.set("offloading.kv_cache_layout", "NHD"),
     "bytes of a block": lambda it: it.set("offloading.worker_kv_bytes_per_block", 8192),
     "block size": lambda it: it.set("offloading.groups", [SimpleNamespace(tokens_per_block=64)]),

@@ -303,6 +303,13 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
             "preempted_req_ids",
             "scheduled_new_reqs",
         ],
+        "req_data": [
+            "new_block_ids",
+            "req_ids",
+            "resumed_req_ids",
+            "scheduled_cached_reqs",
+            "scheduled_new_reqs",
+        ],
         "block_state": True,
         "end": [["new_req_ids", "preempted_req_ids"], ["load_jobs", "store_jobs", "jobs_to_flush"]],
     }, "StoringSteps says which requests, and which steps, build_connector_meta need not look into"

@@ -276,6 +276,21 @@ async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: E
     assert (await tiers.astats()).num_preemptions > before
 
 
+def test_plain_vllm_has_the_same_answers(tiers: Engine, answers: Answers, tmp_path: Path) -> None:
+    """All that was asked so far came from some tier of these at least once; what plain vLLM says is computed."""
+    asked = [ask for ask in answers.texts if not ask[0].startswith("grow")]
+    settings: dict[str, Any] = {**ENGINE_ARGS, "cache": None, "block_size": BLOCK}
+    with Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **settings) as plain:
+        for mark, num_documents in asked:
+            prompt = LAYOUT.render(plain.tokenizer, documents(mark, num_documents), QUESTION)
+            assert plain.generate(prompt, max_tokens=8).text == answers.texts[mark, num_documents], mark
+        grown = LAYOUT.render(plain.tokenizer, documents("grow 0"), QUESTION)
+        text = plain.generate(grown, max_tokens=200, extra_body={"ignore_eos": True}).text
+        assert text == answers.texts["grow 0", 2], "it was preempted, or others were for it"
+    assert len(asked) == 9
+    assert len(set(answers.texts.values())) > 1, "they do not all say the same"
+
+
 def test_a_second_engine_on_the_same_directory_does_not_start(
     tiers: Engine, cache: CacheConfig, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def sets(cls: type, *wanted: str) -> list[str]:
 def facts() -> dict[str, object]:
     """Return names, signatures and a few measured facts."""
     whole_offloading = inspect.getsource(offloading.OffloadingConnectorScheduler)
+    req_data = inspect.getsource(offloading.yield_req_data)
     base = compat.KVConnectorBase_V1
     pool = compat.BlockPool(4, True, 16)
     taken = pool.get_new_blocks(1)
@@ -298,6 +299,7 @@ def facts() -> dict[str, object]:
             "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config"),
             "news": sorted(set(re.findall(r"self\.(_current_batch_\w+)", whole_offloading))),
             "step": sorted(set(re.findall(r"scheduler_output\.(\w+)", whole_offloading))),
+            "req_data": sorted(set(re.findall(r"(?:scheduler_output|cached_reqs)\.(\w+)", req_data))),
             "block_state": "boundary_state_offloads" in names(KVConnectorBlockState),
             "end": [list(compat.ScheduleEndContext._fields), names(compat.OffloadingConnectorMetadata)],
             "limits": [

@@ -21,12 +21,17 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), ghost_size=st.integers(0, 6), keeps=st.booleans())
     def start(self, policy: str, ghost_size: int, keeps: bool) -> None:
-        self.tree = KnowledgeTree(
+        self.new_tree = lambda: KnowledgeTree(
             POLICIES[policy](PrefillCostModel.default()),
             ghost_size=ghost_size,
             keeps_frequency=keeps,
             shadow_tokens=8,
         )
+        self.num_answers = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.tree = self.new_tree()
         self.resident: dict[Tier, set[Key]] = {tier: set() for tier in Tier}
         self.held: dict[Tier, set[Key]] = {tier: set() for tier in Tier}
         self.retained: list[Key] = []
@@ -34,7 +39,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.changes = NodeChanges()
         self.changed = self.tree.changes.subscribe()
         self.seen: set[tuple[Tier, Key]] = set()
-        self.num_answers = 0
+        self.is_connected = True
 
     def _segments(self, documents: list[str], tail: int, has_names: bool) -> list[PathSegment]:
         segments: list[PathSegment] = []
@@ -108,7 +113,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.resident[tier].remove(unit.key)
         state = self.tree.tiers[tier]
         assert len(evicted) == num_units or not any(state.is_evictable(node) for node in self.tree.nodes())
-        check_invariants(self.tree)
+        check_invariants(self.tree, is_connected=self.is_connected)
         self.tree.unpin(pinned)
 
     @rule(data=st.data(), num_keys=st.integers(1, 3))
@@ -173,9 +178,56 @@ class TreeMachine(RuleBasedStateMachine):
             self.resident[Tier.GPU].clear()
             self.held[Tier.GPU].clear()
 
+    @rule(tier=st.sampled_from(Tier), data=st.data())
+    def lose(self, tier: Tier, data: st.DataObject) -> None:
+        """A unit is damaged, or gone, and whatever stands on it stays."""
+        if keys := sorted(self.resident[tier] - self.held[tier]):
+            key = data.draw(st.sampled_from(keys))
+            location = self.tree.locate(key)
+            assert location is not None
+            self.tree.remove(location.node, 1 << location.unit, tier)
+            self.resident[tier].remove(key)
+            self.is_connected = False
+
+    @rule(tier=st.sampled_from(Tier))
+    def evict_anything(self, tier: Tier) -> None:
+        evicted = self.tree.evict_anything(tier)
+        free = self.resident[tier] - self.held[tier]
+        assert (evicted is None) == (not free)
+        if evicted is not None:
+            assert evicted.key in free
+            self.resident[tier].remove(evicted.key)
+            self.is_connected = False
+
+    @rule()
+    def start_again(self) -> None:
+        """What the disk holds grows again, parents first; what has lost its prefix does not."""
+        frequency: dict[Key, int] = {}
+        stored: dict[Key, str | None] = {}
+        for key in sorted(self.resident[Tier.DISK], key=len):
+            location = self.tree.locate(key)
+            assert location is not None
+            before = self.tree.key_before(location)
+            assert before == (key[:-1] or None)
+            if before is None or before in stored:
+                stored[key] = location.node.doc_id
+                frequency[key] = location.node.frequency
+        orphans = self.resident[Tier.DISK] - stored.keys()
+        self._begin()
+        for key, doc_id in stored.items():
+            node = self.tree.attach(key[:-1] or None, key, 1, doc_id)
+            assert node is not None
+            assert node.keys[-1] == key
+            self.tree.add(node, 1 << len(node.keys) - 1, Tier.DISK)
+            self.tree.restore(node, frequency=frequency[key], cost_s=1e-3)
+            assert node.frequency >= frequency[key]
+            self.resident[Tier.DISK].add(key)
+        for key in sorted(orphans, key=len):
+            assert self.tree.attach(key[:-1], key, 1, None) is None
+
     @invariant()
     def the_tree_is_sound_and_holds_what_the_model_holds(self) -> None:
-        check_invariants(self.tree)
+        check_invariants(self.tree, is_connected=self.is_connected)
         for tier in Tier:
             found = {
                 key
