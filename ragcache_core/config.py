@@ -13,6 +13,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.memory import Memory, read_memory
 from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
@@ -123,8 +124,8 @@ class CacheConfig(BaseModel):
 
     host_bytes: BytesOrNone | None = None
     """Host memory for the KV of documents that left the engine's own: "64GiB". 0 keeps none there. ``None`` is decided
-    at launch: an eighth of the memory that is available, at most 8 GiB and at most half of what is free in /dev/shm,
-    where it lies."""
+    at launch: an eighth of the memory that is available to the machine, or to the container where that has a limit, at
+    most 8 GiB and at most half of what is free in /dev/shm, where it lies."""
 
     disk_bytes: BytesOrNone = ByteSize(0)
     """Disk space for the KV of documents that left host memory; it outlives the engine. 0 keeps none there."""
@@ -230,10 +231,13 @@ class CacheConfig(BaseModel):
         Resolving again changes nothing.
 
         Raises:
-            ConfigError: a capacity is larger than this machine's memory or disk, or the directory is unwritable.
+            ConfigError: a capacity is larger than the memory or disk of this machine or container, or the directory is
+                unwritable.
         """
-        _check_kv_cache_bytes(self.kv_cache_bytes)
-        decided: dict[str, object] = {"host_bytes": _host_bytes(self.host_bytes)}
+        memory = read_memory()
+        host_bytes = _host_bytes(self.host_bytes, memory)
+        _check_memory(self.kv_cache_bytes, host_bytes, memory)
+        decided: dict[str, object] = {"host_bytes": host_bytes}
         if self.chunk_reuse is not None and not decided["host_bytes"]:
             raise ConfigError(
                 f"CacheConfig.chunk_reuse is set, but {_SHARED_MEMORY} has no room for host memory: set host_bytes, or "
@@ -266,29 +270,30 @@ def _shown(num_bytes: int) -> str:
     return ByteSize(num_bytes).human_readable()
 
 
-def _check_kv_cache_bytes(wanted: int | None) -> None:
-    """Refuse more KV memory than the machine has; of a GPU's memory vLLM says so itself."""
-    import psutil
-
-    total = psutil.virtual_memory().total
-    if wanted is not None and wanted > total and not Path("/dev/nvidia0").exists():
+def _check_memory(kv_cache_bytes: int | None, host_bytes: int, memory: Memory) -> None:
+    """Refuse more KV than there is memory; of a GPU's memory vLLM says so itself."""
+    if kv_cache_bytes is None or Path("/dev/nvidia0").exists():
+        return
+    if kv_cache_bytes > memory.total:
         raise ConfigError(
-            f"CacheConfig.kv_cache_bytes is {_shown(wanted)}, this machine has {_shown(total)} of memory: "
+            f"CacheConfig.kv_cache_bytes is {_shown(kv_cache_bytes)}, {memory.whose} {_shown(memory.total)} of memory: "
             "lower kv_cache_bytes"
+        )
+    if kv_cache_bytes + host_bytes > memory.total:
+        raise ConfigError(
+            f"CacheConfig.kv_cache_bytes and host_bytes are {_shown(kv_cache_bytes + host_bytes)} together, "
+            f"{memory.whose} {_shown(memory.total)} of memory: lower one of them"
         )
 
 
-def _host_bytes(wanted: int | None) -> int:
-    import psutil
-
-    memory = psutil.virtual_memory()
+def _host_bytes(wanted: int | None, memory: Memory) -> int:
     shared = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
     if wanted is None:
         free = memory.available if shared is None else shared.free
         return min(memory.available // 8, _MAX_DEFAULT_HOST_BYTES, free // 2) // _MIB * _MIB
     if wanted > memory.total:
         raise ConfigError(
-            f"CacheConfig.host_bytes is {_shown(wanted)}, this machine has {_shown(memory.total)} of memory: "
+            f"CacheConfig.host_bytes is {_shown(wanted)}, {memory.whose} {_shown(memory.total)} of memory: "
             "lower host_bytes"
         )
     if shared is not None and wanted > shared.total:

@@ -9,10 +9,10 @@ from pathlib import Path
 from ragcache_core.bench.killpoints import run_killpoints
 from ragcache_core.bench.report import Figure, Part, Plan
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
+from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.policy import make_policy
 from ragcache_core.tree import KnowledgeTree
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.regrowing import regrow
 
 _IDENTITY = {"model": "bench-tiers"}
 _CHUNK_BYTES = 64  # what a payload holds does not matter to the index; a slot takes a page all the same

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from vllm.logger import init_logger
 
 from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore.regrowing import note_of, regrow
 from ragcache_core.errors import CacheTierError
 from ragcache_core.tree import Location
 from ragcache_core.types import Tier
@@ -39,7 +40,6 @@ from ragcache_core.vllm_plugin.controller import TierReport
 from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
 from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, is_adapted
 from ragcache_core.vllm_plugin.identity import kv_identity
-from ragcache_core.vllm_plugin.regrowing import note_of, regrow
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.offload import RAGCacheSpec

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.tree import EvictedUnit, Location, admit
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import (
@@ -17,7 +18,6 @@ from ragcache_core.vllm_plugin.compat import (
     ReqContext,
     get_offload_block_hash,
 )
-from ragcache_core.vllm_plugin.regrowing import note_of
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.controller import CacheController

@@ -9,6 +9,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.client.arguments import STARTED_AGAIN_ENV
 from ragcache_core.client.shared_memory import is_lasting, keep_region, sweep_shared_memory
 from ragcache_core.errors import CacheTierError, ConfigError
@@ -31,7 +32,6 @@ from ragcache_core.vllm_plugin.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.host_journal import HostJournal
 from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, SelectiveHostTier, TreeCachePolicy
 from ragcache_core.vllm_plugin.identity import kv_identity
-from ragcache_core.vllm_plugin.regrowing import regrow
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 logger = init_logger(f"vllm.{__name__}")

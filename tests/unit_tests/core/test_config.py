@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError
+from ragcache_core.memory import Memory
 
 GIB = 1 << 30
 _Usage = namedtuple("_Usage", "total used free")
@@ -36,6 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: SimpleNamespace(total=sizes.memory, available=sizes.available)
     )
+    monkeypatch.setattr("ragcache_core.memory._MEMBERSHIP", tmp_path / "no control groups")
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(cache_folder / name))
     sizes.shared_memory, sizes.cache_folder = shared_memory, cache_folder
     return sizes
@@ -213,12 +215,26 @@ def test_a_relative_directory_becomes_absolute(
     [
         ({"host_bytes": "65GiB"}, r"host_bytes is 65\.0GiB, this machine has 64\.0GiB of memory: lower host_bytes"),
         ({"host_bytes": "17GiB"}, r"host_bytes is 17\.0GiB, \S+shm holds 16\.0GiB: lower host_bytes, or enlarge"),
+        (
+            {"kv_cache_bytes": "52GiB", "host_bytes": "14GiB"},
+            r"kv_cache_bytes and host_bytes are 66\.0GiB together, this machine has 64\.0GiB of memory: lower one",
+        ),
         ({"disk_bytes": "2TiB"}, r"disk_bytes is 2\.0TiB, the disk of \S+ holds 1\.0TiB: lower disk_bytes"),
     ],
 )
 def test_more_than_the_machine_has_is_refused(machine: SimpleNamespace, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CacheConfig(**settings).resolved()
+
+
+def test_a_container_with_a_limit_has_no_more_than_that(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = Memory(total=8 * GIB, available=4 * GIB, is_limited=True)
+    monkeypatch.setattr("ragcache_core.config.read_memory", lambda: limited)
+    assert CacheConfig().resolved().host_bytes == GIB // 2
+    with pytest.raises(ConfigError, match=r"host_bytes is 9\.0GiB, this container may use 8\.0GiB of memory: lower"):
+        CacheConfig(host_bytes="9GiB").resolved()
 
 
 def test_a_disk_tier_is_refused_where_no_host_tier_fits(machine: SimpleNamespace) -> None:

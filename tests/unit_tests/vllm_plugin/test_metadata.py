@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.errors import ConfigError
 from ragcache_core.tree import check_invariants
-from ragcache_core.vllm_plugin.regrowing import note_of
 from ragcache_core.wire import (
     KEY,
     MAX_DOC_ID_CHARS,

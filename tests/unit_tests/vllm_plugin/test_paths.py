@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.chunkstore import ChunkEntry
+from ragcache_core.chunkstore.regrowing import note_of, regrow
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, Tier
 from ragcache_core.vllm_plugin.controller import TierReport
-from ragcache_core.vllm_plugin.regrowing import note_of, regrow
 from ragcache_core.wire import RequestMetadata
 from tests.unit_tests.vllm_plugin.scene import controller, keys, nodes, run, segments
 

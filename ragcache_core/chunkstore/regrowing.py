@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import cast
 
-from ragcache_core.chunkstore import ChunkEntry, ChunkNote
+from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote
 from ragcache_core.tree import KnowledgeTree, Location
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.records import Key
 
 
 def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
     """Return what has to be stored with a block's KV for the tree to grow again from it."""
     node, unit = location
     parent = tree.key_before(location)
-    return ChunkNote(cast("Key | None", parent), node.doc_id, node.start + unit, node.frequency, node.avg_cost_s)
+    return ChunkNote(cast("bytes | None", parent), node.doc_id, node.start + unit, node.frequency, node.avg_cost_s)
 
 
 def regrow(
     tree: KnowledgeTree, entries: Iterable[ChunkEntry], tier: Tier, tokens_per_block: int
-) -> tuple[list[Key], list[Key]]:
+) -> tuple[list[bytes], list[bytes]]:
     """Put stored blocks back into the tree, parents first; return those that stand there, and those that cannot.
 
     A block whose prefix is gone is of no use to anybody.
     """
-    found: list[Key] = []
-    orphans: list[Key] = []
+    found: list[bytes] = []
+    orphans: list[bytes] = []
     for entry in entries:
         node = tree.attach(entry.parent, entry.key, tokens_per_block, entry.doc_id)
         location = tree.locate(entry.key)

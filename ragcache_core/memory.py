@@ -1,0 +1,71 @@
+"""How much memory there is: the machine's, or less where a container or a service has a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that processes like this one may take, all together and now."""
+
+    total: int
+    available: int
+    is_limited: bool = False
+    """Whether that is the limit of a control group, and not what the machine has."""
+
+    @property
+    def whose(self) -> str:
+        """Who has it, to begin a clause with."""
+        return "this container may use" if self.is_limited else "this machine has"
+
+
+def read_memory() -> Memory:
+    """Return the smallest of the machine's memory and the limits of the control groups that this process is in.
+
+    Files that nobody uses at the moment do not count as taken: the kernel gives them up first.
+    """
+    import psutil
+
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for limit, used in _limits():
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return Memory(total, available, is_limited=total < machine.total)
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of each group above this process that has a limit; of version 1 and 2."""
+    try:
+        lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.lstrip("/")  # in a container that may be a path of the host's: then only the root is here
+        for group in (own, *own.parents):
+            if found := _limit_of(group, *names):
+                yield found
+            if group == root:
+                break
+
+
+def _limit_of(group: Path, limit: str, used: str, inactive: str) -> tuple[int, int] | None:
+    try:
+        num_limit, num_used = int((group / limit).read_text()), int((group / used).read_text())
+        stats = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
+        return num_limit, num_used - int(stats[inactive])
+    except (OSError, ValueError, KeyError):  # no such group here, or "max"
+        return None

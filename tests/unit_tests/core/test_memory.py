@@ -1,0 +1,95 @@
+"""How much memory there is where a container or a service has a limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from ragcache_core.memory import Memory, read_memory
+
+GIB = 1 << 30
+UNLIMITED_V1 = 9223372036854771712
+
+
+class Groups:
+    """The files of control groups, in a folder of the test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "cgroup"
+        self.membership = folder / "membership"
+
+    def write(self, group: str, limit: object, used: int, inactive: int = 0) -> None:
+        path = self.root / group
+        path.mkdir(parents=True, exist_ok=True)
+        is_v1 = group.startswith("memory")
+        (path / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(f"{limit}\n")
+        (path / ("memory.usage_in_bytes" if is_v1 else "memory.current")).write_text(f"{used}\n")
+        name = "total_inactive_file" if is_v1 else "inactive_file"
+        (path / "memory.stat").write_text(f"anon 1\n{name} {inactive}\n")
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
+    """No groups yet, on a machine of 64 GiB, 32 of them available."""
+    groups = Groups(tmp_path)
+    monkeypatch.setattr("ragcache_core.memory._CGROUPS", groups.root)
+    monkeypatch.setattr("ragcache_core.memory._MEMBERSHIP", groups.membership)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=32 * GIB))
+    return groups
+
+
+def test_without_control_groups_it_is_the_machines(groups: Groups) -> None:
+    assert read_memory() == Memory(64 * GIB, 32 * GIB)
+    assert read_memory().whose == "this machine has"
+
+
+@pytest.mark.parametrize(
+    ("membership", "group"),
+    [
+        ("0::/", "."),
+        ("0::/system.slice/ragcache.service", "system.slice/ragcache.service"),
+        ("0::/system.slice/ragcache.service", "system.slice"),
+        ("4:memory:/docker/0a1b", "memory/docker/0a1b"),
+        ("4:memory:/docker/0a1b", "memory"),
+        ("3:cpu,memory:/", "memory"),
+    ],
+)
+def test_a_limit_of_a_group_or_of_one_above_it_counts(groups: Groups, membership: str, group: str) -> None:
+    groups.membership.write_text(f"9:name=systemd:/\n{membership}\n1:cpu:/else\n")
+    groups.write(group, 8 * GIB, used=3 * GIB, inactive=GIB)
+    assert read_memory() == Memory(8 * GIB, 6 * GIB, is_limited=True)
+    assert read_memory().whose == "this container may use"
+
+
+def test_the_smallest_limit_counts(groups: Groups) -> None:
+    groups.membership.write_text("0::/a/b\n")
+    groups.write("a", 8 * GIB, used=7 * GIB)
+    groups.write("a/b", 4 * GIB, used=0)
+    assert read_memory() == Memory(4 * GIB, GIB, is_limited=True)
+
+
+def test_a_group_may_take_no_more_than_it_has_even_if_it_has_taken_that(groups: Groups) -> None:
+    groups.membership.write_text("0::/\n")
+    groups.write(".", GIB, used=GIB + 4096)
+    assert read_memory().available == 0
+
+
+@pytest.mark.parametrize("limit", ["max", "", "many"])
+def test_a_group_without_a_limit_says_nothing(groups: Groups, limit: str) -> None:
+    groups.membership.write_text("0::/\n")
+    groups.write(".", limit, used=GIB)
+    assert read_memory() == Memory(64 * GIB, 32 * GIB)
+
+
+def test_a_limit_beyond_the_machine_is_none(groups: Groups) -> None:
+    groups.membership.write_text("4:memory:/\n")
+    groups.write("memory", UNLIMITED_V1, used=GIB)
+    assert read_memory() == Memory(64 * GIB, 32 * GIB)
+
+
+def test_this_very_machine_has_memory() -> None:
+    memory = read_memory()
+    assert 0 < memory.available <= memory.total
