@@ -11,7 +11,7 @@ from ragcache_core.bench.command import benchmark
 from ragcache_core.bench.report import Goal, Part, Plan
 from ragcache_core.bench.tiers_exact import measure_exactness
 from ragcache_core.bench.tiers_idle import measure_idle, measure_idle_large
-from ragcache_core.bench.tiers_policy import measure_policies
+from ragcache_core.bench.tiers_policy import LOSS_ALLOWED, measure_policies
 from ragcache_core.bench.tiers_share import measure_share, measure_share_by_policy, measure_swap_out
 from ragcache_core.bench.tiers_store import measure_index, measure_killpoints
 from ragcache_core.bench.tiers_tree import measure_decisions
@@ -36,6 +36,7 @@ GOALS: dict[str, Goal] = {
     "killpoint_lost": Goal("=", 0),
     "killpoint_wrong": Goal("=", 0),
     "index_open_s": Goal("<", 5.0),
+    "policy_worst_drift_ratio": Goal(">=", 1 - LOSS_ALLOWED),
 }
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
