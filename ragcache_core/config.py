@@ -13,7 +13,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.memory import Memory, read_memory
+from ragcache_core.memory import Memory, has_gpu, read_memory
 from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
@@ -240,14 +240,15 @@ class CacheConfig(BaseModel):
         decided: dict[str, object] = {"host_bytes": host_bytes}
         if self.chunk_reuse is not None and not decided["host_bytes"]:
             raise ConfigError(
-                f"CacheConfig.chunk_reuse is set, but {_SHARED_MEMORY} has no room for host memory: set host_bytes, or "
-                "make room there"
+                f"CacheConfig.chunk_reuse is set, but there is no room for host memory ({_shown(memory.available)} of "
+                f"memory are available, and it lies in {_SHARED_MEMORY}): set host_bytes, or make room"
             )
         if self.disk_bytes:
             if not decided["host_bytes"]:
                 raise ConfigError(
-                    f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)}, but {_SHARED_MEMORY} has no room for the "
-                    "host tier that documents pass through: set host_bytes, or make room there"
+                    f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)}, but there is no room for the host tier that "
+                    f"documents pass through ({_shown(memory.available)} of memory are available, and it lies in "
+                    f"{_SHARED_MEMORY}): set host_bytes, or make room"
                 )
             directory = self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
             decided["directory"] = _writable(directory, self.disk_bytes)
@@ -272,7 +273,7 @@ def _shown(num_bytes: int) -> str:
 
 def _check_memory(kv_cache_bytes: int | None, host_bytes: int, memory: Memory) -> None:
     """Refuse more KV than there is memory; of a GPU's memory vLLM says so itself."""
-    if kv_cache_bytes is None or Path("/dev/nvidia0").exists():
+    if kv_cache_bytes is None or has_gpu():
         return
     if kv_cache_bytes > memory.total:
         raise ConfigError(

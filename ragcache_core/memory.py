@@ -1,4 +1,4 @@
-"""How much memory there is: the machine's, or less where a container or a service has a limit."""
+"""How much memory there is: the machine's, or less where a container or a service has a limit; whether a GPU is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
+_DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Memory:
 def read_memory() -> Memory:
     """Return the smallest of the machine's memory and the limits of the control groups that this process is in.
 
-    Files that nobody uses at the moment do not count as taken: the kernel gives them up first.
+    Files that the kernel remembers do not count as taken, for it gives them up first.
     """
     import psutil
 
@@ -37,6 +38,12 @@ def read_memory() -> Memory:
     for limit, used in _limits():
         total, available = min(total, limit), min(available, max(limit - used, 0))
     return Memory(total, available, is_limited=total < machine.total)
+
+
+def has_gpu() -> bool:
+    """Return whether this process may see a GPU of any make; where that is not clear, yes."""
+    patterns = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*")
+    return any(next(_DEVICES.glob(pattern), None) for pattern in patterns)
 
 
 def _limits() -> Iterator[tuple[int, int]]:
@@ -49,9 +56,9 @@ def _limits() -> Iterator[tuple[int, int]]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
-            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+            root, names = _CGROUPS, ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            root, names = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, names = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         own = root / path.lstrip("/")  # in a container that may be a path of the host's: then only the root is here
@@ -62,10 +69,14 @@ def _limits() -> Iterator[tuple[int, int]]:
                 break
 
 
-def _limit_of(group: Path, limit: str, used: str, inactive: str) -> tuple[int, int] | None:
+def _limit_of(group: Path, limit: str, used: str, prefix: str) -> tuple[int, int] | None:
     try:
         num_limit, num_used = int((group / limit).read_text()), int((group / used).read_text())
-        stats = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
-        return num_limit, num_used - int(stats[inactive])
-    except (OSError, ValueError, KeyError):  # no such group here, or "max"
+    except (OSError, ValueError):  # no such group here, or "max"
         return None
+    try:
+        stats = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
+        num_files = sum(int(stats.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    except (OSError, ValueError):
+        num_files = 0
+    return num_limit, num_used - num_files

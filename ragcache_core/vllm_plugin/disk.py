@@ -21,7 +21,6 @@ from vllm.logger import init_logger
 
 from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.regrowing import note_of, regrow
-from ragcache_core.errors import CacheTierError
 from ragcache_core.tree import Location
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import (
@@ -49,6 +48,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 _READ_TIMEOUT_S = 20.0
 _WRITE_TIMEOUT_S = 60.0
+_OUT_OF_SERVICE_PATIENCE_S = 1.0
 _NOTED_AT_ONCE = 64
 
 
@@ -83,6 +83,7 @@ class DiskTier(SecondaryTierManager):
             capacity_bytes=capacity_bytes,
         )
         self._io = DiskIO(store, primary_kv_view)
+        self._path = store.path
         self._is_enabled = True
         self._stored: set[Key] = set()
         self._writing: set[Key] = set()
@@ -154,28 +155,32 @@ class DiskTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""
-        self._io.drain(_READ_TIMEOUT_S)
-        for load in self._loads.values():
-            load.abandon()
+        self._io.finish_reads(_READ_TIMEOUT_S if self._is_enabled else 0.0)
+        self._abandon_loads()
 
     def shutdown(self) -> None:
+        self._abandon_loads()
         self._io.close()
 
     def clear(self) -> None:
         """Forget everything, and store nothing until the next start: the model's weights may have changed."""
-        is_answering = self._io.drain(_READ_TIMEOUT_S)
-        self._take_in_written()
+        patience_s = _READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
         self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
-        try:
-            if not is_answering:
-                raise CacheTierError(f"it has not answered in {_READ_TIMEOUT_S:g} s: delete its folder by hand")
-            self._io.clear()
-        except CacheTierError as error:
-            logger.error("RAGCache's disk tier could not be emptied: %s", error)
-        self._stored.clear()
-        self._tree.clear_tier(Tier.DISK)
+        self._io.clear()
+        if not self._io.finish_writes(patience_s):
+            logger.error(
+                "RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the engine ends before "
+                "that, delete %s",
+                patience_s,
+                self._path,
+            )
+        self._take_in_written()
 
     # Inside
+
+    def _abandon_loads(self) -> None:
+        for load in self._loads.values():
+            load.abandon()
 
     def _new_chunks(self, job: TransferJob) -> dict[Key, int]:
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""

@@ -6,10 +6,10 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -82,13 +82,17 @@ class Load:
 
 @dataclass(slots=True)
 class _Batch:
-    """What the writer does at once: give slots back, then fill some."""
+    """What the writer does at once: give slots back, then fill some; or forget everything."""
 
     evicted: list[bytes]
     chunks: list[PendingChunk]
     payloads: list[np.ndarray]
     error: Exception | None = None
     worths: list[tuple[bytes, float, float]] = field(default_factory=list)
+    clears: bool = False
+
+
+_Kind = Literal["copies", "writes", "reads"]
 
 
 class DiskIO:
@@ -108,16 +112,18 @@ class DiskIO:
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
-        self._num_uncopied = 0
-        self._num_unwritten = 0
+        self._loads: queue.SimpleQueue[tuple[Load, list[int]] | None] = queue.SimpleQueue()
+        self._num_pending: Counter[_Kind] = Counter()
         self._is_done = threading.Condition()
         self.changing_since_s: float | None = None
         """Since when the disk has been at what it was last asked to change; ``None`` if it is at nothing."""
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ragcache-disk-read")
-        self._reads: set[Future[None]] = set()
-        self._threads = [
+        self._threads = [  # daemons: no disk that hangs keeps a process
             threading.Thread(target=self._copy_jobs, name="ragcache-disk-copy", daemon=True),
             threading.Thread(target=self._write_batches, name="ragcache-disk-write", daemon=True),
+            *(
+                threading.Thread(target=self._read_loads, name=f"ragcache-disk-read-{i}", daemon=True)
+                for i in range(_NUM_READERS)
+            ),
         ]
         for thread in self._threads:
             thread.start()
@@ -137,9 +143,8 @@ class DiskIO:
         if not chunks and not evicted:
             self._copied.append(job_id)
             return
-        with self._is_done:
-            self._num_uncopied += 1
-            self._num_unwritten += 1
+        self._begin("copies")
+        self._begin("writes")
         self._jobs.put((job_id, chunks, evicted))
 
     def delete(self, keys: list[bytes]) -> None:
@@ -148,9 +153,8 @@ class DiskIO:
 
     def load(self, load: Load, chunk_ids: list[int]) -> None:
         """Read the chunks of ``load`` into the rows ``chunk_ids`` of host memory."""
-        future = self._readers.submit(self._read, load, chunk_ids)
-        self._reads.add(future)
-        future.add_done_callback(self._reads.discard)
+        self._begin("reads")
+        self._loads.put((load, chunk_ids))
 
     def take_copied(self) -> Iterator[int]:
         """Yield the jobs whose chunks of host memory are free again."""
@@ -166,43 +170,54 @@ class DiskIO:
         """Have frequencies and costs noted anew: key, frequency, cost."""
         self._write(_Batch([], [], [], worths=worths))
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until everything that was asked for has been done, or the disk has had ``timeout_s`` for it.
-
-        Returns:
-            Whether it has. Host memory has been copied in either case; who still waits for a read abandons it.
-        """
-        ends_s = time.monotonic() + timeout_s
-        is_read = not wait(list(self._reads), timeout_s).not_done
-        with self._is_done:
-            self._is_done.wait_for(lambda: not self._num_uncopied)
-            left_s = max(ends_s - time.monotonic(), 0.0)
-            return self._is_done.wait_for(lambda: not self._num_unwritten, left_s) and is_read
-
     def clear(self) -> None:
-        """Forget every chunk of the store."""
-        self._store.clear()
+        """Have every chunk forgotten, after what was asked for before; a disk that hangs does it when it answers."""
+        self._wait_for("copies", None)
+        self._write(_Batch([], [], [], clears=True))
+
+    def finish_reads(self, timeout_s: float) -> bool:
+        """Wait until host memory is copied and the disk has brought what was asked for; return whether it has in time.
+
+        Whoever still waits for a read then abandons it.
+        """
+        self._wait_for("copies", None)  # they wait for no disk
+        return self._wait_for("reads", timeout_s)
+
+    def finish_writes(self, timeout_s: float) -> bool:
+        """Wait until the disk has what it was given; return whether it has in time."""
+        return self._wait_for("writes", timeout_s)
 
     def close(self) -> None:
         """End the threads after what they were asked for, and close the store. Idempotent.
 
         A disk that does not answer is left as it is: what was written is found again, as after a crash.
         """
+        ends_s = time.monotonic() + _CLOSE_TIMEOUT_S
         self._jobs.put(None)
-        is_done = self.drain(_CLOSE_TIMEOUT_S)
-        self._readers.shutdown(wait=is_done, cancel_futures=not is_done)
-        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
-        if not is_done:
-            logger.error("RAGCache leaves its disk tier, which has not answered in %g s", _CLOSE_TIMEOUT_S)
-            return
+        for _ in range(_NUM_READERS):
+            self._loads.put(None)
         for thread in self._threads:
-            thread.join()
-        self._store.close()
+            thread.join(max(ends_s - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads):
+            logger.error("RAGCache leaves its disk tier, which has not answered in %g s", _CLOSE_TIMEOUT_S)
+        self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
 
     def _write(self, batch: _Batch) -> None:
-        with self._is_done:
-            self._num_unwritten += 1
+        self._begin("writes")
         self._batches.put(batch)
+
+    def _begin(self, kind: _Kind) -> None:
+        with self._is_done:
+            self._num_pending[kind] += 1
+
+    def _end(self, kind: _Kind) -> None:
+        with self._is_done:
+            self._num_pending[kind] -= 1
+            self._is_done.notify_all()
+
+    def _wait_for(self, kind: _Kind, timeout_s: float | None) -> bool:
+        with self._is_done:
+            return self._is_done.wait_for(lambda: not self._num_pending[kind], timeout_s)
 
     # The threads' side
 
@@ -218,9 +233,7 @@ class DiskIO:
                 batch.error = error
             self._copied.append(job_id)
             self._batches.put(batch)
-            with self._is_done:
-                self._num_uncopied -= 1
-                self._is_done.notify_all()
+            self._end("copies")
         self._batches.put(None)
 
     def _write_batches(self) -> None:
@@ -230,6 +243,8 @@ class DiskIO:
                 if batch.error is not None:
                     raise batch.error
                 self.changing_since_s = time.monotonic()
+                if batch.clears:
+                    self._store.clear()
                 self._store.delete_many(batch.evicted)
                 if batch.worths:
                     self._store.update_notes(batch.worths)
@@ -244,18 +259,28 @@ class DiskIO:
                     )
                     self._written.append(Outcome(keys[part]))
             except Exception as error:
+                if batch.clears:
+                    logger.error("RAGCache's disk tier could not be emptied, delete %s: %s", self._store.path, error)
                 done = {key for key in keys if key in self._store}
                 self._written.append(Outcome([key for key in keys if key not in done], error))
             finally:
                 self.changing_since_s = None
                 for _ in keys:
                     self._room.release()
-                with self._is_done:
-                    self._num_unwritten -= 1
-                    self._is_done.notify_all()
+                self._end("writes")
+        self._store.close()
+
+    def _read_loads(self) -> None:
+        while (job := self._loads.get()) is not None:
+            try:
+                self._read(*job)
+            finally:
+                self._end("reads")
 
     def _read(self, load: Load, chunk_ids: list[int]) -> None:
         for first in range(0, len(chunk_ids), _MAX_BATCH):
+            if load.is_abandoned:
+                return
             load.progressed_s = time.monotonic()
             keys, ids = load.keys[first : first + _MAX_BATCH], chunk_ids[first : first + _MAX_BATCH]
             buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)

@@ -90,10 +90,15 @@ class Scene:
         """Write a request's chunks and wait until the disk has them, or has failed."""
         keys = self.announce(documents)
         job_id = self.submit_store(keys)
-        self.tier.drain_jobs()
+        self.settle()
         (result,) = self.tier.get_finished_jobs()
         assert (result.job_id, result.success) == (job_id, True)
         return keys
+
+    def settle(self) -> None:
+        """Wait until the disk has done everything that it was asked for."""
+        assert self.tier._io.finish_reads(30)
+        assert self.tier._io.finish_writes(30)
 
     def end_step(self) -> None:
         """Do what vLLM does at the end of every step."""

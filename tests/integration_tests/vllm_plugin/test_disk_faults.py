@@ -66,7 +66,7 @@ def test_a_disk_that_cannot_be_written_takes_the_tier_out_of_service_not_the_eng
     assert report["num_dropped_chunks"] == 2
     scene.store("D")
     assert scene.num_hits("D") == 0
-    scene.tier.drain_jobs()
+    scene.settle()
     scene.close()
     monkeypatch.undo()
     assert opening().hits(stored) == stored, "the next start has what was written"
@@ -139,7 +139,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     assert scene.tree.tiers[Tier.DISK].in_use == {}
     go_on.set()
     assert is_read.wait(10)
-    scene.tier.drain_jobs()
+    scene.settle()
     assert list(scene.tier.get_finished_jobs()) == []
     assert (scene.memory == UNTOUCHED).all()
 
@@ -162,11 +162,12 @@ def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_a
     try:
         assert is_reading.wait(10)
         scene.tier.drain_jobs()
+        monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 30.0)
         (result,) = scene.tier.get_finished_jobs()  # vLLM asks once, and then wants none left
         assert (result.job_id, result.success, result.successful_keys) == (job, False, [])
     finally:
         go_on.set()
-    assert scene.tier._io.drain(10)
+    scene.settle()
     assert (scene.memory == UNTOUCHED).all()
 
 
@@ -193,23 +194,44 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
         scene.end_step()
         assert not scene.controller.tiers[Tier.DISK].is_enabled
         assert scene.hits(stored) == []
-        monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(disk, "_OUT_OF_SERVICE_PATIENCE_S", 0.05)
         scene.tier.clear()
-        assert "could not be emptied: it has not answered" in caplog.text
+        assert "has not answered in 0.05 s, and is emptied when it does" in caplog.text
         monkeypatch.setattr(disk_io, "_CLOSE_TIMEOUT_S", 0.05)
         scene.tier.shutdown()
+        assert "leaves its disk tier, which has not answered in 0.05 s" in caplog.text
     finally:
         go_on.set()
-    assert scene.tier._io.drain(10)
+    scene.settle()
+    monkeypatch.undo()
+    scene.close()
+    assert opening().hits(stored) == [], "it was emptied as soon as it answered"
+
+
+def test_a_reset_does_not_wait_for_a_disk_that_hangs_while_it_is_emptied(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = opening()
+    stored = scene.store("B")
+    go_on, truncate = threading.Event(), SlotFile.truncate
+    monkeypatch.setattr(SlotFile, "truncate", lambda self, size: (go_on.wait(10), truncate(self, size))[1])
+    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+    scene.tier.clear()
+    assert not scene.tier._io.finish_writes(0.0), "it is still at it"
+    assert scene.hits(stored) == []
+    go_on.set()
+    scene.settle()
+    scene.close()
+    assert opening().hits(stored) == []
 
 
 def test_a_long_read_that_gets_on_is_waited_for(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = opening()
     keys = scene.store("D")
     monkeypatch.setattr(disk_io, "_MAX_BATCH", 1)
-    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 2.0)
     read = SlotFile.read
-    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.2), read(self, *args))[1])
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.5), read(self, *args))[1])
     since_s = time.monotonic()
     assert scene.load(keys) == set(keys)
     assert time.monotonic() - since_s > disk._READ_TIMEOUT_S, "longer than one read may take"
@@ -229,9 +251,9 @@ def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
     for part in parts[:2]:
         assert scene.result(scene.submit_store(part)).success, "host memory is free at once"
     go_on.set()
-    scene.tier.drain_jobs()
+    scene.settle()
     assert scene.result(scene.submit_store(parts[2])).success
-    scene.tier.drain_jobs()
+    scene.settle()
     assert list(scene.tier.get_finished_jobs()) == []
     on_disk = [key for key in keys if scene.tier.lookup(key, scene.context) is LookupResult.HIT]
     assert on_disk == keys[:4], "what fitted into the buffers, without a hole"

@@ -56,7 +56,7 @@ def test_chunks_are_not_there_before_they_are_on_the_disk(opening: Opening, monk
     assert scene.hits(keys) == []
     assert scene.tree.tiers[Tier.DISK].num_units == 3
     go_on.set()
-    scene.tier.drain_jobs()
+    scene.settle()
     assert list(scene.tier.get_finished_jobs()) == []
     assert scene.hits(keys) == keys
     scene.check()
@@ -77,7 +77,7 @@ def test_what_is_there_already_is_not_written_again(opening: Opening, monkeypatc
 def test_a_look_up_and_a_drain_of_nothing_answer_at_once(opening: Opening) -> None:
     scene = opening()
     assert scene.num_hits("D") == 0
-    scene.tier.drain_jobs()
+    scene.settle()
     assert list(scene.tier.get_finished_jobs()) == []
     assert not scene.tier.has_pending_work()
 

@@ -38,6 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         psutil, "virtual_memory", lambda: SimpleNamespace(total=sizes.memory, available=sizes.available)
     )
     monkeypatch.setattr("ragcache_core.memory._MEMBERSHIP", tmp_path / "no control groups")
+    monkeypatch.setattr("ragcache_core.memory._DEVICES", tmp_path / "no GPU")
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(cache_folder / name))
     sizes.shared_memory, sizes.cache_folder = shared_memory, cache_folder
     return sizes
@@ -235,6 +236,18 @@ def test_a_container_with_a_limit_has_no_more_than_that(
     assert CacheConfig().resolved().host_bytes == GIB // 2
     with pytest.raises(ConfigError, match=r"host_bytes is 9\.0GiB, this container may use 8\.0GiB of memory: lower"):
         CacheConfig(host_bytes="9GiB").resolved()
+
+
+@pytest.mark.parametrize("device", ["nvidia0", "nvidia3", "nvidiactl", "dxg", "kfd", "dri/renderD128"])
+def test_kv_memory_of_a_gpu_is_left_to_vllm(
+    machine: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    cache = CacheConfig(kv_cache_bytes="80GiB", host_bytes="1GiB")
+    with pytest.raises(ConfigError, match="kv_cache_bytes is 80"):
+        cache.resolved()
+    (tmp_path / "dev" / device).mkdir(parents=True)
+    monkeypatch.setattr("ragcache_core.memory._DEVICES", tmp_path / "dev")
+    assert cache.resolved().kv_cache_bytes == 80 * GIB
 
 
 def test_a_disk_tier_is_refused_where_no_host_tier_fits(machine: SimpleNamespace) -> None:

@@ -21,14 +21,14 @@ class Groups:
         self.root = folder / "cgroup"
         self.membership = folder / "membership"
 
-    def write(self, group: str, limit: object, used: int, inactive: int = 0) -> None:
+    def write(self, group: str, limit: object, used: int, inactive: int = 0, active: int = 0) -> None:
         path = self.root / group
         path.mkdir(parents=True, exist_ok=True)
         is_v1 = group.startswith("memory")
         (path / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(f"{limit}\n")
         (path / ("memory.usage_in_bytes" if is_v1 else "memory.current")).write_text(f"{used}\n")
-        name = "total_inactive_file" if is_v1 else "inactive_file"
-        (path / "memory.stat").write_text(f"anon 1\n{name} {inactive}\n")
+        prefix = "total_" if is_v1 else ""
+        (path / "memory.stat").write_text(f"anon 1\n{prefix}inactive_file {inactive}\n{prefix}active_file {active}\n")
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_without_control_groups_it_is_the_machines(groups: Groups) -> None:
 )
 def test_a_limit_of_a_group_or_of_one_above_it_counts(groups: Groups, membership: str, group: str) -> None:
     groups.membership.write_text(f"9:name=systemd:/\n{membership}\n1:cpu:/else\n")
-    groups.write(group, 8 * GIB, used=3 * GIB, inactive=GIB)
-    assert read_memory() == Memory(8 * GIB, 6 * GIB, is_limited=True)
+    groups.write(group, 8 * GIB, used=4 * GIB, inactive=GIB, active=2 * GIB)
+    assert read_memory() == Memory(8 * GIB, 7 * GIB, is_limited=True)
     assert read_memory().whose == "this container may use"
 
 
@@ -69,6 +69,13 @@ def test_the_smallest_limit_counts(groups: Groups) -> None:
     groups.write("a", 8 * GIB, used=7 * GIB)
     groups.write("a/b", 4 * GIB, used=0)
     assert read_memory() == Memory(4 * GIB, GIB, is_limited=True)
+
+
+def test_a_group_without_statistics_has_its_limit_all_the_same(groups: Groups) -> None:
+    groups.membership.write_text("0::/\n")
+    groups.write(".", 8 * GIB, used=3 * GIB)
+    (groups.root / "memory.stat").unlink()
+    assert read_memory() == Memory(8 * GIB, 5 * GIB, is_limited=True)
 
 
 def test_a_group_may_take_no_more_than_it_has_even_if_it_has_taken_that(groups: Groups) -> None:

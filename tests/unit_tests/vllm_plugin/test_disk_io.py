@@ -51,6 +51,11 @@ class Scene:
         self.io.load(load, rows)
         return load
 
+    def settle(self) -> None:
+        """Wait until everything that was asked for has been done."""
+        assert self.io.finish_reads(30)
+        assert self.io.finish_writes(30)
+
     def written(self) -> tuple[list[bytes], list[bytes], list[Exception]]:
         """Return the keys that were stored, those that were not, and why."""
         outcomes = list(self.io.take_written())
@@ -100,11 +105,11 @@ def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
 def test_what_is_written_is_read_back(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(5))
-    assert scene.io.drain(30)
+    scene.settle()
     assert list(scene.io.take_copied()) == [1]
     assert scene.written() == (keys(5), [], [])
     load = scene.read(keys(5), [10, 12, 14, 16, 18])
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.is_finished()
     assert load.outcome() == [True] * 5
     for row, key in zip((10, 12, 14, 16, 18), keys(5), strict=True):
@@ -115,7 +120,7 @@ def test_what_is_written_is_read_back(opening: Opening) -> None:
 def test_results_are_handed_out_once(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(2))
-    assert scene.io.drain(30)
+    scene.settle()
     assert (list(scene.io.take_copied()), scene.written()[0]) == ([1], keys(2))
     assert (list(scene.io.take_copied()), scene.written()) == ([], ([], [], []))
 
@@ -128,9 +133,9 @@ def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: thre
     assert scene.written() == ([], [], [])
     scene.memory[:] = 0xAA  # it belongs to another chunk by now
     gate.set()
-    assert scene.io.drain(30)
+    scene.settle()
     load = scene.read(keys(3), [0, 1, 2])
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.outcome() == [True] * 3
     assert (scene.memory[1] == payload(b"k1")).all()
 
@@ -140,7 +145,7 @@ def test_no_more_than_the_buffers_wait_for_the_disk(opening: Opening, gate: thre
     scene.write(keys(3))
     assert not scene.io.reserve()
     gate.set()
-    assert scene.io.drain(30)
+    scene.settle()
     assert [scene.io.reserve() for _ in range(4)] == [True, True, True, False]
     for _ in range(3):
         scene.io.unreserve()
@@ -149,7 +154,7 @@ def test_no_more_than_the_buffers_wait_for_the_disk(opening: Opening, gate: thre
 def test_there_is_room_for_one_chunk_however_large_it_is(opening: Opening) -> None:
     scene = opening(num_buffers=0)
     scene.write(keys(1))
-    assert scene.io.drain(30)
+    scene.settle()
     assert scene.written() == (keys(1), [], [])
 
 
@@ -157,31 +162,31 @@ def test_what_gave_way_is_deleted_first(opening: Opening) -> None:
     scene = opening(num_slots=4)
     scene.write(keys(4))
     scene.write(keys(2, "new"), job_id=2, evicted=keys(4)[2:])
-    assert scene.io.drain(30)
+    scene.settle()
     assert list(scene.io.take_copied()) == [1, 2]
     assert scene.written() == (keys(4) + keys(2, "new"), [], [])
     load = scene.read(keys(4), [0, 1, 2, 3])
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.outcome() == [True, True, False, False]
 
 
 def test_what_is_forgotten_leaves_its_slot_to_what_is_stored_later(opening: Opening) -> None:
     scene = opening(num_slots=4)
     scene.write(keys(4))
-    assert scene.io.drain(30)
+    scene.settle()
     scene.io.delete([b"k1", b"k3", b"nothing"])
     scene.write(keys(2, "new"), job_id=2)
-    assert scene.io.drain(30)
+    scene.settle()
     assert scene.written() == (keys(4) + keys(2, "new"), [], [])
     load = scene.read(keys(4), [0, 1, 2, 3])
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.outcome() == [True, False, True, False]
 
 
 def test_a_job_of_nothing_is_done_too(opening: Opening) -> None:
     scene = opening()
     scene.io.store(9, [], [])
-    assert scene.io.drain(30)
+    scene.settle()
     assert list(scene.io.take_copied()) == [9]
     assert scene.written() == ([], [], [])
 
@@ -202,21 +207,21 @@ def test_a_write_error_half_way_reports_exactly_what_is_stored(
     monkeypatch.setattr(SlotFile, "write", fail_the_third)
     asked = keys(disk_io._MAX_BATCH * 4)
     scene.write(asked)
-    assert scene.io.drain(30)
+    scene.settle()
     stored, lost, (error,) = scene.written()
     assert stored == asked[: 2 * disk_io._MAX_BATCH]
     assert lost == asked[2 * disk_io._MAX_BATCH :]
     assert isinstance(error, CacheTierError)
     assert [key for key in asked if key in scene.store] == stored
     scene.write(keys(2, "later"), job_id=2)
-    assert scene.io.drain(30)
+    scene.settle()
     assert scene.written()[0] == keys(2, "later"), "the threads live on, and so do the buffers"
 
 
 def test_a_full_store_is_an_error_that_is_reported(opening: Opening) -> None:
     scene = opening(num_slots=2)
     scene.write(keys(3))
-    assert scene.io.drain(30)
+    scene.settle()
     stored, lost, (error,) = scene.written()
     assert (stored, lost) == ([], keys(3))
     assert isinstance(error, CacheCapacityError)
@@ -226,10 +231,10 @@ def test_a_full_store_is_an_error_that_is_reported(opening: Opening) -> None:
 def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(2))
-    assert scene.io.drain(30)
+    scene.settle()
     scene.memory[:] = 0xEE
     load = scene.read([b"k0", b"nothing", b"k1"], [5, 6, 7])
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.outcome() == [True, False, True]
     assert (scene.memory[6] == 0xEE).all()
 
@@ -237,7 +242,7 @@ def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
 def test_a_read_error_is_a_miss_of_the_batch(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = opening()
     scene.write(keys(2))
-    assert scene.io.drain(30)
+    scene.settle()
 
     def fail(*args: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -245,7 +250,7 @@ def test_a_read_error_is_a_miss_of_the_batch(opening: Opening, monkeypatch: pyte
     monkeypatch.setattr(SlotFile, "read", fail)
     scene.memory[:] = 0xEE
     load = scene.read(keys(2), [5, 6])
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.outcome() == [False, False]
     assert (scene.memory == 0xEE).all()
 
@@ -254,7 +259,7 @@ def test_a_reader_that_comes_too_late_writes_nothing(opening: Opening, gate: thr
     scene = opening()
     gate.set()
     scene.write(keys(3))
-    assert scene.io.drain(30)
+    scene.settle()
     gate.clear()
     scene.memory[:] = 0xEE
     load = scene.read(keys(3), [0, 1, 2])
@@ -263,7 +268,7 @@ def test_a_reader_that_comes_too_late_writes_nothing(opening: Opening, gate: thr
     assert load.abandon(), "giving up twice is giving up"
     assert load.outcome() == [False] * 3
     gate.set()
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.outcome() == [False] * 3
     assert (scene.memory == 0xEE).all()
 
@@ -271,9 +276,9 @@ def test_a_reader_that_comes_too_late_writes_nothing(opening: Opening, gate: thr
 def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(2))
-    assert scene.io.drain(30)
+    scene.settle()
     load = scene.read(keys(2), [8, 9])
-    assert scene.io.drain(30)
+    scene.settle()
     assert not load.abandon()
     assert not load.is_abandoned
     assert load.outcome() == [True, True]
@@ -298,11 +303,11 @@ def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.E
     scene = opening()
     gate.set()
     scene.write(keys(1))
-    assert scene.io.drain(30)
+    scene.settle()
     gate.clear()
     scene.write(keys(1, "w"), job_id=2)
     scene.read(keys(1), [5])
-    drained = threading.Thread(target=scene.io.drain, args=(30,))
+    drained = threading.Thread(target=scene.settle)
     drained.start()
     drained.join(0.1)
     assert drained.is_alive()
@@ -315,10 +320,11 @@ def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.E
 def test_clearing_empties_the_store(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(3))
-    assert scene.io.drain(30)
+    scene.settle()
     scene.io.clear()
+    scene.settle()
     load = scene.read(keys(3), [0, 1, 2])
-    assert scene.io.drain(30)
+    scene.settle()
     assert load.outcome() == [False] * 3
 
 
@@ -340,10 +346,10 @@ def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Open
 def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Opening, gate: threading.Event) -> None:
     scene = opening()
     scene.write(keys(3))
-    assert not scene.io.drain(0.05)
+    assert not scene.io.finish_writes(0.05)
     assert list(scene.io.take_copied()) == [1]
-    assert scene.io.changing_since_s is not None
+    until(lambda: scene.io.changing_since_s is not None)
     gate.set()
-    assert scene.io.drain(30)
+    scene.settle()
     assert scene.io.changing_since_s is None
     assert scene.written() == (keys(3), [], [])
