@@ -79,4 +79,4 @@ def _limit_of(group: Path, limit: str, used: str, prefix: str) -> tuple[int, int
         num_files = sum(int(stats.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
     except (OSError, ValueError):
         num_files = 0
-    return num_limit, num_used - num_files
+    return num_limit, max(num_used - num_files, 0)

@@ -47,7 +47,7 @@ from ragcache_core.chunkstore.namespace import (
 from ragcache_core.chunkstore.opening import Loaded, load
 from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.slotfile import SlotFile
-from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -285,17 +285,24 @@ class ChunkStore:
     def clear(self) -> None:
         """Forget every chunk, and give the space back.
 
+        The data goes first: that needs no space, and what is left in the index then matches nothing.
+
         Raises:
-            CacheWriteError: the chunks are still there, or (the data file could not be cut) gone.
+            CacheWriteError: not all is gone from the disk. No chunk is found any more, at least until the next opening.
         """
         with self._changing:
             self._check_open()
-            self._index.clear()
             self._residents.clear()
             try:
-                self._file.truncate(0)
-            except OSError as error:
-                raise write_error(self.path / _DATA_NAME, error) from error
+                try:
+                    self._file.truncate(0)
+                finally:
+                    self._index.clear()
+            except (OSError, CacheWriteError) as error:
+                raise CacheWriteError(
+                    f"{self.path} could not be emptied ({error.__cause__ or error}): see to the space and the health "
+                    "of that disk, or delete the folder"
+                ) from error
 
     def close(self) -> None:
         """Close the store when the reads in flight are done; from then on every read is a miss. Idempotent."""

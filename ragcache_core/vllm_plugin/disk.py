@@ -155,7 +155,8 @@ class DiskTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""
-        self._io.finish_reads(_READ_TIMEOUT_S if self._is_enabled else 0.0)
+        if not self._io.finish_reads(_READ_TIMEOUT_S if self._is_enabled else 0.0):
+            self._disable(f"a reset had to wait longer than {_READ_TIMEOUT_S:g} s for what was being read")
         self._abandon_loads()
 
     def shutdown(self) -> None:

@@ -199,7 +199,7 @@ class DiskIO:
         for thread in self._threads:
             thread.join(max(ends_s - time.monotonic(), 0.0))
         if any(thread.is_alive() for thread in self._threads):
-            logger.error("RAGCache leaves its disk tier, which has not answered in %g s", _CLOSE_TIMEOUT_S)
+            logger.error("RAGCache leaves %s, which has not answered in %g s", self._store.path, _CLOSE_TIMEOUT_S)
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
 
     def _write(self, batch: _Batch) -> None:
@@ -231,9 +231,10 @@ class DiskIO:
                     np.copyto(payload, self._rows[chunk.chunk_id])
             except Exception as error:  # whatever it is, the writer reports it, and nobody waits for this thread
                 batch.error = error
-            self._copied.append(job_id)
-            self._batches.put(batch)
-            self._end("copies")
+            finally:
+                self._copied.append(job_id)
+                self._batches.put(batch)
+                self._end("copies")
         self._batches.put(None)
 
     def _write_batches(self) -> None:
@@ -245,6 +246,7 @@ class DiskIO:
                 self.changing_since_s = time.monotonic()
                 if batch.clears:
                     self._store.clear()
+                    logger.info("RAGCache has emptied %s", self._store.path)
                 self._store.delete_many(batch.evicted)
                 if batch.worths:
                     self._store.update_notes(batch.worths)
@@ -260,7 +262,7 @@ class DiskIO:
                     self._written.append(Outcome(keys[part]))
             except Exception as error:
                 if batch.clears:
-                    logger.error("RAGCache's disk tier could not be emptied, delete %s: %s", self._store.path, error)
+                    logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
                 done = {key for key in keys if key in self._store}
                 self._written.append(Outcome([key for key in keys if key not in done], error))
             finally:
@@ -274,6 +276,8 @@ class DiskIO:
         while (job := self._loads.get()) is not None:
             try:
                 self._read(*job)
+            except Exception:  # the scheduler gives up what is not delivered
+                logger.exception("A read of %s could not be delivered", self._store.path)
             finally:
                 self._end("reads")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 import threading
+import time
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
+from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError
 from ragcache_core.types import Tier
@@ -98,15 +100,34 @@ def test_clearing_forgets_everything_for_good_and_stores_nothing_under_the_old_i
     assert again.store("C") == again.hits(chain("C"))
 
 
-def test_clearing_a_disk_that_fails_takes_the_tier_out_of_service(
+@pytest.mark.parametrize("part", [SlotFile, ChunkIndex])
+def test_a_disk_that_cannot_be_emptied_gives_nothing_back_after_a_reset(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: type
+) -> None:
+    scene = opening()
+    keys = scene.store("B")
+    monkeypatch.setattr(part, "truncate" if part is SlotFile else "clear", failing(errno.EIO))
+    scene.tier.clear()
+    assert not scene.hits(keys)
+    assert not scene.controller.tiers[Tier.DISK].is_enabled
+    assert f"still holds KV from before a reset: {scene.data_file.parent} could not be emptied" in caplog.text
+    assert "delete the folder" in caplog.text
+    scene.close()
+    monkeypatch.undo()
+    assert not opening().load(keys)
+
+
+def test_a_read_that_takes_its_time_is_brought_before_a_reset(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = opening()
-    scene.store("B")
-    monkeypatch.setattr(SlotFile, "truncate", failing(errno.EIO))
-    scene.tier.clear()
-    assert scene.num_hits("B") == 0
-    assert not scene.controller.tiers[Tier.DISK].is_enabled
+    keys = scene.store("D")
+    read = SlotFile.read
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.2), read(self, *args))[1])
+    job = scene.submit_load(keys)
+    scene.tier.drain_jobs()
+    (result,) = scene.tier.get_finished_jobs()
+    assert (result.job_id, result.success) == (job, True)
 
 
 # Starting again

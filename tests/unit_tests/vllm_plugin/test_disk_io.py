@@ -346,10 +346,45 @@ def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Open
 def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Opening, gate: threading.Event) -> None:
     scene = opening()
     scene.write(keys(3))
-    assert not scene.io.finish_writes(0.05)
+    assert scene.io.finish_reads(0.0), "nothing is read"
     assert list(scene.io.take_copied()) == [1]
+    assert not scene.io.finish_writes(0.05)
     until(lambda: scene.io.changing_since_s is not None)
     gate.set()
     scene.settle()
     assert scene.io.changing_since_s is None
     assert scene.written() == (keys(3), [], [])
+
+
+def test_host_memory_is_waited_for_however_long_a_copy_takes(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    is_copying, go_on, aligned_rows = threading.Event(), threading.Event(), disk_io.aligned_rows
+
+    def hang(*args: int) -> np.ndarray:
+        is_copying.set()
+        go_on.wait(10)
+        return aligned_rows(*args)
+
+    monkeypatch.setattr(disk_io, "aligned_rows", hang)
+    scene.write(keys(3))
+    assert is_copying.wait(10)
+    waiting = threading.Thread(target=scene.io.finish_reads, args=(0.0,))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    go_on.set()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert list(scene.io.take_copied()) == [1]
+
+
+def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.settle()
+    lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io._NUM_READERS)]
+    scene.settle()
+    assert not any(load.is_finished() for load in lost)
+    load = scene.read(keys(2), [8, 9])
+    scene.settle()
+    assert load.outcome() == [True, True]
