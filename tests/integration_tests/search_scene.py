@@ -43,4 +43,4 @@ def is_idle(engine: Engine) -> bool:
 
 def becomes_idle(engine: Engine) -> bool:
     """Return whether the engine soon has nothing to do."""
-    return until(lambda: is_idle(engine))
+    return until(lambda: is_idle(engine), 30.0)
