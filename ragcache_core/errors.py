@@ -204,4 +204,7 @@ class CacheCapacityError(CacheTierError, ValueError):
 
 
 class CacheWriteError(CacheTierError):
-    """The cache could not be written: no space left, read-only, a failing disk. What was stored before is intact."""
+    """The cache could not be written: no space left, read-only, a failing disk. What was stored before is intact.
+
+    After a failed ``ChunkStore.clear`` nothing is found any more; part of it may still lie on the disk.
+    """

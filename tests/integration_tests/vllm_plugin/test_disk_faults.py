@@ -189,7 +189,7 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
         assert is_writing.wait(10)
         scene.end_step()
         assert scene.controller.tiers[Tier.DISK].is_enabled, "it is only slow so far"
-        time.sleep(0.1)
+        time.sleep(0.1)  # the write is older than the time-out that comes next
         monkeypatch.setattr(disk, "_WRITE_TIMEOUT_S", 0.05)
         scene.end_step()
         assert not scene.controller.tiers[Tier.DISK].is_enabled
@@ -231,6 +231,7 @@ def test_a_long_read_that_gets_on_is_waited_for(opening: Opening, monkeypatch: p
     monkeypatch.setattr(disk_io, "_MAX_BATCH", 1)
     monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 2.0)
     read = SlotFile.read
+    # Six parts of half a second: more than the time-out together, and each far less.
     monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.5), read(self, *args))[1])
     since_s = time.monotonic()
     assert scene.load(keys) == set(keys)

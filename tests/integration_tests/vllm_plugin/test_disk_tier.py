@@ -123,6 +123,7 @@ def test_a_read_that_takes_its_time_is_brought_before_a_reset(
     scene = opening()
     keys = scene.store("D")
     read = SlotFile.read
+    # Long enough to be under way when the reset asks, and far less than it waits.
     monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.2), read(self, *args))[1])
     job = scene.submit_load(keys)
     scene.tier.drain_jobs()

@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -100,6 +101,18 @@ def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         time.sleep(0.002)
+
+
+@contextmanager
+def waiting(call: Callable[[], object]) -> Iterator[None]:
+    """Hold that ``call`` waits when the context begins, and ends after it."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    yield
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_what_is_written_is_read_back(opening: Opening) -> None:
@@ -307,13 +320,8 @@ def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.E
     gate.clear()
     scene.write(keys(1, "w"), job_id=2)
     scene.read(keys(1), [5])
-    drained = threading.Thread(target=scene.settle)
-    drained.start()
-    drained.join(0.1)
-    assert drained.is_alive()
-    gate.set()
-    drained.join(10)
-    assert not drained.is_alive()
+    with waiting(scene.settle):
+        gate.set()
     assert scene.written()[0] == keys(1) + keys(1, "w")
 
 
@@ -368,13 +376,8 @@ def test_host_memory_is_waited_for_however_long_a_copy_takes(opening: Opening, m
     monkeypatch.setattr(disk_io, "aligned_rows", hang)
     scene.write(keys(3))
     assert is_copying.wait(10)
-    waiting = threading.Thread(target=scene.io.finish_reads, args=(0.0,))
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
-    go_on.set()
-    waiting.join(10)
-    assert not waiting.is_alive()
+    with waiting(lambda: scene.io.finish_reads(0.0)):
+        go_on.set()
     assert list(scene.io.take_copied()) == [1]
 
 
