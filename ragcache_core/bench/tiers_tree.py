@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.sim.workload import Workload, draw_retrievals
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, by_node
 from ragcache_core.types import Tier
 
 _BLOCK_TOKENS = 16
@@ -91,11 +91,11 @@ class DecisionLoad:
         last = path[-1].keys[-1]
         tree.retain(last)
         match = tree.match_prefix(segments)
-        units = [(node, unit) for node in path for unit in range(len(node.keys))]
-        for node, unit in units[: match.num_units]:
-            tree.hold(node, unit, Tier.GPU)
+        places = [place for s in segments for key in s.keys if (place := tree.locate(key)) is not None]
+        for node, unit in places[: match.num_units]:
+            tree.hold(node, 1 << unit, Tier.GPU)
         num_free = self._capacity_blocks - tree.tiers[Tier.GPU].num_units
-        num_missing = len(units) - match.num_units
+        num_missing = len(places) - match.num_units
         if num_missing > num_free:
             evicted = tree.evict(Tier.GPU, num_missing - num_free)
             assert evicted is not None, "the tier is far larger than a request"
@@ -103,11 +103,11 @@ class DecisionLoad:
         num_tokens = num_missing * _BLOCK_TOKENS
         cost_s = self._cost.estimate_s(match.num_tokens, num_tokens)
         tree.record_access(path, num_tokens, cost_s, match.num_units)
-        for node, unit in units[match.num_units :]:
-            tree.hold(node, unit, Tier.GPU)
-            tree.add(node, 1 << unit, Tier.GPU)
-        for node, unit in reversed(units):
-            tree.let_go(node, unit, Tier.GPU)
+        for node, units in by_node(places[match.num_units :]):
+            tree.hold(node, units, Tier.GPU)
+            tree.add(node, units, Tier.GPU)
+        for node, units in by_node(reversed(places)):
+            tree.let_go(node, units, Tier.GPU)
         tree.release(last)
         return match.num_units
 

@@ -129,10 +129,10 @@ class DiskChunks:
             for _ in range(num_missing):
                 new.popitem()
         for node, unit in new.values():
-            self._tree.hold(node, unit, Tier.DISK)
+            self._tree.hold(node, 1 << unit, Tier.DISK)
             self._tree.add(node, 1 << unit, Tier.DISK)
         for node, unit in new.values():
-            self._tree.let_go(node, unit, Tier.DISK)
+            self._tree.let_go(node, 1 << unit, Tier.DISK)
 
 
 class HostChunks:
@@ -206,7 +206,7 @@ class HostChunks:
 
     def _insert(self, key: Hashable) -> None:
         node, unit = _located(self._tree, key)
-        self._tree.hold(node, unit, Tier.HOST)
+        self._tree.hold(node, 1 << unit, Tier.HOST)
         self._tree.add(node, 1 << unit, Tier.HOST)
 
     def _let_promises_go(self) -> None:
@@ -228,12 +228,12 @@ def _is_in(tree: KnowledgeTree, key: Hashable, tier: Tier) -> bool:
 
 def _hold(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
     node, unit = _located(tree, key)
-    tree.hold(node, unit, tier)
+    tree.hold(node, 1 << unit, tier)
 
 
 def _let_go(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
     node, unit = _located(tree, key)
-    tree.let_go(node, unit, tier)
+    tree.let_go(node, 1 << unit, tier)
 
 
 def _shielded(tree: KnowledgeTree, keys: Sequence[Hashable]) -> list[Hashable]:

@@ -4,7 +4,7 @@ from ragcache_core.tree.admission import Admission, admit
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
-from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode
+from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, by_node
 
 __all__ = [
     "Admission",
@@ -16,5 +16,6 @@ __all__ = [
     "PrefixMatch",
     "TreeNode",
     "admit",
+    "by_node",
     "check_invariants",
 ]

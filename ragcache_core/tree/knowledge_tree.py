@@ -213,8 +213,9 @@ class KnowledgeTree(TieredTree):
                 node.total_cost_s = 0.0
 
     def _note_if_ghost(self, node: TreeNode) -> None:
-        is_wanted = node.children or node.num_users or node.num_pins or self.is_protected(node)
-        if not (is_wanted or any(s.resident[node.id] for s in self._states)):
+        if node.children or node.num_users or node.num_pins or self.is_protected(node):
+            return
+        if not any(state.resident[node.id] for state in self._states):
             self._ghosts[node.id] = None
             if node.doc_id is None:  # a run without a name hardly comes back: it is the first to be forgotten
                 self._ghosts.move_to_end(node.id, last=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from ragcache_core.policy.base import NodeStats
@@ -86,6 +88,15 @@ class Location(NamedTuple):
 
     node: TreeNode
     unit: int
+
+
+def by_node(locations: Iterable[Location]) -> Iterator[tuple[TreeNode, int]]:
+    """Yield the nodes of ``locations``, each with a mask of those of its units that follow one another there."""
+    for node, run in groupby(locations, key=attrgetter("node")):
+        units = 0
+        for location in run:
+            units |= 1 << location.unit
+        yield node, units
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,8 @@ class TierState:
         elif self.policy.uses_clock:
             self.ranks[node.id] = self.policy.rank(node, self.clock)
         self._is_offered[node.id] = 0
-        self.offer(node)
+        if self.resident[node.id]:
+            self.offer(node)
 
     def offer(self, node: TreeNode) -> None:
         """Put a node among the candidates for eviction, if it can be evicted."""
@@ -193,6 +194,10 @@ class TierState:
             self._stale.extend(others)
             heapify(self._stale)
         self._heaps = {}
+
+    def has_bases(self, node: TreeNode) -> bool:
+        """Return whether any unit of ``node`` may be a base: without, :meth:`is_base` need not be asked."""
+        return any(state.resident[node.id] or state.num_resident_children[node.id] for state in self._bases_for)
 
     def is_base(self, node: TreeNode, unit: int) -> bool:
         """Return whether a slower tier has units that stand on this tier's copy of a unit."""

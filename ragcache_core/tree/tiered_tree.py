@@ -40,8 +40,14 @@ class TieredTree(PrefixTree):
         host = TierState(policy, (disk,), self.protected, moves_down=moves_down)
         gpu = TierState(policy, (host, disk), self.protected, moves_down=moves_down)
         self.tiers = (gpu, host, disk)
-        self._moves_down = moves_down
         self._states = [*self.tiers, *self._shadow_states()]
+        self._up_from = {state: self.tiers[: i + 1] for i, state in enumerate(self.tiers)}
+        """Each tier with those above it, but no shadow."""
+        self._feeding: dict[TierState, tuple[TierState, ...]] = {state: (state,) for state in self._states}
+        """Where a change in a tier or shadow may make a node evictable: there, and in the tiers whose units stand on
+        it."""
+        if not moves_down:
+            self._feeding.update(self._up_from)
         super().__init__(num_root_tokens)
 
     def resident_mask(self, node: TreeNode, tier: Tier) -> int:
@@ -65,17 +71,17 @@ class TieredTree(PrefixTree):
                     state.offer(node)
                 self._on_left(node)
 
-    def hold(self, node: TreeNode, unit: int, tier: Tier) -> None:
-        """Keep one unit in ``tier``: a request or a transfer uses it there."""
+    def hold(self, node: TreeNode, units: int, tier: Tier) -> None:
+        """Keep the units of ``node`` in the mask ``units`` in ``tier``: requests or transfers use them there."""
         in_use = self.tiers[tier].in_use
-        in_use[node.id] = in_use.get(node.id, 0) | 1 << unit
+        in_use[node.id] = in_use.get(node.id, 0) | units
 
-    def let_go(self, node: TreeNode, unit: int, tier: Tier) -> None:
-        """Undo :meth:`hold`; does nothing where nobody holds the unit."""
+    def let_go(self, node: TreeNode, units: int, tier: Tier) -> None:
+        """Undo :meth:`hold`; does nothing with units that nobody holds."""
         state = self.tiers[tier]
         if (before := state.in_use.get(node.id)) is None:
             return
-        mask = before & ~(1 << unit)
+        mask = before & ~units
         if mask:
             state.in_use[node.id] = mask
         else:
@@ -175,11 +181,14 @@ class TieredTree(PrefixTree):
         self._forget_uses((node,))
 
     def evict_node(self, state: TierState, protected: AbstractSet[TreeNode]) -> TreeNode | None:
-        """Take the lowest-ranked leaf out of a shadow as a whole; None if it is a protected one."""
+        """Take the lowest-ranked leaf out of a shadow as a whole, where nothing is held; None if it is protected."""
         node = state.candidate(self._nodes, self.num_requests)
         if node is None or node in protected:
             return None
-        self._evict_tail(node, len(node.keys), state)
+        state.clock = max(state.clock, state.ranks[node.id])
+        units = state.resident[node.id]
+        self._remove(node, units, state)
+        state.num_evicted_units += units.bit_count()
         return node
 
     def place(self, node: TreeNode, state: TierState) -> None:
@@ -239,11 +248,8 @@ class TieredTree(PrefixTree):
         for state in self._states:
             state.offer(node)
             state.offer(lower)
-        self._note_copies(node, self.tiers[Tier.DISK])
-        self._note_copies(lower, self.tiers[Tier.DISK])
-        if self.changes is not None:
-            self.changes.note(node)
-            self.changes.note(lower)
+        self._note_change(node, self.tiers[Tier.DISK])
+        self._note_change(lower, self.tiers[Tier.DISK])
 
     def _add(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
@@ -255,8 +261,7 @@ class TieredTree(PrefixTree):
             self._on_arrived(node)
         if units & ~before:
             self._note_change(node, state)
-            self._note_copies(node, state)
-        for tier in self._at_or_above(state):
+        for tier in self._feeding[state]:
             tier.offer(node)
 
     def _remove(self, node: TreeNode, units: int, state: TierState) -> None:
@@ -266,14 +271,13 @@ class TieredTree(PrefixTree):
         if after == before:
             return
         self._note_change(node, state)
-        self._note_copies(node, state)
-        for tier in self._at_or_above(state):
+        for tier in self._feeding[state]:
             tier.offer(node)
         if after:
             return
         if node.parent is not None:
             state.num_resident_children[node.parent.id] -= 1
-            for tier in self._at_or_above(state):
+            for tier in self._feeding[state]:
                 tier.offer(node.parent)
         self._on_left(node)
 
@@ -293,11 +297,12 @@ class TieredTree(PrefixTree):
     def _evict_tail(self, node: TreeNode, num_units: int, state: TierState) -> list[EvictedUnit]:
         state.clock = max(state.clock, state.ranks[node.id])
         mask, held = state.resident[node.id], state.in_use.get(node.id, 0)
+        may_be_base = state.has_bases(node)
         evicted: list[EvictedUnit] = []
         units = 0
         while mask and len(evicted) < num_units:
             unit = mask.bit_length() - 1
-            if held >> unit & 1 or state.is_base(node, unit):
+            if held >> unit & 1 or (may_be_base and state.is_base(node, unit)):
                 break
             mask ^= 1 << unit
             units |= 1 << unit
@@ -326,20 +331,15 @@ class TieredTree(PrefixTree):
             assert node is not None
             state.offer(node)
 
-    def _at_or_above(self, state: TierState) -> Sequence[TierState]:
-        """Return the tiers in which a change in ``state`` may make a node evictable: itself and those that feed it."""
-        if self._moves_down or state not in self.tiers:
-            return (state,)
-        return self.tiers[: self.tiers.index(state) + 1]
-
-    def _note_copies(self, node: TreeNode, state: TierState) -> None:
-        if self.policy.copy_discount and state in self.tiers:
-            for tier in self.tiers[: self.tiers.index(state) + 1]:
-                tier.note_copies(node)
-
     def _note_change(self, node: TreeNode, state: TierState) -> None:
-        if self.changes is not None and state in self.tiers:
+        """Take note that units of ``node`` came to ``state`` or left it; nobody wants to know that of a shadow."""
+        if (tiers := self._up_from.get(state)) is None:
+            return
+        if self.changes is not None:
             self.changes.note(node)
+        if self.policy.copy_discount:
+            for tier in tiers:
+                tier.note_copies(node)
 
     def _is_resident(self, node: TreeNode) -> bool:
         return any(tier.resident[node.id] for tier in self.tiers)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
-from ragcache_core.tree import Location
+from ragcache_core.tree import Location, by_node
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import (
     BlockPool,
@@ -76,29 +76,12 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def append(self, block: KVCacheBlock) -> None:
         """Take a block back that nobody uses any more."""
-        location = self._locate(block)
-        if location is None:
-            self._spare[block.block_id] = block
-            return
-        assert block.block_hash is not None
-        copies = [copy for copy in cached_copies(self._pool, block.block_hash) if copy is not block]
-        node, unit = location
-        if any(copy.ref_cnt > 0 for copy in copies):
-            self._spare[block.block_id] = block
-            return
-        if any(copy.block_id in self._cached for copy in copies):
-            self._spare[block.block_id] = block
-        else:
-            self._cached[block.block_id] = block
-            self._block_ids[get_block_hash(block.block_hash)] = block.block_id
-            if not self._tree.resident_mask(node, Tier.GPU) >> unit & 1:
-                self._tree.add(node, 1 << unit, Tier.GPU)
-        self._tree.let_go(node, unit, Tier.GPU)
+        self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take blocks back that nobody uses any more."""
-        for block in blocks:
-            self.append(block)
+        for node, units in by_node(filter(None, map(self._take_back, blocks))):
+            self._tree.let_go(node, units, Tier.GPU)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take blocks without content back; they are handed out next."""
@@ -114,7 +97,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         elif self._spare.pop(block.block_id, None) is None:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
         if (location := self._locate(block)) is not None:
-            self._tree.hold(location.node, location.unit, Tier.GPU)
+            self._tree.hold(location.node, 1 << location.unit, Tier.GPU)
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Return the free blocks; the order of the cached ones says nothing."""
@@ -150,6 +133,26 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             if self._spare.pop(copy.block_id, None) is not None:
                 self.append(copy)
                 return
+
+    def _take_back(self, block: KVCacheBlock) -> Location | None:
+        """Put a block among the free ones, and return the unit that nobody uses any more; None if that is not so."""
+        location = self._locate(block)
+        if location is None:
+            self._spare[block.block_id] = block
+            return None
+        assert block.block_hash is not None
+        copies = [copy for copy in cached_copies(self._pool, block.block_hash) if copy is not block]
+        if any(copy.ref_cnt > 0 for copy in copies):
+            self._spare[block.block_id] = block
+            return None
+        if any(copy.block_id in self._cached for copy in copies):
+            self._spare[block.block_id] = block
+            return location
+        self._cached[block.block_id] = block
+        self._block_ids[get_block_hash(block.block_hash)] = block.block_id
+        if not self._tree.resident_mask(location.node, Tier.GPU) >> location.unit & 1:
+            self._tree.add(location.node, 1 << location.unit, Tier.GPU)
+        return location
 
     def _locate(self, block: KVCacheBlock) -> Location | None:
         return None if block.block_hash is None else self._tree.locate(get_block_hash(block.block_hash))
@@ -202,13 +205,12 @@ class TreeBlockPool(BlockPool):
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
+        cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
         tree = self.controller.tree
-        for i in range(num_cached_blocks, num_full_blocks):
-            if blocks[i].block_hash is None:
-                continue
-            node, unit = self.controller.locate_block(request.block_hashes, i)
-            tree.hold(node, unit, Tier.GPU)
-            tree.add(node, 1 << unit, Tier.GPU)
+        for node, units in by_node(self.controller.locate_block(request.block_hashes, i) for i in cached):
+            tree.hold(node, units, Tier.GPU)
+            tree.add(node, units, Tier.GPU)
+        for i in cached:
             self.free_block_queue.spare_copy(request.block_hashes[i])
 
     def reset_prefix_cache(self) -> bool:
@@ -229,6 +231,6 @@ class TreeBlockPool(BlockPool):
         if copies := cached_copies(self, block_hash):
             self.free_block_queue.keep_copy(copies, key)
         elif (location := tree.locate(key)) is not None:
-            tree.let_go(location.node, location.unit, Tier.GPU)
+            tree.let_go(location.node, 1 << location.unit, Tier.GPU)
             tree.remove(location.node, 1 << location.unit, Tier.GPU)
         return removed

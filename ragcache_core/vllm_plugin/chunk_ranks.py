@@ -74,13 +74,13 @@ class ChunkRanks:
             node = location.node
         for tier in _TIERS:
             if not any(variant.is_in(tier) for variant in variants):
-                self._tree.let_go(node, _UNIT, tier)
+                self._tree.let_go(node, 1 << _UNIT, tier)
                 self._tree.remove(node, 1 << _UNIT, tier)
                 continue
             if any(variant.num_idle_pages(tier) for variant in variants):
-                self._tree.let_go(node, _UNIT, tier)
+                self._tree.let_go(node, 1 << _UNIT, tier)
             else:
-                self._tree.hold(node, _UNIT, tier)
+                self._tree.hold(node, 1 << _UNIT, tier)
             self._tree.add(node, 1 << _UNIT, tier)
 
     def lowest(self, tier: Tier) -> ChunkKey:

@@ -120,7 +120,7 @@ class DiskTier(SecondaryTierManager):
         load = Load(job_metadata.job_id, [get_offload_block_hash(key) for key in keys], time.monotonic())
         for location in map(self._tree.locate, load.keys):
             if location is not None:
-                self._tree.hold(location.node, location.unit, Tier.DISK)
+                self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
         self._loads[load.job_id] = load
         self._io.load(load, [int(chunk_id) for chunk_id in job_metadata.chunk_ids])
 
@@ -222,7 +222,7 @@ class DiskTier(SecondaryTierManager):
         location = self._tree.locate(key)
         assert location is not None
         node, unit = location
-        self._tree.hold(node, unit, Tier.DISK)
+        self._tree.hold(node, 1 << unit, Tier.DISK)
         self._tree.add(node, 1 << unit, Tier.DISK)
         self._writing.add(key)
         return PendingChunk(key, chunk_id, note_of(self._tree, location))
@@ -235,7 +235,7 @@ class DiskTier(SecondaryTierManager):
                 location = self._tree.locate(key)
                 if location is None or not self._is_enabled:
                     continue
-                self._tree.let_go(location.node, location.unit, Tier.DISK)
+                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
                 if outcome.error is None:
                     self._stored.add(key)
                 else:
@@ -250,7 +250,7 @@ class DiskTier(SecondaryTierManager):
         for key, is_loaded in zip(load.keys, load.outcome(), strict=True):
             location = self._tree.locate(key)
             if location is not None:
-                self._tree.let_go(location.node, location.unit, Tier.DISK)
+                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
             if not is_loaded and not load.is_abandoned:
                 self._lose(key, location)
                 lost.append(key)

@@ -111,7 +111,7 @@ class TreeCachePolicy(CachePolicy):
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._chunks[key] = chunk
         if (location := self._locate(key)) is not None:
-            self.controller.tree.hold(location.node, location.unit, Tier.HOST)
+            self.controller.tree.hold(location.node, 1 << location.unit, Tier.HOST)
             self.controller.tree.add(location.node, 1 << location.unit, Tier.HOST)
         else:
             self._unknown[key] = None
@@ -176,7 +176,7 @@ class TreeCachePolicy(CachePolicy):
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
         if (location := self._locate(key)) is not None:
-            self.controller.tree.hold(location.node, location.unit, Tier.HOST)
+            self.controller.tree.hold(location.node, 1 << location.unit, Tier.HOST)
 
     # Inside
 
@@ -200,12 +200,12 @@ class TreeCachePolicy(CachePolicy):
     def _let_go(self, key: OffloadKey) -> None:
         chunk, location = self._chunks.get(key), self._locate(key)
         if chunk is not None and chunk.ref_cnt == 0 and location is not None:
-            self.controller.tree.let_go(location.node, location.unit, Tier.HOST)
+            self.controller.tree.let_go(location.node, 1 << location.unit, Tier.HOST)
 
     def _withdraw(self, key: OffloadKey) -> None:
         self._unknown.pop(key, None)
         if (location := self._locate(key)) is not None:
-            self.controller.tree.let_go(location.node, location.unit, Tier.HOST)
+            self.controller.tree.let_go(location.node, 1 << location.unit, Tier.HOST)
             self.controller.tree.remove(location.node, 1 << location.unit, Tier.HOST)
 
     def _locate(self, key: OffloadKey) -> Location | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragcache_core.policy import LRUPolicy, PGDSFPolicy, TournamentPolicy
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, by_node, check_invariants
 from ragcache_core.types import Tier
 
 BLOCK = 16
@@ -141,11 +141,35 @@ def test_pinned_node_survives_eviction_until_it_is_unpinned() -> None:
 def test_a_held_unit_keeps_all_before_it_and_lets_the_tail_go() -> None:
     tree = new_tree()
     (node,) = cache(tree, prompt("A", blocks=3))
-    tree.hold(node, 1, Tier.GPU)
+    tree.hold(node, 1 << 1, Tier.GPU)
     assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [2]
     assert tree.evict(Tier.GPU) is None
-    tree.let_go(node, 1, Tier.GPU)
+    tree.let_go(node, 1 << 1, Tier.GPU)
     assert [unit.unit for unit in tree.evict(Tier.GPU, 2) or ()] == [1, 0]
+
+
+def test_units_that_are_held_at_once_may_be_let_go_one_by_one() -> None:
+    tree = new_tree()
+    (node,) = cache(tree, prompt("A", blocks=3))
+    tree.hold(node, 0b110, Tier.GPU)
+    tree.let_go(node, 0b100, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [2]
+    assert tree.evict(Tier.GPU) is None
+    tree.let_go(node, 0b111, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU, 2) or ()] == [1, 0]
+
+
+def test_locations_are_grouped_by_node_in_their_order() -> None:
+    tree = new_tree()
+    first, second = tree.insert(prompt("A", "B", blocks=3))
+    places = [tree.locate(key) for node in (first, second) for key in node.keys]
+    assert list(by_node(place for place in places if place is not None)) == [(first, 0b111), (second, 0b111)]
+    assert list(by_node(place for place in (places[4], places[0], places[2], places[3]) if place is not None)) == [
+        (second, 0b010),
+        (first, 0b101),
+        (second, 0b001),
+    ]
+    assert list(by_node(())) == []
 
 
 def test_protected_keys_stay_for_this_eviction_only() -> None:
@@ -336,14 +360,14 @@ def test_transient_documents_go_first() -> None:
 def test_the_last_resort_takes_what_nobody_holds() -> None:
     tree = new_tree()
     first, second = cache(tree, prompt("A", "B"))
-    tree.hold(second, 1, Tier.GPU)
+    tree.hold(second, 1 << 1, Tier.GPU)
     assert tree.evict(Tier.GPU) is None
     unit = tree.evict_anything(Tier.GPU)
     assert unit is not None
     assert unit.node in (first, second)
-    tree.hold(second, 0, Tier.GPU)
+    tree.hold(second, 1 << 0, Tier.GPU)
     for number in (0, 1):
-        tree.hold(first, number, Tier.GPU)
+        tree.hold(first, 1 << number, Tier.GPU)
     assert tree.evict_anything(Tier.GPU) is None
 
 
@@ -395,7 +419,7 @@ def test_counts_start_anew_also_where_blocks_are_cached_before_the_access_is_cou
 def test_up_to_as_many_as_can_go_are_evicted() -> None:
     tree = new_tree()
     first, _ = cache(tree, prompt("A", "B"))
-    tree.hold(first, 1, Tier.GPU)
+    tree.hold(first, 1 << 1, Tier.GPU)
     assert [unit.node.doc_id for unit in tree.evict_up_to(Tier.GPU, 9)] == ["B", "B"]
     assert tree.evict_up_to(Tier.GPU, 9) == []
 

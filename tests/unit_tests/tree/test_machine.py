@@ -138,7 +138,7 @@ class TreeMachine(RuleBasedStateMachine):
             key = data.draw(st.sampled_from(keys))
             location = self.tree.locate(key)
             assert location is not None
-            self.tree.hold(location.node, location.unit, tier)
+            self.tree.hold(location.node, 1 << location.unit, tier)
             self.held[tier].add(key)
 
     @rule(tier=st.sampled_from(Tier), data=st.data())
@@ -147,7 +147,7 @@ class TreeMachine(RuleBasedStateMachine):
             key = data.draw(st.sampled_from(keys))
             location = self.tree.locate(key)
             assert location is not None
-            self.tree.let_go(location.node, location.unit, tier)
+            self.tree.let_go(location.node, 1 << location.unit, tier)
             self.held[tier].remove(key)
 
     @precondition(lambda self: self.retained)
