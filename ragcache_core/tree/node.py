@@ -91,7 +91,10 @@ class Location(NamedTuple):
 
 
 def by_node(locations: Iterable[Location]) -> Iterator[tuple[TreeNode, int]]:
-    """Yield the nodes of ``locations``, each with a mask of those of its units that follow one another there."""
+    """Yield the node of each run of ``locations`` in one node, with a mask of their units.
+
+    The first location of the next run is taken before.
+    """
     for node, run in groupby(locations, key=attrgetter("node")):
         units = 0
         for location in run:

@@ -43,11 +43,10 @@ class TieredTree(PrefixTree):
         self._states = [*self.tiers, *self._shadow_states()]
         self._up_from = {state: self.tiers[: i + 1] for i, state in enumerate(self.tiers)}
         """Each tier with those above it, but no shadow."""
-        self._feeding: dict[TierState, tuple[TierState, ...]] = {state: (state,) for state in self._states}
-        """Where a change in a tier or shadow may make a node evictable: there, and in the tiers whose units stand on
-        it."""
+        self._may_free: dict[TierState, tuple[TierState, ...]] = {state: (state,) for state in self._states}
+        """Where a change may make a node evictable: there, and in the tiers on whose copies its units stand."""
         if not moves_down:
-            self._feeding.update(self._up_from)
+            self._may_free.update(self._up_from)
         super().__init__(num_root_tokens)
 
     def resident_mask(self, node: TreeNode, tier: Tier) -> int:
@@ -180,10 +179,10 @@ class TieredTree(PrefixTree):
         self._evict_tail(node, len(node.keys), self.tiers[tier])
         self._forget_uses((node,))
 
-    def evict_node(self, state: TierState, protected: AbstractSet[TreeNode]) -> TreeNode | None:
-        """Take the lowest-ranked leaf out of a shadow as a whole, where nothing is held; None if it is protected."""
+    def evict_node(self, state: TierState, retrieved: AbstractSet[TreeNode]) -> TreeNode | None:
+        """Take the lowest-ranked leaf out of a shadow as a whole; None if there is none, or it is in ``retrieved``."""
         node = state.candidate(self._nodes, self.num_requests)
-        if node is None or node in protected:
+        if node is None or node in retrieved:
             return None
         state.clock = max(state.clock, state.ranks[node.id])
         units = state.resident[node.id]
@@ -248,8 +247,10 @@ class TieredTree(PrefixTree):
         for state in self._states:
             state.offer(node)
             state.offer(lower)
-        self._note_change(node, self.tiers[Tier.DISK])
-        self._note_change(lower, self.tiers[Tier.DISK])
+            if node.parent is not None:
+                state.offer(node.parent)
+        for part in (node, lower):
+            self._note_change(part, self.tiers[Tier.DISK])  # all tiers are at or above the disk
 
     def _add(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
@@ -261,7 +262,7 @@ class TieredTree(PrefixTree):
             self._on_arrived(node)
         if units & ~before:
             self._note_change(node, state)
-        for tier in self._feeding[state]:
+        for tier in self._may_free[state]:
             tier.offer(node)
 
     def _remove(self, node: TreeNode, units: int, state: TierState) -> None:
@@ -271,13 +272,13 @@ class TieredTree(PrefixTree):
         if after == before:
             return
         self._note_change(node, state)
-        for tier in self._feeding[state]:
+        for tier in self._may_free[state]:
             tier.offer(node)
         if after:
             return
         if node.parent is not None:
             state.num_resident_children[node.parent.id] -= 1
-            for tier in self._feeding[state]:
+            for tier in self._may_free[state]:
                 tier.offer(node.parent)
         self._on_left(node)
 
@@ -332,7 +333,10 @@ class TieredTree(PrefixTree):
             state.offer(node)
 
     def _note_change(self, node: TreeNode, state: TierState) -> None:
-        """Take note that units of ``node`` came to ``state`` or left it; nobody wants to know that of a shadow."""
+        """Take note that units of ``node`` came to ``state``, left it, or are another node's since it was cut.
+
+        What concerns a tier concerns those above it, whose copies may be copies no longer; a shadow concerns nobody.
+        """
         if (tiers := self._up_from.get(state)) is None:
             return
         if self.changes is not None:

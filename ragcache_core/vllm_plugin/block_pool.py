@@ -135,7 +135,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
                 return
 
     def _take_back(self, block: KVCacheBlock) -> Location | None:
-        """Put a block among the free ones, and return the unit that nobody uses any more; None if that is not so."""
+        """Put a block among the free ones, and return its unit; None where it has none, or a copy is still in use."""
         location = self._locate(block)
         if location is None:
             self._spare[block.block_id] = block
@@ -205,6 +205,7 @@ class TreeBlockPool(BlockPool):
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
+        # where a location makes the tree cut a node, that is behind the units that were located before it
         cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
         tree = self.controller.tree
         for node, units in by_node(self.controller.locate_block(request.block_hashes, i) for i in cached):

@@ -15,7 +15,8 @@ from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.chunk_records import StoredVariants, Variant
 
 _TIERS = (Tier.HOST, Tier.DISK)
-_UNIT = 0
+_ONLY_UNIT = 0b1
+"""A chunk is a node of one unit."""
 
 
 class ChunkRanks:
@@ -74,20 +75,20 @@ class ChunkRanks:
             node = location.node
         for tier in _TIERS:
             if not any(variant.is_in(tier) for variant in variants):
-                self._tree.let_go(node, 1 << _UNIT, tier)
-                self._tree.remove(node, 1 << _UNIT, tier)
+                self._tree.let_go(node, _ONLY_UNIT, tier)
+                self._tree.remove(node, _ONLY_UNIT, tier)
                 continue
             if any(variant.num_idle_pages(tier) for variant in variants):
-                self._tree.let_go(node, 1 << _UNIT, tier)
+                self._tree.let_go(node, _ONLY_UNIT, tier)
             else:
-                self._tree.hold(node, 1 << _UNIT, tier)
-            self._tree.add(node, 1 << _UNIT, tier)
+                self._tree.hold(node, _ONLY_UNIT, tier)
+            self._tree.add(node, _ONLY_UNIT, tier)
 
     def lowest(self, tier: Tier) -> ChunkKey:
         """Return the chunk of which a variant should leave ``tier``; one of them is idle there."""
         node = self._tree.victim(tier)
         assert node is not None
-        return cast("ChunkKey", node.keys[_UNIT])
+        return cast("ChunkKey", node.keys[0])
 
     def note_eviction(self, chunk: StoredVariants, evicted: Variant, tier: Tier) -> None:
         """Take note that a variant leaves ``tier`` for want of room: with its last one the chunk is evicted."""

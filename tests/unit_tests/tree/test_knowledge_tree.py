@@ -150,13 +150,32 @@ def test_a_held_unit_keeps_all_before_it_and_lets_the_tail_go() -> None:
 
 def test_units_that_are_held_at_once_may_be_let_go_one_by_one() -> None:
     tree = new_tree()
-    (node,) = cache(tree, prompt("A", blocks=3))
-    tree.hold(node, 0b110, Tier.GPU)
-    tree.let_go(node, 0b100, Tier.GPU)
-    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [2]
+    (node,) = cache(tree, prompt("A", blocks=5))
+    tree.hold(node, 0b01011, Tier.GPU)
+    tree.hold(node, 0b10100, Tier.GPU)
+    tree.let_go(node, 0b00110, Tier.GPU)
     assert tree.evict(Tier.GPU) is None
-    tree.let_go(node, 0b111, Tier.GPU)
-    assert [unit.unit for unit in tree.evict(Tier.GPU, 2) or ()] == [1, 0]
+    tree.let_go(node, 0b11000, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU, 4) or ()] == [4, 3, 2, 1]
+    assert tree.evict(Tier.GPU) is None
+    tree.let_go(node, 0b11111, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [0]
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_a_node_is_offered_again_when_a_cut_leaves_nothing_cached_below_it(tier: Tier) -> None:
+    tree = new_tree()
+    first, second = prompt("A", "B", blocks=3)
+    above, node = cache(tree, [first, second], tier=tier)
+    assert tree.evict(tier, 1, protected=second.keys[-1:]) is None
+    tree.remove(node, 0b001, tier)
+    tree.insert([first, PathSegment([second.keys[0], "other"], 2 * BLOCK, "C")])
+    lower = tree.locate(second.keys[1])
+    assert lower is not None
+    assert lower.node is not node
+    tree.remove(lower.node, 0b11, tier)
+    check_invariants(tree, is_connected=False)
+    assert [(unit.node, unit.unit) for unit in tree.evict(tier) or ()] == [(above, 2)]
 
 
 def test_locations_are_grouped_by_node_in_their_order() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import cast
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ragcache_core.policy import POLICIES, PrefillCostModel
-from ragcache_core.tree import KnowledgeTree, Location, NodeChanges, PathSegment, check_invariants
+from ragcache_core.tree import KnowledgeTree, Location, NodeChanges, PathSegment, TreeNode, check_invariants
 from ragcache_core.types import Tier
 
 Key = tuple[str, ...]
@@ -132,23 +133,28 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree.add(location.node, 1 << location.unit, Tier.GPU)
             self.resident[Tier.GPU].add(key)
 
+    def _draw_units(self, keys: list[Key], data: st.DataObject) -> tuple[TreeNode, int, set[Key]]:
+        """Return a node, and some of its units that are among ``keys``, as a mask and as keys."""
+        location = self.tree.locate(data.draw(st.sampled_from(keys)))
+        assert location is not None
+        node = location.node
+        units = [unit for unit, key in enumerate(node.keys) if key in keys]
+        chosen = data.draw(st.sets(st.sampled_from(units), min_size=1))
+        return node, sum(1 << unit for unit in chosen), {cast("Key", node.keys[unit]) for unit in chosen}
+
     @rule(tier=st.sampled_from(Tier), data=st.data())
     def hold(self, tier: Tier, data: st.DataObject) -> None:
         if keys := sorted(self.resident[tier]):
-            key = data.draw(st.sampled_from(keys))
-            location = self.tree.locate(key)
-            assert location is not None
-            self.tree.hold(location.node, 1 << location.unit, tier)
-            self.held[tier].add(key)
+            node, units, chosen = self._draw_units(keys, data)
+            self.tree.hold(node, units, tier)
+            self.held[tier] |= chosen
 
     @rule(tier=st.sampled_from(Tier), data=st.data())
     def let_go(self, tier: Tier, data: st.DataObject) -> None:
         if keys := sorted(self.held[tier]):
-            key = data.draw(st.sampled_from(keys))
-            location = self.tree.locate(key)
-            assert location is not None
-            self.tree.let_go(location.node, 1 << location.unit, tier)
-            self.held[tier].remove(key)
+            node, units, chosen = self._draw_units(keys, data)
+            self.tree.let_go(node, units, tier)
+            self.held[tier] -= chosen
 
     @precondition(lambda self: self.retained)
     @rule(data=st.data())
