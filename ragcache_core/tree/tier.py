@@ -159,8 +159,16 @@ class TierState:
 
         A protected one only where there is no other.
         """
-        if self._stale:
-            self._migrate(nodes)
+        while True:
+            if self._stale:
+                self._migrate(nodes)
+            best = self._best(nodes, num_requests)
+            if best is not None or not self._stale:
+                break
+        return best if best is not None or not self._aside else self._first_aside(nodes, num_requests)
+
+    def _best(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
+        """Return the first of the buckets' first nodes, or None; only a protected one is put aside."""
         best: TreeNode | None = None
         best_score = math.inf
         for bucket in list(self._heaps):
@@ -172,7 +180,7 @@ class TierState:
             score = self._score(node, num_requests)
             if best is None or score < best_score:
                 best, best_score = node, score
-        return best if best is not None or not self._aside else self._first_aside(nodes, num_requests)
+        return best
 
     def is_candidate(self, node: TreeNode) -> bool:
         """Return whether :meth:`candidate` will come to this node; O(entries)."""

@@ -416,6 +416,21 @@ def test_the_tournament_adopts_the_memory_that_fits_the_traffic() -> None:
     assert policy.ruling == 0
 
 
+def test_a_protected_node_goes_last_while_the_order_is_made_anew() -> None:
+    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=1)
+    nodes = [cache(tree, prompt(f"document {i}", blocks=1))[0] for i in range(60)]
+    tree.tiers[Tier.GPU].rerank()
+    first = tree.victim(Tier.GPU)
+    assert first is nodes[0]
+    for node in nodes[:16]:  # as many as are ranked at once
+        tree.hold(node, 0b1, Tier.GPU)
+    for node in nodes[16:32]:
+        tree.protect(node.keys[0])
+    assert [unit.node for unit in tree.evict(Tier.GPU, 28) or ()] == nodes[32:]
+    assert [unit.node for unit in tree.evict(Tier.GPU, 16) or ()] == nodes[16:32]
+    assert tree.evict(Tier.GPU) is None
+
+
 def test_a_pinned_node_cannot_be_cut() -> None:
     tree = new_tree()
     keys = chain("a", "b")

@@ -133,6 +133,11 @@ class TreeMachine(RuleBasedStateMachine):
             self.tree.add(location.node, 1 << location.unit, Tier.GPU)
             self.resident[Tier.GPU].add(key)
 
+    @rule(tier=st.sampled_from(Tier))
+    def rerank(self, tier: Tier) -> None:
+        """The policy has changed its mind, as a tournament may."""
+        self.tree.tiers[tier].rerank()
+
     def _draw_units(self, keys: list[Key], data: st.DataObject) -> tuple[TreeNode, int, set[Key]]:
         """Return a node, and some of its units that are among ``keys``, as a mask and as keys."""
         location = self.tree.locate(data.draw(st.sampled_from(keys)))
