@@ -48,6 +48,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
         "tokens_per_block": config.groups[0].tokens_per_block,
         "tokens_per_key": config.cache.tokens_per_hash,
         "keys": f"{algorithm} {seed}",
+        "draft": _draft(vllm_config),
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size} "
         f"dp{parallel.data_parallel_index}",
     }
@@ -84,6 +85,14 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
         "load_format": f"{vllm_config.load_config.load_format} {model.seed}",
         "attention_backend": str(vllm_config.attention_config.backend),
     }
+
+
+def _draft(vllm_config: VllmConfig) -> str:
+    """Return the method and weights of speculative decoding: a draft's layers may lie in the same blocks."""
+    if (speculation := vllm_config.speculative_config) is None:
+        return ""
+    draft = speculation.draft_model_config
+    return f"{speculation.method} {'' if draft is None else _weights_digest(_weights_folder(draft))}"
 
 
 def _kv_dtype(vllm_config: VllmConfig, dtype: str) -> str:

@@ -36,6 +36,7 @@ class Engine:
             ),
             load_config=SimpleNamespace(load_format="auto"),
             attention_config=SimpleNamespace(backend=None),
+            speculative_config=None,
         )
         self.offloading: Any = SimpleNamespace(
             model=SimpleNamespace(dtype="float32"),
@@ -87,6 +88,7 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
     "bytes of a block": lambda it: it.set("offloading.worker_kv_bytes_per_block", 8192),
     "block size": lambda it: it.set("offloading.groups", [SimpleNamespace(tokens_per_block=64)]),
     "tokens per key": lambda it: it.set("offloading.cache.tokens_per_hash", 16),
+    "a draft": lambda it: it.set("vllm.speculative_config", SimpleNamespace(method="eagle", draft_model_config=None)),
     "tensor parallel": lambda it: it.set("offloading.parallel.tp_size", 2),
     "data parallel": lambda it: it.set("offloading.parallel.data_parallel_index", 1),
 }
@@ -98,6 +100,22 @@ def test_whatever_changes_the_bytes_changes_the_identity(tmp_path: Path, what: s
     before = engine.identity()
     assert engine.identity() == before
     CHANGES[what](engine)
+    assert engine.identity() != before
+
+
+def test_a_draft_is_known_by_its_method_and_weights(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"one")
+    draft = SimpleNamespace(model=str(folder), revision=None)
+    engine.set("vllm.speculative_config", SimpleNamespace(method="eagle", draft_model_config=draft))
+    before = engine.identity()
+    engine.vllm.speculative_config.method = "draft_model"
+    assert engine.identity() != before
+    engine.vllm.speculative_config.method = "eagle"
+    assert engine.identity() == before
+    touch(folder / "model.safetensors", lambda data: data.reverse())
     assert engine.identity() != before
 
 

@@ -225,6 +225,9 @@ def test_the_offloading_spec_has_what_ours_builds_from(vllm_facts: dict[str, obj
     }
     missing -= set(vllm_facts["offload_config"])
     assert not missing, "kv_identity() puts them into the identity of a cache on disk: find their new names"
+    assert vllm_facts["identity"] == [[], [], [], [], True], (
+        "identity.py puts these into the identity of a cache on disk: find their new names"
+    )
 
 
 def test_the_disk_tier_is_asked_what_ours_answers(vllm_facts: dict[str, object]) -> None:
@@ -240,8 +243,12 @@ def test_the_disk_tier_is_asked_what_ours_answers(vllm_facts: dict[str, object])
         "get_finished_jobs": ["self"],
         "has_pending_work": ["self"],
         "drain_jobs": ["self"],
+        "on_schedule_end": ["self", "context"],
         "shutdown": ["self"],
-    }, "follow the change in disk.py"
+    }, "follow the change in disk.py: of a hook that has another name it would never hear"
+    assert vllm_facts["tier_reads"] == [True, ["HIT", "MISS", "STORAGE"], ["self", "context"]], (
+        "DiskTier reads the first and answers with the second; compat.end_quiet_step() calls the third"
+    )
     assert vllm_facts["tier_factory"], "arguments.py names DiskTier by type and module_path: find the new way"
     assert vllm_facts["job"] == ["job_id", "keys", "chunk_ids", "is_promotion", "req_context", "submit_time"], (
         "DiskTier reads jobs"
@@ -292,8 +299,8 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         "reads": True,
         "shown": True,
         "states": ["_req_status", "config"],
-        "limits": [True, True],
-        "group": [True, True],
+        "limits": [True, True, True, True],
+        "group": [True, True, True],
         "news": ["_current_batch_allocated_block_ids", "_current_batch_jobs_to_flush", "_current_batch_load_jobs"],
         "step": [
             "finished_req_ids",

@@ -10,7 +10,7 @@ from typing import Any
 
 import vllm
 from vllm import plugins
-from vllm.config import CacheConfig, SchedulerConfig
+from vllm.config import AttentionConfig, CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -22,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -238,6 +239,19 @@ def facts() -> dict[str, object]:
             parameters(compat.TieringOffloadingSpec.get_worker),
         ],
         "offload_config": names(compat.OffloadingConfig),
+        "identity": [
+            sorted(
+                {"tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_index"}
+                - set(names(OffloadingParallelConfig))
+            ),
+            sorted({"kv_cache_dtype_skip_layers", "prefix_caching_hash_algo"} - set(CacheConfig.__dataclass_fields__)),
+            sorted({"method", "draft_model_config"} - set(SpeculativeConfig.__dataclass_fields__)),
+            sorted(
+                {"speculative_config", "attention_config", "load_config", "model_config", "cache_config"}
+                - set(VllmConfig.__dataclass_fields__)
+            ),
+            "backend" in AttentionConfig.__dataclass_fields__,
+        ],
         "tier_init": parameters(compat.SecondaryTierManager.__init__),
         "tier_is_complete": sorted(DiskTier.__abstractmethods__),
         "tier": {
@@ -250,9 +264,15 @@ def facts() -> dict[str, object]:
                 "get_finished_jobs",
                 "has_pending_work",
                 "drain_jobs",
+                "on_schedule_end",
                 "shutdown",
             )
         },
+        "tier_reads": [
+            isinstance(inspect.getattr_static(compat.SecondaryTierManager, "block_size_bytes"), property),
+            [compat.LookupResult.HIT.name, compat.LookupResult.MISS.name, compat.Medium.STORAGE.name],
+            parameters(compat.TieringOffloadingManager.on_schedule_end),
+        ],
         "tier_factory": "module_path" in inspect.getsource(SecondaryTierFactory),
         "job": names(compat.TransferJob),
         "result": names(compat.JobResult),
@@ -305,10 +325,13 @@ def facts() -> dict[str, object]:
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
                 "offload_prompt_only" in offloading.SchedulerOffloadConfig.__annotations__,
+                "kv_group_configs" in offloading.SchedulerOffloadConfig.__annotations__,
+                {"group_states", "req"} <= offloading.RequestOffloadState.__annotations__.keys(),
             ],
             "group": [
                 "next_stored_chunk_idx" in offloading.RequestGroupState.__annotations__,
                 "tokens_per_chunk" in offloading.GroupOffloadConfig.__annotations__,
+                "offload_keys" in offloading.RequestGroupState.__annotations__,
             ],
         },
         "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
