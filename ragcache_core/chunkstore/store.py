@@ -82,7 +82,7 @@ class ChunkStore:
                 layout. Chunks of another identity are never read.
             chunk_bytes: size of every chunk; a part of the identity.
             capacity_bytes: what the slots may take on disk; the index (some 120 bytes a chunk) is not counted. With
-                less than before, chunks are given up: children before parents, then the least valuable.
+                less than before, chunks are given up: the deepest first, of those the least valuable.
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
 
         Raises:
