@@ -249,13 +249,11 @@ def test_ordering_256_waiting_requests_takes_a_fraction_of_a_millisecond_a_step(
     it.waiting.max_protected_units = 2000
     steps = _Steps(it)
     chains = {f"r{i}": steps.add(f"r{i}", "system", *(f"d{(i * k) % 40}" for k in range(1, 5))) for i in range(256)}
-    took_s = []
     for step in range(100):
         put(it, chains[f"r{step}"][2 + step % 8])
         steps.choose()
-        took_s.append(steps.took_s)
         it.on_admitted(steps.queue.pop().name, [], {}, 1.0)
-    assert median(took_s) < steps.all_priorities_s(), "0.05 ms on an idle machine, where asking all takes 0.2"
+    assert median(steps.took_s) < median(steps.all_priorities_s), "a thirtieth, on an idle machine"
 
 
 def test_a_document_that_256_requests_wait_for_may_arrive_block_by_block() -> None:
@@ -263,16 +261,13 @@ def test_a_document_that_256_requests_wait_for_may_arrive_block_by_block() -> No
     steps = _Steps(it)
     for i in range(256):
         chain = steps.add(f"r{i}", "hot", f"d{i}", num_blocks=100)
-    found_s, took_s = [], []
     for key in chain[:100]:
         put(it, key)
         steps.choose()
-        found_s.append(steps.found_s)
-        took_s.append(steps.took_s)
         assert len({it.order_priority(f"r{i}") for i in range(256)}) == 1
     assert it.order_priority("r0") == 400 / 402
-    assert median(found_s) < steps.all_priorities_s() / 4, "whom a block concerns: 4 us on an idle machine"
-    assert median(took_s) < 3 * steps.all_priorities_s(), "0.12 ms: 256 priorities have changed"
+    assert median(steps.found_s) < median(steps.all_priorities_s) / 4, "a thirtieth: whom a block concerns"
+    assert median(steps.took_s) < 4 * median(steps.all_priorities_s), "1.8 times: 256 priorities have changed"
 
 
 @pytest.mark.parametrize("block", [50, 99])
@@ -284,14 +279,12 @@ def test_a_document_that_256_requests_wait_for_may_lose_a_block_and_get_it_back(
     for key in chain[:100]:
         put(it, key)
     steps.choose()
-    took_s = []
     for step in range(100):
         (put if step % 2 else drop)(it, chain[block])
         steps.choose()
-        took_s.append(steps.took_s)
         num_cached = 400 if step % 2 else block * BLOCK
         assert {it.order_priority(f"r{i}") for i in range(256)} == {num_cached / (802 - num_cached)}
-    assert median(took_s) < 3 * steps.all_priorities_s(), "0.12 ms: 256 priorities have changed"
+    assert median(steps.took_s) < 4 * median(steps.all_priorities_s), "1.8 times: 256 priorities have changed"
 
 
 def test_a_block_behind_a_gap_touches_nobody() -> None:
@@ -309,11 +302,16 @@ def test_a_block_behind_a_gap_touches_nobody() -> None:
 
 
 class _Steps:
-    """A queue, and what a step costs in CPU time: to find whom a change concerns, and with the choice of the next."""
+    """A queue, and what its steps cost in CPU time: to find whom a change concerns, and with the choice of the next.
+
+    Beside each of them, what a step without marks would take: to ask for every waiting request's priority.
+    """
 
     def __init__(self, it: CacheController) -> None:
         self.queue: CacheAwareQueue[_Request] = CacheAwareQueue(lambda request: it.order_priority(request.name))
-        self.found_s = self.took_s = 0.0
+        self.found_s: list[float] = []
+        self.took_s: list[float] = []
+        self.all_priorities_s: list[float] = []
         self._it = it
         self._waiting: dict[str, _Request] = {}
 
@@ -327,20 +325,14 @@ class _Steps:
         began_s = process_time()
         self.queue.reconsider()
         touched = self._it.take_touched()
-        self.found_s = process_time() - began_s
+        self.found_s.append(process_time() - began_s)
         self.queue.touch(*map(self._waiting.__getitem__, touched))
         self.queue.peek()
-        self.took_s = process_time() - began_s
-
-    def all_priorities_s(self) -> float:
-        """Return what it takes to ask for every waiting request's priority, as a step without marks would."""
-        took_s = []
-        for _ in range(25):
-            began_s = process_time()
-            for i in range(256):
-                self._it.order_priority(f"r{i}")
-            took_s.append(process_time() - began_s)
-        return median(took_s)
+        self.took_s.append(process_time() - began_s)
+        began_s = process_time()
+        for i in range(256):
+            self._it.order_priority(f"r{i}")
+        self.all_priorities_s.append(process_time() - began_s)
 
 
 class _Request:
