@@ -1,4 +1,4 @@
-"""What share of prompt tokens a GPU tier that is too small serves, by our order of eviction and by vLLM's LRU.
+"""What share of prompt tokens a GPU tier that is too small serves: with our order of eviction and queue, and vLLM's.
 
 All engines get the same requests and the same KV memory: a fifth of what the documents take. Sixty requests are in
 flight at any time; a warm-up of as many requests as are counted goes before.

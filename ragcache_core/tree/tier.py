@@ -168,7 +168,7 @@ class TierState:
         return best if best is not None or not self._aside else self._first_aside(nodes, num_requests)
 
     def _best(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
-        """Return the first of the buckets' first nodes, or None; only a protected one is put aside."""
+        """Return the first of the buckets' first nodes, or None; protected ones are put aside."""
         best: TreeNode | None = None
         best_score = math.inf
         for bucket in list(self._heaps):

@@ -205,9 +205,9 @@ class TreeBlockPool(BlockPool):
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
-        # where a location makes the tree cut a node, that is behind the units that were located before it
         cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
         tree = self.controller.tree
+        # by_node reads ahead: where that makes the tree cut a node, it is behind the units that were located before
         for node, units in by_node(self.controller.locate_block(request.block_hashes, i) for i in cached):
             tree.hold(node, units, Tier.GPU)
             tree.add(node, units, Tier.GPU)
