@@ -61,10 +61,8 @@ def token_hit_rate(policy: str, workload: Workload, seed: int, length: RunLength
                 used += node.num_tokens
                 continue
             break
-        tree.record_access(
-            path, num_tokens - match.num_tokens, cost.estimate_s(match.num_tokens, num_tokens - match.num_tokens),
-            match.num_units,
-        )  # fmt: skip
+        cost_s = tree.policy.cost_per_token_s(cost, match.num_tokens, num_tokens - match.num_tokens)
+        tree.record_access(path, num_hit_units=match.num_units, cost_per_token_s=cost_s)
         tree.unpin(path)
         if number >= length.num_warm_up:
             num_asked += num_tokens

@@ -100,9 +100,8 @@ class DecisionLoad:
             evicted = tree.evict(Tier.GPU, num_missing - num_free)
             assert evicted is not None, "the tier is far larger than a request"
         path = tree.insert(segments)
-        num_tokens = num_missing * _BLOCK_TOKENS
-        cost_s = self._cost.estimate_s(match.num_tokens, num_tokens)
-        tree.record_access(path, num_tokens, cost_s, match.num_units)
+        cost_s = tree.policy.cost_per_token_s(self._cost, match.num_tokens, num_missing * _BLOCK_TOKENS)
+        tree.record_access(path, num_hit_units=match.num_units, cost_per_token_s=cost_s)
         for node, units in by_node(places[match.num_units :]):
             tree.hold(node, units, Tier.GPU)
             tree.add(node, units, Tier.GPU)
@@ -132,7 +131,7 @@ def bytes_per_node(num_nodes: int, *, blocks_per_node: int, tiers: Sequence[Tier
         for pair in range(num_nodes // 2):
             segments = [_segment_of(pair, place, blocks_per_node) for place in range(2)]
             path = tree.insert(segments)
-            tree.record_access(path, sum(s.num_tokens for s in segments), 0.1, 0)
+            tree.record_access(path, num_hit_units=0, cost_per_token_s=1e-3)
             for tier in tiers:
                 _place(tree, path, tier)
         gc.collect()

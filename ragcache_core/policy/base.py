@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from ragcache_core.policy.prefill_cost import PrefillCost
+
 
 class NodeStats:
     """The numbers of one node of the knowledge tree: all that a policy knows of it.
@@ -13,8 +15,8 @@ class NodeStats:
         id: small integer that no other living node has: the place of a policy's own numbers in its columns.
         num_tokens: the node's size; all KV of a model has the same bytes a token.
         frequency: how often requests retrieved it.
-        total_cost_s: sum over the requests that had to compute it of their prefill seconds per new token
-            (RAGCache §5.1, Eq. 3 before the division by m).
+        total_cost_s: sum over the requests that had to compute it of what each of its tokens was charged with, by
+            :meth:`ReplacementPolicy.cost_per_token_s` (RAGCache §5.1, Eq. 3 before the division by m).
         num_computed: the number of those requests, m of Eq. 3.
         last_request: the number of requests that the tree had seen when it was last retrieved.
         is_transient: it must not be kept when anything else wants its place (a document beyond
@@ -63,6 +65,15 @@ class ReplacementPolicy(ABC):
     copy_discount: ClassVar[float] = 0.0
     """By how much a node ranks lower in a tier while slower ones hold all of it as well: it would be loaded again and
     not computed. Only where ranks need no clock; 0: a tier does not look at those below."""
+
+    def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
+        """Return the seconds that a request charges each token with that it missed: T(alpha, beta) / beta (Eq. 3).
+
+        ``num_new_tokens`` are all that it had to compute, the question's included; none charge nothing.
+        """
+        if num_new_tokens <= 0:
+            return 0.0
+        return prefill_cost.estimate_s(num_cached_tokens, num_new_tokens) / num_new_tokens
 
     def on_access(self, stats: NodeStats, num_requests: int) -> None:  # noqa: B027 (most policies keep no numbers)
         """Update the policy's own numbers of a node that a request retrieves.

@@ -9,15 +9,18 @@ from typing import ClassVar
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
+from ragcache_core.policy.prefill_cost import PrefillCost
 
 _LEAST = 1e-12
 _LOAD_SPEEDUP = 16.0
 """How many times faster a token's KV is loaded than computed. What counts is the order of magnitude: 16 and any more
 gave the same in simulation."""
+_LEAST_SHARE = 0.05
+"""Of Eq. 3's cost per token, what a token costs at least: measured times are noisy, and no document is for nothing."""
 
 
 class DecayedFrequencyPolicy(ReplacementPolicy):
-    """Cost / Size of Eq. 3 x a frequency that halves every ``half_life`` requests.
+    """Cost / Size x a frequency that halves every ``half_life`` requests (Eq. 3 of RAGCache, but for the decay).
 
     All frequencies fade at the same pace, so in logarithms an access is worth more by 1 / half_life for every request
     that it is younger: the rank stands until the next access, and no clock is needed.
@@ -59,6 +62,8 @@ class TournamentPolicy(ReplacementPolicy):
     ``window`` requests how many tokens each of them saved; the best one is adopted. A shadow must be better by
     ``margin`` to replace the one that rules, because a change of order costs time.
 
+    The cost is what a hit saves, which is less than Eq. 3's: :meth:`cost_per_token_s`.
+
     What lies in a slower tier as well goes first, unless it is worth far more: its copy would be loaded. So two tiers
     hold different documents rather than the same ones twice. And host memory is not given away to what is worth less
     than what it holds.
@@ -90,6 +95,18 @@ class TournamentPolicy(ReplacementPolicy):
         self.ruling = len(half_lives) // 2
         self._margin = margin
         self._savings = [0.0] * len(half_lives)
+
+    def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
+        """Return what each new token adds to a step that computes one token in any case.
+
+        Eq. 3 charges documents with the time that a step takes whatever it computes, and so the more the shorter the
+        prompts are and the less of one was missed. A hit does not save that time.
+        """
+        if num_new_tokens <= 0:
+            return 0.0
+        whole_s = prefill_cost.estimate_s(num_cached_tokens, num_new_tokens + 1)
+        saved_s = whole_s - prefill_cost.estimate_s(num_cached_tokens + num_new_tokens, 1)
+        return max(saved_s, _LEAST_SHARE * whole_s) / num_new_tokens
 
     def on_access(self, stats: NodeStats, num_requests: int) -> None:
         for candidate in self.candidates:

@@ -173,8 +173,7 @@ class BlockCache(SimulatedCache):
         self._tree.record_access(
             self._tree.insert(run.prompt.path),
             num_hit_units=len(run.tiers),
-            num_missed_tokens=num_missed,
-            cost_s=self._cost.estimate_s(num_cached, num_missed),
+            cost_per_token_s=self._tree.policy.cost_per_token_s(self._cost, num_cached, num_missed),
         )
 
     def _prefill(self, run: _Run) -> None:

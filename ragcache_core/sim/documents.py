@@ -120,11 +120,11 @@ class DocumentCache(SimulatedCache):
             num_hits += 1
         reuse = NO_REUSE if self._chunks is None else self._chunks.serve(request, number, sum(by_tier))
         num_new_tokens = sum(request.doc_tokens[num_hits:]) + request.question_tokens - reuse.num_tokens
-        cost_s = self._cost.estimate_s(sum(by_tier) + reuse.num_tokens, num_new_tokens)
+        cost_s = tree.policy.cost_per_token_s(self._cost, sum(by_tier) + reuse.num_tokens, num_new_tokens)
         if self._belady is not None:
             self._belady.begin(number)
         tree.pin(path)
-        tree.record_access(path, num_hit_units=num_hits, num_missed_tokens=num_new_tokens, cost_s=cost_s)
+        tree.record_access(path, num_hit_units=num_hits, cost_per_token_s=cost_s)
         self._swapped_out_tokens = 0
         self._place(path[: min(reuse.documents, default=len(path))])
         tree.unpin(path)

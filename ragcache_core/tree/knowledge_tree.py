@@ -126,20 +126,18 @@ class KnowledgeTree(TieredTree):
 
     # Being used
 
-    def record_access(
-        self, path: Sequence[TreeNode], num_missed_tokens: int, cost_s: float, num_hit_units: int
-    ) -> None:
+    def record_access(self, path: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
         """Count a request that retrieves ``path`` (RAGCache Algorithm 1, lines 1 to 13).
 
         Args:
             path: its nodes, from the root down.
             num_hit_units: units of the path that were cached; a node that reaches beyond was missed.
-            num_missed_tokens: beta, the tokens that have to be computed, the question's included.
-            cost_s: T(alpha, beta), seconds to compute them after the alpha tokens that were cached. A missed node is
-                charged cost_s / beta for each of its tokens.
+            cost_per_token_s: what each token of a missed node is charged with:
+                :meth:`ReplacementPolicy.cost_per_token_s <ragcache_core.policy.ReplacementPolicy.cost_per_token_s>`
+                of the tree's policy.
         """
         self.num_requests += 1
-        self.record_prefill(path, num_missed_tokens, cost_s, num_hit_units)
+        self.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_per_token_s)
         for node in path:
             node.frequency += 1
             self.policy.on_access(node, self.num_requests)
@@ -155,14 +153,11 @@ class KnowledgeTree(TieredTree):
             for state in self.tiers:
                 state.rerank()
 
-    def record_prefill(
-        self, path: Sequence[TreeNode], num_missed_tokens: int, cost_s: float, num_hit_units: int
-    ) -> None:
+    def record_prefill(self, path: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
         """Charge ``path`` with a prefill ahead of the request that it is for, which will count as the use of it.
 
         See :meth:`record_access`. Ranks stand until that request comes.
         """
-        cost_per_token_s = cost_s / num_missed_tokens if num_missed_tokens > 0 else 0.0
         for node in path:
             self._forget_uses((node,))
             if node.start + len(node.keys) > num_hit_units:

@@ -45,13 +45,13 @@ class ChunkRanks:
 
     def record_hit(self, key: ChunkKey, num_tokens: int) -> None:
         """Count a request that reuses a chunk."""
-        self._tree.record_access([self._node(key, num_tokens)], num_missed_tokens=0, cost_s=0.0, num_hit_units=1)
+        self._tree.record_access([self._node(key, num_tokens)], num_hit_units=1, cost_per_token_s=0.0)
 
     def record_miss(self, key: ChunkKey, num_tokens: int) -> None:
         """Count a request that computes a chunk."""
-        cost_s = self._prefill_cost.estimate_s(0, num_tokens)
+        cost_s = self._tree.policy.cost_per_token_s(self._prefill_cost, 0, num_tokens)
         node = self._node(key, num_tokens)
-        self._tree.record_access([node], num_missed_tokens=num_tokens, cost_s=cost_s, num_hit_units=0)
+        self._tree.record_access([node], num_hit_units=0, cost_per_token_s=cost_s)
 
     def frequency(self, key: ChunkKey) -> float:
         """Return how often a chunk was retrieved, as far as it is remembered."""
@@ -60,7 +60,7 @@ class ChunkRanks:
 
     def restore(self, key: ChunkKey, num_tokens: int, frequency: float) -> None:
         """Take up how often a chunk was retrieved before the engine started."""
-        cost_s = self._prefill_cost.estimate_s(0, num_tokens) / num_tokens
+        cost_s = self._tree.policy.cost_per_token_s(self._prefill_cost, 0, num_tokens)
         self._tree.restore(self._node(key, num_tokens), frequency=round(frequency), cost_s=cost_s)
 
     def place(self, chunk: StoredVariants) -> None:

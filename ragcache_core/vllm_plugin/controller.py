@@ -315,12 +315,12 @@ class CacheController:
         num_missed = max(record.num_prompt_tokens - num_cached, 0)
         path = self.tree.insert(self._path_segments(record, keys))
         num_hit_units = num_cached // self.tokens_per_block
-        cost_s = self._prefill_cost.estimate_s(num_cached, num_missed)
+        cost_s = self.tree.policy.cost_per_token_s(self._prefill_cost, num_cached, num_missed)
         if record.metadata.is_prefill:
-            self.tree.record_prefill(path, num_missed, cost_s, num_hit_units)
+            self.tree.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
             return
         self.counters.count(record)
-        self.tree.record_access(path, num_missed, cost_s, num_hit_units)
+        self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
         for node in path:
             if node.doc_id is not None:

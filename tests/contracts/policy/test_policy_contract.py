@@ -49,9 +49,7 @@ def serve(tree: KnowledgeTree, doc: str, capacity: int, num_tokens: int = 16, co
     segments = [PathSegment([(doc,)], num_tokens, doc)]
     (node,) = tree.insert(segments)
     is_hit = bool(tree.resident_mask(node, Tier.GPU))
-    tree.record_access(
-        [node], num_hit_units=int(is_hit), num_missed_tokens=0 if is_hit else num_tokens, cost_s=cost_s * num_tokens
-    )
+    tree.record_access([node], num_hit_units=int(is_hit), cost_per_token_s=cost_s)
     if not is_hit:
         if tree.tiers[Tier.GPU].num_units >= capacity:
             tree.evict(Tier.GPU)
@@ -189,6 +187,37 @@ def test_recency_and_frequency_alone_are_what_their_names_say() -> None:
     retrieve(lru, lately, 4)
     assert lru.rank(lately, 0.0) > lru.rank(often, 0.0)
     assert lfu.rank(often, 0.0) > lfu.rank(lately, 0.0)
+
+
+class _Times:
+    """A step takes a second whatever it computes, and more for each token; or as long as is said."""
+
+    def __init__(self, *said: float) -> None:
+        self._said = list(said)
+
+    def estimate_s(self, num_cached_tokens: int, num_new_tokens: int, /) -> float:
+        return self._said.pop(0) if self._said else 1.0 + 0.01 * num_new_tokens
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_request_charges_what_it_missed_and_nothing_where_it_missed_nothing(name: str) -> None:
+    policy = make_policy(name)
+    expected = 0.01 if name == "tournament" else (1.0 + 0.01 * 50) / 50
+    assert policy.cost_per_token_s(_Times(), 100, 50) == pytest.approx(expected)
+    assert policy.cost_per_token_s(_Times(), 100, 0) == policy.cost_per_token_s(_Times(), 100, -1) == 0.0
+
+
+def test_the_tournament_does_not_take_a_short_miss_for_dearer_than_a_long_one() -> None:
+    tournament, pgdsf = TournamentPolicy(), PGDSFPolicy()
+    short, long = (tournament.cost_per_token_s(_Times(), 0, n) for n in (16, 1600))
+    assert short == pytest.approx(long)
+    assert pgdsf.cost_per_token_s(_Times(), 0, 16) > 5 * pgdsf.cost_per_token_s(_Times(), 0, 1600)
+
+
+@pytest.mark.parametrize("one_token_s", [2.0, 3.0])
+def test_measured_times_that_do_not_grow_make_no_document_worthless(one_token_s: float) -> None:
+    cost_s = TournamentPolicy().cost_per_token_s(_Times(2.0, one_token_s), 0, 10)
+    assert cost_s == pytest.approx(0.05 * 2.0 / 10)
 
 
 def test_the_tournament_changes_its_mind_only_for_a_better_candidate() -> None:

@@ -25,7 +25,7 @@ def ask(tree: KnowledgeTree, *documents: str) -> list[TreeNode]:
     path = tree.insert(
         [PathSegment(keys[n * BLOCKS : (n + 1) * BLOCKS], BLOCKS, doc) for n, doc in enumerate(documents)]
     )
-    tree.record_access(path, num_hit_units=0, num_missed_tokens=len(keys), cost_s=1e-3 * len(keys))
+    tree.record_access(path, num_hit_units=0, cost_per_token_s=1e-3)
     return path
 
 

@@ -29,8 +29,7 @@ def cache(tree: KnowledgeTree, segments: list[PathSegment], tier: Tier = Tier.GP
     """Serve a prompt: everything that was missing is computed and put into ``tier``."""
     path = tree.insert(segments)
     num_hit = tree.match_prefix(segments).num_units
-    missed = sum(s.num_tokens for s in segments) - num_hit * BLOCK
-    tree.record_access(path, num_hit_units=num_hit, num_missed_tokens=missed, cost_s=missed * 1e-3)
+    tree.record_access(path, num_hit_units=num_hit, cost_per_token_s=1e-3)
     for node in path:
         tree.add(node, node.full_mask, tier)
     check_invariants(tree)
@@ -286,11 +285,11 @@ def test_an_evicted_document_keeps_its_count_unless_told_otherwise() -> None:
 def test_a_prefill_ahead_of_its_request_is_a_cost_and_no_use() -> None:
     tree = KnowledgeTree(PGDSFPolicy())
     path = tree.insert(prompt("A", "B"))
-    tree.record_prefill(path, num_hit_units=2, num_missed_tokens=32, cost_s=0.32)
+    tree.record_prefill(path, num_hit_units=2, cost_per_token_s=0.01)
     first, second = path
     assert [(n.frequency, n.num_computed, n.avg_cost_s) for n in path] == [(0, 0, 0.0), (0, 1, pytest.approx(0.01))]
     assert tree.num_requests == 0
-    tree.record_access(path, num_hit_units=4, num_missed_tokens=0, cost_s=0.0)
+    tree.record_access(path, num_hit_units=4, cost_per_token_s=0.0)
     assert (first.frequency, second.frequency, tree.num_requests) == (1, 1, 1)
     assert second.avg_cost_s == pytest.approx(0.01)
 
@@ -445,7 +444,7 @@ def test_counts_start_anew_also_where_blocks_are_cached_before_the_access_is_cou
     for _ in range(3):
         (node,) = tree.insert(prompt("A"))
         tree.add(node, node.full_mask, Tier.GPU)
-        tree.record_access([node], num_hit_units=0, num_missed_tokens=32, cost_s=1e-3)
+        tree.record_access([node], num_hit_units=0, cost_per_token_s=3e-5)
         assert node.frequency == 1
         tree.evict_up_to(Tier.GPU, 2)
 
@@ -462,7 +461,7 @@ def test_entries_do_not_pile_up_where_nothing_is_ever_evicted() -> None:
     tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=10**6)
     for i in range(20_000):
         path = tree.insert(prompt(f"d{i % 50}"))
-        tree.record_access(path, num_hit_units=2, num_missed_tokens=0, cost_s=0.0)
+        tree.record_access(path, num_hit_units=2, cost_per_token_s=0.0)
         for node in path:
             tree.add(node, node.full_mask, Tier.GPU)
     check_invariants(tree)

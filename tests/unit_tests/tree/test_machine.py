@@ -73,7 +73,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert sum(match.num_tokens_by_tier) == match.num_tokens
         path = self.tree.insert(segments)
         assert [key for node in path for key in node.keys] == keys
-        self.tree.record_access(path, num_hit_units=expected, num_missed_tokens=len(keys) - expected, cost_s=1e-3)
+        self.tree.record_access(path, num_hit_units=expected, cost_per_token_s=1e-3)
         if stays:
             self.tree.retain(keys[-1])
             self.retained.append(keys[-1])

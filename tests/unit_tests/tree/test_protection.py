@@ -21,7 +21,7 @@ def document(doc_id: str, *before: str, blocks: int = 2) -> PathSegment:
 def cache(tree: KnowledgeTree, *segments: PathSegment, tier: Tier = Tier.GPU) -> list[TreeNode]:
     """Serve a prompt whose documents were not cached, and put them into ``tier``."""
     path = tree.insert(segments)
-    tree.record_access(path, num_hit_units=0, num_missed_tokens=sum(s.num_tokens for s in segments), cost_s=1e-3)
+    tree.record_access(path, num_hit_units=0, cost_per_token_s=1e-5)
     for node in path:
         tree.add(node, node.full_mask, tier)
     check_invariants(tree)
@@ -188,5 +188,5 @@ def test_what_shadows_hold_is_no_change() -> None:
     tree.changes = NodeChanges()
     changed = tree.changes.subscribe()
     path = tree.insert([document("A")])
-    tree.record_access(path, num_hit_units=0, num_missed_tokens=2 * BLOCK, cost_s=1e-3)
+    tree.record_access(path, num_hit_units=0, cost_per_token_s=1e-5)
     assert not changed
