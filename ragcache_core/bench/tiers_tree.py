@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
 from ragcache_core.policy import PrefillCostModel, make_policy
@@ -21,6 +22,8 @@ from ragcache_core.types import Tier
 
 _BLOCK_TOKENS = 16
 _DEFAULT_POLICY = "tournament"
+_NUM_RUNS = 5
+"""Of each case: on a shared machine the 99th percentiles of two runs differ by half and more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,26 +165,27 @@ def _measure_decisions(plan: Plan) -> Part:
         plan.report(f"decisions: {policy}, {num_nodes:,} nodes of {blocks} blocks")
         load = DecisionLoad(policy, num_nodes=num_nodes, blocks_per_node=blocks, seed=plan.seed)
         load.fill()
-        times = load.measure(num_requests)
-        p50, p99 = percentiles_ms(times.cpu_seconds)
-        _, clock_p99 = percentiles_ms(times.seconds)
+        runs = [load.measure(num_requests) for _ in range(plan.sized(_NUM_RUNS, 2))]
+        of_runs = [percentiles_ms(times.cpu_seconds) for times in runs]
         rows.append(
             {
                 "policy": policy,
                 "goal_nodes": num_nodes,
                 "blocks_per_node": blocks,
-                "num_nodes": times.num_nodes,
-                "hit_share": round(times.hit_share, 3),
-                "p50_ms": p50,
-                "p99_ms": p99,
-                "clock_p99_ms": clock_p99,
-                "max_ms": round(max(times.cpu_seconds) * 1000, 3),
+                "num_nodes": runs[-1].num_nodes,
+                "hit_share": round(runs[-1].hit_share, 3),
+                "p50_ms": median(p50 for p50, _ in of_runs),
+                "p99_ms": median(p99 for _, p99 in of_runs),
+                "p99_ms_of_runs": [p99 for _, p99 in of_runs],
+                "clock_p99_ms": median(percentiles_ms(times.seconds)[1] for times in runs),
+                "max_ms": round(max(max(times.cpu_seconds) for times in runs) * 1000, 3),
             }
         )
     figures = []
     for key, ours, other in (("1k", rows[0], rows[1]), ("100k", rows[2], rows[3])):
         note = f"{ours['num_nodes']:,} nodes of 8 blocks, tournament; pgdsf {other['p99_ms']} ms; "
-        note += f"processor time, by the clock {ours['clock_p99_ms']} ms"
+        note += f"processor time, by the clock {ours['clock_p99_ms']} ms; "
+        note += f"the median of {ours['p99_ms_of_runs']}"
         p50_ms, p99_ms = float(str(ours["p50_ms"])), float(str(ours["p99_ms"]))
         figures.append(Figure(f"decision_p99_ms_{key}", p99_ms, None, p50_ms, p99_ms, note))
     plan.report("decisions: memory of a node")
