@@ -16,7 +16,7 @@ class NodeStats:
         num_tokens: the node's size; all KV of a model has the same bytes a token.
         frequency: how often requests retrieved it.
         total_cost_s: sum over the requests that had to compute it of what each of its tokens was charged with, by
-            :meth:`ReplacementPolicy.cost_per_token_s` (RAGCache §5.1, Eq. 3 before the division by m).
+            :meth:`ReplacementPolicy.cost_per_token_s` (for PGDSF, RAGCache's Eq. 3 before the division by m).
         num_computed: the number of those requests, m of Eq. 3.
         last_request: the number of requests that the tree had seen when it was last retrieved.
         is_transient: it must not be kept when anything else wants its place (a document beyond
@@ -36,7 +36,7 @@ class NodeStats:
 
     @property
     def avg_cost_s(self) -> float:
-        """Seconds of prefill that a token of this node costs, Cost/Size of Eq. 3; 0 before it was computed."""
+        """Seconds that a token of this node costs: Cost/Size, the mean charge; 0 before it was computed."""
         return self.total_cost_s / self.num_computed if self.num_computed else 0.0
 
     def copy_stats_to(self, other: NodeStats) -> None:

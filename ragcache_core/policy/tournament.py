@@ -15,12 +15,15 @@ _LEAST = 1e-12
 _LOAD_SPEEDUP = 16.0
 """How many times faster a token's KV is loaded than computed. What counts is the order of magnitude: 16 and any more
 gave the same in simulation."""
-_LEAST_SHARE = 0.05
-"""Of Eq. 3's cost per token, what a token costs at least: measured times are noisy, and no document is for nothing."""
+_QUESTION_TOKENS = 32
+"""Of a prompt that are computed in any case. Profiles measure no fewer; with formulas how many does not matter."""
+_LEAST_SHARE = 0.01
+"""Of a prefill's time per token, what a token costs at least: measured times are noisy, and no document is for
+nothing."""
 
 
 class DecayedFrequencyPolicy(ReplacementPolicy):
-    """Cost / Size x a frequency that halves every ``half_life`` requests (Eq. 3 of RAGCache, but for the decay).
+    """Cost / Size x a frequency that halves every ``half_life`` requests: Eq. 1 of RAGCache with decay for a clock.
 
     All frequencies fade at the same pace, so in logarithms an access is worth more by 1 / half_life for every request
     that it is younger: the rank stands until the next access, and no clock is needed.
@@ -97,15 +100,15 @@ class TournamentPolicy(ReplacementPolicy):
         self._savings = [0.0] * len(half_lives)
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
-        """Return what each new token adds to a step that computes one token in any case.
+        """Return what each new token adds to a prefill that computes a short question in any case.
 
         Eq. 3 charges documents with the time that a step takes whatever it computes, and so the more the shorter the
         prompts are and the less of one was missed. A hit does not save that time.
         """
         if num_new_tokens <= 0:
             return 0.0
-        whole_s = prefill_cost.estimate_s(num_cached_tokens, num_new_tokens + 1)
-        saved_s = whole_s - prefill_cost.estimate_s(num_cached_tokens + num_new_tokens, 1)
+        whole_s = prefill_cost.estimate_s(num_cached_tokens, num_new_tokens + _QUESTION_TOKENS)
+        saved_s = whole_s - prefill_cost.estimate_s(num_cached_tokens + num_new_tokens, _QUESTION_TOKENS)
         return max(saved_s, _LEAST_SHARE * whole_s) / num_new_tokens
 
     def on_access(self, stats: NodeStats, num_requests: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.controller import TierReport
 from ragcache_core.wire import RequestMetadata
@@ -83,6 +84,17 @@ def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
     it.on_admitted("waiting", keys(2), {}, 11.0)
     it.on_admitted("running", keys(2), {}, 11.0)
     assert counts() == [3, 30, 3]
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "tournament"])
+def test_a_document_is_charged_as_the_policy_says(policy: str) -> None:
+    it = controller(policy=policy)
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 10.0)
+    it.on_admitted("r", keys(2), {Tier.GPU: 4}, 10.5)
+    it.on_finished("r")
+    (node,) = [node for node in it.tree.nodes() if node.doc_id == "a"]
+    expected_s = make_policy(policy).cost_per_token_s(PrefillCostModel.default(), 4, 6)
+    assert node.avg_cost_s == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize("is_confirmed_early", [True, False])
