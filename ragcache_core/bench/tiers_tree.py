@@ -23,7 +23,7 @@ from ragcache_core.types import Tier
 _BLOCK_TOKENS = 16
 _DEFAULT_POLICY = "tournament"
 _NUM_RUNS = 5
-"""Of each case: on a shared machine the 99th percentiles of two runs differ by half and more."""
+"""Of each case, one after another: on a shared machine the 99th percentiles of two differ by half and more."""
 
 
 @dataclass(frozen=True, slots=True)
