@@ -111,6 +111,7 @@ class Run:
             graph.level_starts,
             graph.entry_point,
             graph.top_level,
+            *self._buffers,
         )
         entered = row, np.float32(distance), self._tie_sign
         push_candidate(self._queue_ids, self._queue_distances, self._state, *entered)
