@@ -13,7 +13,8 @@ class SendingInputProcessor(InputProcessor):
 
     JSON has halves of surrogate pairs and numbers of any size, MessagePack has not: vLLM would answer such a request
     with status 500, and never forget it. What is nested hundreds deep would end the engine, which pickles it for its
-    workers. So the request is served, and the engine ignores and counts its metadata.
+    workers. So the request is served, and the engine ignores and counts its metadata. What stands beside it and cannot
+    be sent is left out: of what vLLM knows there, nothing is like that.
     """
 
     _encoder: MsgpackEncoder
@@ -26,10 +27,21 @@ class SendingInputProcessor(InputProcessor):
 
     def process_inputs(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         sent = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")  # a pooling request has none
-        if isinstance(sent, dict) and sent.get(KEY) is not None:
-            try:
-                check_depth(sent[KEY])
-                self._encoder.encode(sent[KEY])
-            except (ValueError, OverflowError, RecursionError) as error:
-                sent[KEY] = unsendable(sent[KEY], error)
+        if isinstance(sent, dict):
+            for key, value in list(sent.items()):
+                if (error := self._why_not(key, value)) is None:
+                    continue
+                if key == KEY:
+                    sent[key] = unsendable(value, error)
+                else:
+                    del sent[key]
         return super().process_inputs(request_id, prompt, params, *args, **kwargs)
+
+    def _why_not(self, key: str, value: object) -> Exception | None:
+        """Return why one parameter cannot be sent, None if it can."""
+        try:
+            check_depth(value)
+            self._encoder.encode({key: value})
+        except (ValueError, OverflowError, RecursionError) as error:
+            return error
+        return None

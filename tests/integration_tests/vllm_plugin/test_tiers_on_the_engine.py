@@ -243,6 +243,8 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
         {"ragcache": None},
         {"max_offload_tokens": "many", "max_load_tokens": -1, "kv_load_tiers": [{"medium": 7}, 8]},
         {"ragcache": {"version": 1, "documents": []}, "max_offload_tokens": True},
+        {"somebody_elses": nested(700)},
+        {"somebody_elses": "\ud800", "\udfff": 1},
     ]
     before = tiers.stats().num_ignored_metadata
     texts = set()
