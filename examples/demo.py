@@ -167,7 +167,11 @@ def ask_twice(framework: str, num_documents: int, ask: Ask, question: str, expec
 
 
 def run(options: Options) -> tuple[list[Result], list[Round]]:
-    """Return the results of the demo's single-hop questions, part by part, and what later rounds of them found."""
+    """Return the results of the demo's single-hop questions, part by part, and what later rounds of them found.
+
+    A round begins with what was asked last: in the same order again and again, everything would leave memory just
+    before it is wanted, and come from disk.
+    """
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     rounds: list[Round] = []
@@ -176,11 +180,12 @@ def run(options: Options) -> tuple[list[Result], list[Round]]:
         with open_engine(options, cache) as engine:
             engine.generate("Hello", max_tokens=2)  # the server's first request pays for its own warm-up
             results += ask_cold_and_warm(engine, store)
-            rounds.append(ask_round("later", engine, store, results))
+            rounds.append(ask_round("later", engine, store, results[::-1]))
         if options.url is None:
             with open_engine(options, cache) as engine:
                 engine.generate("Hello", max_tokens=2)
-                rounds += [ask_round(name, engine, store, results) for name in ("after a restart", "once more")]
+                rounds.append(ask_round("after a restart", engine, store, results))
+                rounds.append(ask_round("once more", engine, store, results[::-1]))
     return results, rounds
 
 

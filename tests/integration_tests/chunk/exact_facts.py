@@ -38,6 +38,10 @@ class Measurement:
         for order in [*ORDERS, APART, (0, 2, 1, 3)]:
             self.expected[order] = scene.ask_one(order)
             scene.forget_exact()
+        together = scene.ask(*map(scene.request, ORDERS))
+        apart = [self.expected[order] for order in ORDERS]
+        self.facts["stock, batched"] = max(a.distance(b) for a, b in zip(together, apart, strict=True))
+        scene.forget_exact()
 
     def store_elsewhere(self) -> None:
         """Have every document stored, behind others than in any order that is asked next, and nothing else cached."""

@@ -49,25 +49,26 @@ def _tolerance(mode: str) -> float:
     """Return by how much log probabilities may differ; tokens may not.
 
     In bfloat16 a likely token's logit has steps of 0.06 to 0.12. A job runs the model's own modules as they are: stock,
-    uncompiled, computes the same bits, compiled it rounds elsewhere. Keys that were stored were turned twice.
+    uncompiled, computes the same bits, compiled it rounds elsewhere. Keys that were stored were turned twice. On some
+    processors stock itself has other bits in a batch than alone; then nothing is bit-equal.
     """
     return 1e-4 if mode.startswith("float32") else 0.5
 
 
-def _computed_tolerance(mode: str) -> float:
-    return 0.0 if mode == "bfloat16" else _tolerance(mode)
+def _computed_tolerance(mode: str, found: dict[str, Any]) -> float:
+    return 0.0 if mode == "bfloat16" and found["stock, batched"] == 0.0 else _tolerance(mode)
 
 
 def test_computing_everything_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
     for name in _FULL:
-        assert found[name] <= _computed_tolerance(mode), name  # infinite where a token differs
+        assert found[name] <= _computed_tolerance(mode, found), name  # infinite where a token differs
 
 
 def test_computing_everything_in_slices_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
     for name in _SLICED:
-        assert name not in found or found[name] <= _computed_tolerance(mode), name
+        assert name not in found or found[name] <= _computed_tolerance(mode, found), name
 
 
 def test_everything_was_computed_where_that_is_said(facts: tuple[str, dict[str, Any]]) -> None:
