@@ -304,6 +304,18 @@ def test_ghosts_are_bounded_and_the_oldest_is_forgotten() -> None:
     check_invariants(tree)
 
 
+def test_a_new_node_ranks_lowest_although_its_id_was_anothers() -> None:
+    tree = KnowledgeTree(PGDSFPolicy(), ghost_size=0)
+    (first,) = cache(tree, prompt("A"))
+    number = first.id
+    assert tree.tiers[Tier.GPU].ranks[number] > 0
+    assert tree.evict(Tier.GPU, 2)
+    tree.insert(prompt("B"))  # the ghost is dropped here, at the latest
+    tree.insert(prompt("C"))
+    assert number in [node.id for node in tree.nodes()], "an id of a node that is gone is given again"
+    assert [tree.tiers[tier].ranks[number] for tier in Tier] == [0.0] * len(Tier)
+
+
 def test_a_nameless_run_is_forgotten_once_it_is_evicted() -> None:
     tree = new_tree()
     cache(tree, prompt("A", question="why?"))
