@@ -39,7 +39,10 @@ HEARTBEAT = b"{}\n"
 
 
 class _TrackedPath:
-    """Documents after a static prefix, and where their KV ends: the unit ``key``, ``num_tokens`` from the start."""
+    """Documents after a static prefix, and where their KV ends: the unit ``key``, ``num_tokens`` from the start.
+
+    ``num_sent_tokens`` is what was last said of it; None at first, which readers take for 0.
+    """
 
     __slots__ = ("documents", "key", "num_sent_tokens", "num_tokens", "prefix")
 
@@ -48,14 +51,15 @@ class _TrackedPath:
         self.documents = documents
         self.key = key
         self.num_tokens = num_tokens
-        self.num_sent_tokens = 0
+        self.num_sent_tokens: int | None = None
 
 
 class PathTracker:
     """Knows which paths of documents lie where in the tree, and says when more or less of one is cached.
 
     A path is known from the request that showed it; the ``max_paths`` seen last are tracked. The tree's changes are
-    looked at in :meth:`take_delta` only: from a changed node down, as far as anything follows from it.
+    looked at in :meth:`take_delta` only: from a changed node down, to where a path ends of which nothing new is to be
+    said. Nothing is kept of nodes but those that wait to be looked at.
     """
 
     def __init__(self, tree: KnowledgeTree, tokens_per_unit: int, max_paths: int = _MAX_PATHS) -> None:
@@ -64,11 +68,9 @@ class PathTracker:
         self._max_paths = max_paths
         self._paths: OrderedDict[tuple[bytes, DocPath], _TrackedPath] = OrderedDict()
         self._by_key: dict[Hashable, list[_TrackedPath]] = {}
-        self._num_leading_tokens: dict[TreeNode, int] = {}
         if tree.changes is None:
             tree.changes = NodeChanges()
         self._changed = tree.changes.subscribe()
-        self._new: dict[_TrackedPath, None] = {}
         self._dropped: list[PathChange] = []
         self._has_begun = False
 
@@ -79,7 +81,7 @@ class PathTracker:
     @property
     def has_news(self) -> bool:
         """Whether anything has happened that :meth:`take_delta` has not looked at."""
-        return bool(self._changed or self._new or self._dropped)
+        return bool(self._changed or self._dropped)
 
     def track(self, token_ids: Sequence[int], segments: Sequence[PromptSegment], keys: Sequence[bytes]) -> None:
         """Take note of a request's documents; ``keys`` are those of its prompt's units, in order."""
@@ -105,9 +107,8 @@ class PathTracker:
         if not self.has_news:
             return None
         changes, self._dropped = self._dropped, []
-        for path in list(self._new)[:_MAX_NODES_PER_DELTA]:
-            del self._new[path]
-            self._update(path, self._num_cached_tokens(path), changes)
+        if not self._paths:
+            self._changed.clear()
         for _ in range(_MAX_NODES_PER_DELTA):
             if not self._changed:
                 break
@@ -128,40 +129,44 @@ class PathTracker:
         path = _TrackedPath(prefix, documents, key, num_units * self._tokens_per_unit)
         self._paths[at] = path
         self._by_key.setdefault(key, []).append(path)
-        self._new[path] = None
+        if (location := self._tree.locate(key)) is not None:
+            self._changed.add(location.node)
 
     def _untrack(self, path: _TrackedPath) -> None:
         there = self._by_key[path.key]
         there.remove(path)
         if not there:
             del self._by_key[path.key]
-        self._new.pop(path, None)
         self._update(path, 0, self._dropped)
 
     def _look_at(self, node: TreeNode, changes: list[PathChange]) -> None:
         location = self._tree.locate(node.keys[0])
         if location is None or location.node is not node:
-            self._num_leading_tokens.pop(node, None)
-            for key in node.keys:
-                for path in self._by_key.get(key, ()):
-                    self._update(path, self._num_cached_tokens(path), changes)
+            self._look_for(node.keys, changes)
             return
         num_leading = self._tree.num_leading_tokens(node)
-        if self._num_leading_tokens.get(node) == num_leading:
-            return  # nor did it change for what stands on it
-        self._num_leading_tokens[node] = num_leading
+        at_end = self._by_key.get(node.keys[-1], ())
+        is_news = not at_end or any(path.num_sent_tokens != min(num_leading, path.num_tokens) for path in at_end)
         for key in node.keys:
             for path in self._by_key.get(key, ()):
                 self._update(path, min(num_leading, path.num_tokens), changes)
-        self._changed.update(node.iter_children())
+        if is_news:  # or it may be, where nothing says what was so before; else it is none for what stands on it
+            self._changed.update(node.iter_children())
 
-    def _num_cached_tokens(self, path: _TrackedPath) -> int:
-        location = self._tree.locate(path.key)
-        return 0 if location is None else min(self._tree.num_leading_tokens(location.node), path.num_tokens)
+    def _look_for(self, keys: Sequence[Hashable], changes: list[PathChange]) -> None:
+        """Look at the paths to the units of a node that is gone: they may be other nodes' by now."""
+        for key in keys:
+            if not (paths := self._by_key.get(key, ())):
+                continue
+            if (location := self._tree.locate(key)) is not None:
+                self._changed.add(location.node)
+                continue
+            for path in paths:
+                self._update(path, 0, changes)
 
     def _update(self, path: _TrackedPath, num_tokens: int, changes: list[PathChange]) -> None:
-        if num_tokens != path.num_sent_tokens:
-            path.num_sent_tokens = num_tokens
+        num_sent, path.num_sent_tokens = path.num_sent_tokens or 0, num_tokens
+        if num_tokens != num_sent:
             changes.append(PathChange(path.prefix, path.documents, num_tokens))
 
 

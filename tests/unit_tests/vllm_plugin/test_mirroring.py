@@ -192,6 +192,33 @@ def test_the_same_ids_with_other_texts_are_what_was_seen_last() -> None:
     assert delta["set"][-1][2] == 4, "the static part"
 
 
+def test_what_is_lost_while_nobody_tracks_it_is_told_of_what_stands_on_it() -> None:
+    it = Engine()
+    keys = it.ask("ab")
+    it.tell()
+    tokens, shown = [0] * STATIC + [ord("a")] * LENGTHS["a"], segments(("", STATIC), ("a", STATIC + LENGTHS["a"]))
+    it.controller.paths.track(tokens, shown, [keys[0], b"another text", b"of the same name"])
+    for key in keys[:2]:
+        location = it.controller.tree.locate(key)
+        assert location is not None
+        it.controller.tree.remove(location.node, location.node.full_mask, Tier.GPU)
+    it.controller.paths.track(tokens, shown, keys[:3])
+    it.tell()
+    assert len(it.mirror) == 0
+
+
+def test_nothing_waits_to_be_looked_at_where_no_document_is_known() -> None:
+    it = controller()
+    keys = [b"0", b"1"]
+    it.on_new_request("r", RequestMetadata(segments((None, 8))), keys, 8, 0.0)
+    location = it.tree.locate(keys[0])
+    assert location is not None
+    it.tree.add(location.node, location.node.full_mask, Tier.GPU)
+    assert it.paths.has_news
+    assert it.paths.take_delta() is None
+    assert not it.paths.has_news
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
