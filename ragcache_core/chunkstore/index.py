@@ -24,6 +24,7 @@ _SCHEMA = (
     "CREATE TABLE chunks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, parent BLOB, "
     "doc_id TEXT, position INTEGER NOT NULL, frequency REAL NOT NULL, cost REAL NOT NULL)"
 )
+_DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
 _TRANSIENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
 _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # the latter when a message quotes a damaged file
@@ -55,6 +56,7 @@ class ChunkIndex:
         # A text with broken UTF-8 is damage that is found when the row is looked at, not an error of the query.
         self._connection.text_factory = bytes
         self._listings: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
+        self._discarded: set[int] = set()
         try:
             self._prepare()
         except _SQLITE_ERRORS as error:
@@ -128,7 +130,13 @@ class ChunkIndex:
     def delete(self, slots: Iterable[int]) -> None:
         """Remove the chunks of those slots."""
         with self._changing() as connection:
-            connection.executemany("DELETE FROM chunks WHERE slot = ?", ((slot,) for slot in slots))
+            connection.executemany(_DELETE, ((slot,) for slot in slots))
+
+    def discard(self, slot: int) -> None:
+        """Remove the chunk of a slot, which is damaged: now, or if that fails, with the next change."""
+        self._discarded.add(slot)
+        with suppress(CacheWriteError):
+            self.delete(())
 
     def clear(self) -> None:
         """Remove every chunk."""
@@ -173,8 +181,11 @@ class ChunkIndex:
         connection = self._connection
         try:
             connection.execute("BEGIN IMMEDIATE")
+            if self._discarded:
+                connection.executemany(_DELETE, ((slot,) for slot in self._discarded))
             yield connection
             connection.execute("COMMIT")
+            self._discarded.clear()
         except BaseException as error:
             with suppress(*_SQLITE_ERRORS):  # SQLite may have done so already
                 connection.execute("ROLLBACK")

@@ -37,9 +37,9 @@ from ragcache_core.chunkstore.chunks import (
 from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index, write_error
 from ragcache_core.chunkstore.namespace import (
     Identity,
-    check_capacity,
     directory_error,
     enter,
+    fit_capacity,
     is_identity,
     namespace_path,
     write_identity,
@@ -82,7 +82,8 @@ class ChunkStore:
                 layout. Chunks of another identity are never read.
             chunk_bytes: size of every chunk; a part of the identity.
             capacity_bytes: what the slots may take on disk; the index (some 120 bytes a chunk) is not counted. With
-                less than before, chunks are given up: the deepest first, of those the least valuable.
+                less than before, chunks are given up: the deepest first, of those the least valuable. Where the file
+                system has less room now, there are fewer slots until the next opening, and a warning.
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
 
         Raises:
@@ -106,7 +107,8 @@ class ChunkStore:
                     write_identity(self.path, identity)
                 self._file = SlotFile(self.path / _DATA_NAME, chunk_bytes, direct=direct)
                 opened.callback(self._file.close)
-                self.num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
+                file = self._file
+                self.num_slots = fit_capacity(self.path, capacity_bytes, file.slot_bytes, file.num_slots)
                 try:
                     self._index, self._loaded = self._load()
                 except IndexDamagedError as error:
@@ -349,6 +351,5 @@ class ChunkStore:
             if self._num_damaged == 1:
                 _log.warning("a chunk of %s is damaged: a miss, and further ones are only counted", self.path)
             self._residents.forget([key])
-            with suppress(CacheTierError):  # else the row gives way to the next chunk in that slot
-                self._index.delete([slot])
+            self._index.discard(slot)
             return False

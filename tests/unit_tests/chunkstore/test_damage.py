@@ -46,6 +46,24 @@ def test_a_turned_bit_is_a_miss_that_is_counted_and_logged_once(
     assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
 
 
+def test_a_damaged_chunk_that_could_not_be_dropped_does_not_come_back_before_a_sound_one(
+    opening: Opening, tmp_path: Path
+) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(8)))
+        turn_bit(store.path / "chunks.data", 2 * store.slot_bytes + 77)
+        index = store._index
+        full, index._connection = index._connection, sqlite3.connect(f"file:{tmp_path}/none?mode=memory", uri=True)
+        index._connection.execute("PRAGMA query_only = ON")  # as on a disk that takes no writes for a moment
+        assert read(store, b"key 2") is None
+        index._connection.close()
+        index._connection = full
+        store.write_many(writes([b"key 2", b"key 20"]))  # two of them do not fit where the damaged one lay
+    store = opening()
+    assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
+    assert store.stats.num_damaged == 0
+
+
 def test_the_right_bytes_of_another_chunk_are_a_miss(store: ChunkStore) -> None:
     store.write_many(writes(keys(2)))
     data = store.path / "chunks.data"
