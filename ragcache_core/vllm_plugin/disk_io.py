@@ -261,8 +261,9 @@ class DiskIO:
                     )
                     self._written.append(Outcome(keys[part]))
             except Exception as error:
-                if batch.clears:
-                    logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
+                # At once: the scheduler hears of it with the next step, which may be far away.
+                held = " and still holds KV from before a reset" if batch.clears else ""
+                logger.error("RAGCache's disk tier could not be written to%s: %s", held, error)
                 done = {key for key in keys if key in self._store}
                 self._written.append(Outcome([key for key in keys if key not in done], error))
             finally:

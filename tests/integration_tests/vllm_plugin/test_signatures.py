@@ -270,6 +270,7 @@ def test_the_copying_worker_stands_in_for_vllms(vllm_facts: dict[str, object]) -
     }, "follow the change in cpu_worker.py"
     assert vllm_facts["transfer_result"] == ["job_id", "success", "transfer_size", "transfer_time"], "see _finish()"
     assert vllm_facts["caches"] == ["tensors", "group_data_refs"], "CopyingWorker makes its views from them"
+    assert vllm_facts["cache"] == [["page_size_bytes", "tensor"], True], "and copies rows of them, for each layer's ref"
     assert vllm_facts["gpu_spec"] == ["self", "block_ids", "group_sizes", "block_indices"], "see _transfers()"
     assert vllm_facts["region"] == [
         ["self", "engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size"],
@@ -320,6 +321,7 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         "block_state": True,
         "end": [["new_req_ids", "preempted_req_ids"], ["load_jobs", "store_jobs", "jobs_to_flush"]],
     }, "StoringSteps says which requests, and which steps, build_connector_meta need not look into"
+    assert vllm_facts["worker_meta"], "update_connector_output() looks there for copies that have ended: find it again"
     assert vllm_facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert vllm_facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
 

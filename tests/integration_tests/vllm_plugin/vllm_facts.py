@@ -22,12 +22,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ragcache_core.vllm_plugin import compat
@@ -284,6 +285,11 @@ def facts() -> dict[str, object]:
         "worker_is_complete": sorted(CopyingWorker.__abstractmethods__),
         "transfer_result": names(compat.TransferResult),
         "caches": names(compat.CanonicalKVCaches),
+        "cache": [
+            sorted({"tensor", "page_size_bytes"} & set(names(CanonicalKVCacheTensor))),
+            "tensor_idx" in names(CanonicalKVCacheRef),
+        ],
+        "worker_meta": "kv_connector_worker_meta" in names(KVConnectorOutput),
         "gpu_spec": parameters(compat.GPULoadStoreSpec.__init__),
         "region": [
             parameters(compat.SharedOffloadRegion.__init__)[:6],
