@@ -137,9 +137,10 @@ def fit_capacity(folder: Path, capacity_bytes: object, slot_bytes: int, num_writ
     caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {_names(n.identity)}" for n in others[:3])
     problem = (
         f"capacity_bytes is {capacity_bytes:,}, the file system of {folder.parent} has {free_bytes:,} free of "
-        f"{total_bytes:,} and this cache {used_bytes:,}: lower it to what there is, or delete what is not needed{caches}"
+        f"{total_bytes:,} and this cache {used_bytes:,}: lower it to their sum, or delete what is not needed{caches}"
     )
-    num_slots = min(capacity_bytes // slot_bytes, max((free_bytes + used_bytes) // slot_bytes, num_written_slots))
+    room_bytes = (free_bytes + used_bytes) // 64 * 63  # the rest is for the index
+    num_slots = min(capacity_bytes // slot_bytes, max(room_bytes // slot_bytes, num_written_slots))
     if capacity_bytes > total_bytes or not num_slots:
         raise CacheCapacityError(problem)
     _log.warning("%s; it goes on with %s bytes", problem, f"{num_slots * slot_bytes:,}")
