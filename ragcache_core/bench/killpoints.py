@@ -6,6 +6,8 @@ been killed, the store is opened again and every chunk that was ever written is 
 
     writer   begin write(a, b) ... end   begin delete(a) ... <killed>
     allowed  b there with its bytes      a there with its bytes, or not there
+
+A writer may also empty the store, note how chunks were used, and open it with room for fewer.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _NUM_SLOTS = 96
 _NUM_KEYS = 160
 _MOST_OPERATIONS = 400  # enough for SQLite to merge its log into the database now and then
 _MOST_CHUNKS = 8
-_READY, _WRITE, _DELETE, _END = range(4)
+_SHRINK, _READY, _WRITE, _DELETE, _NOTE, _END = range(6)
+_SHRINK_SHARE, _NOTE_SHARE, _CLEAR_SHARE = 0.1, 0.1, 0.002
 _HEADER = struct.Struct("<BIB")  # what, version, number of keys
 _ABSENT = 0
 
@@ -87,8 +90,8 @@ def _in_new_process(mode: str, directory: Path, num_points: int, seed: int) -> d
     return result
 
 
-def _open(directory: Path) -> ChunkStore:
-    capacity_bytes = _NUM_SLOTS * _CHUNK_BYTES
+def _open(directory: Path, num_slots: int = _NUM_SLOTS) -> ChunkStore:
+    capacity_bytes = num_slots * _CHUNK_BYTES
     return ChunkStore(directory, _IDENTITY, chunk_bytes=_CHUNK_BYTES, capacity_bytes=capacity_bytes)
 
 
@@ -117,8 +120,16 @@ class _Model:
 
     def hear(self, what: int, version: int, numbers: bytes) -> None:
         """Take in one message of a writer."""
-        if what == _READY:
+        if what == _SHRINK:
+            for versions in self.allowed:
+                versions.add(_ABSENT)
+        elif what == _READY:
             self.is_ready = True
+            for number, versions in enumerate(self.allowed):
+                if number in numbers:
+                    self.allowed[number] = {_ABSENT}
+                elif len(versions) > 1:
+                    versions.discard(_ABSENT)
         elif what == _END:
             assert self.pending is not None
             for number in self.pending[2]:
@@ -126,9 +137,9 @@ class _Model:
             self.pending = None
             self.num_ended += 1
         else:
-            self.pending = (what, version, numbers)
+            self.pending = (what, version, b"" if what == _NOTE else numbers)
             self.last_version = max(self.last_version, version)
-            for number in numbers:
+            for number in self.pending[2]:
                 self.allowed[number].add(version)
                 self.ever[number].add(version)
 
@@ -163,13 +174,26 @@ def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Ra
         os.write(say, _HEADER.pack(what, version, len(numbers)) + numbers)
 
     version = model.last_version
-    store = _open(directory)
-    tell(_READY)
+    num_slots = rng.randint(_NUM_SLOTS // 2, _NUM_SLOTS) if rng.random() < _SHRINK_SHARE else _NUM_SLOTS
+    num_before = sum(_ABSENT not in versions for versions in model.allowed)
+    if num_slots < num_before:
+        tell(_SHRINK)
+    store = _open(directory, num_slots)
+    if len(store) != min(num_before, num_slots) and all(len(versions) == 1 for versions in model.allowed):
+        raise RuntimeError(f"{num_before} chunks in {num_slots} slots are {len(store)}")
+    tell(_READY, numbers=bytes(n for n in range(_NUM_KEYS) if _key(n) not in store))
     while True:
         here = [n for n in range(_NUM_KEYS) if _key(n) in store]
         away = [n for n in range(_NUM_KEYS) if _key(n) not in store]
         count = min(rng.randint(1, _MOST_CHUNKS), len(away))
-        if count <= store.num_free_slots and (not here or rng.random() < 0.6):
+        kind = rng.random()
+        if kind < _CLEAR_SHARE:
+            tell(_DELETE, _ABSENT, bytes(here))
+            store.clear()
+        elif kind < _CLEAR_SHARE + _NOTE_SHARE:
+            tell(_NOTE)
+            store.update_notes([(_key(n), rng.random() * 100, rng.random()) for n in here])
+        elif count <= store.num_free_slots and (not here or rng.random() < 0.6):
             version += 1
             numbers = bytes(rng.sample(away, count))
             writes = [ChunkWrite(_key(n), _payload(n, version), ChunkNote(position=n)) for n in numbers]
