@@ -262,8 +262,7 @@ class TieredTree(PrefixTree):
             self._on_arrived(node)
         if units & ~before:
             self._note_change(node, state)
-        for tier in self._may_free[state]:
-            tier.offer(node)
+        self._offer_again(node, state)
 
     def _remove(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
@@ -272,15 +271,19 @@ class TieredTree(PrefixTree):
         if after == before:
             return
         self._note_change(node, state)
-        for tier in self._may_free[state]:
-            tier.offer(node)
+        self._offer_again(node, state)
         if after:
             return
         if node.parent is not None:
             state.num_resident_children[node.parent.id] -= 1
-            for tier in self._may_free[state]:
-                tier.offer(node.parent)
+            self._offer_again(node.parent, state)
         self._on_left(node)
+
+    def _offer_again(self, node: TreeNode, state: TierState) -> None:
+        """Offer a node to the tiers in which it may have become evictable by what happened in ``state``."""
+        for tier in self._may_free[state]:
+            if tier.resident[node.id]:  # most often it has just left: this is the hottest place of all decisions
+                tier.offer(node)
 
     def _evict(
         self, state: TierState, num_units: int, protected: Collection[Hashable], below: float = math.inf
@@ -299,6 +302,7 @@ class TieredTree(PrefixTree):
         state.clock = max(state.clock, state.ranks[node.id])
         mask, held = state.resident[node.id], state.in_use.get(node.id, 0)
         may_be_base = state.has_bases(node)
+        keys = node.keys
         evicted: list[EvictedUnit] = []
         units = 0
         while mask and len(evicted) < num_units:
@@ -307,7 +311,7 @@ class TieredTree(PrefixTree):
                 break
             mask ^= 1 << unit
             units |= 1 << unit
-            evicted.append(EvictedUnit(node, unit, node.keys[unit]))
+            evicted.append(EvictedUnit(node, unit, keys[unit]))
         self._remove(node, units, state)
         state.num_evicted_units += len(evicted)
         return evicted
