@@ -2,7 +2,11 @@
 
 A request is what the engine makes of it: two documents and a question of its own, some blocks of which are resident::
 
-    insert, retain | match | hold what is there | evict for what is not | count the access | add | let go, release
+    insert, retain, protect | match, unprotect | hold what is there | evict for what is not | count the access | add |
+    let go, release
+
+Two readers of the tree's changes take them, as the queue and the mirror of what is cached do in the engine; what those
+make of them is not in it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from statistics import median
 from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.sim.workload import Workload, draw_retrievals
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, by_node
+from ragcache_core.tree import KnowledgeTree, NodeChanges, PathSegment, TreeNode, by_node
 from ragcache_core.types import Tier
 
 _BLOCK_TOKENS = 16
@@ -49,6 +53,8 @@ class DecisionLoad:
         self._cost = PrefillCostModel.default()
         shadow_tokens = self._capacity_blocks * _BLOCK_TOKENS
         self.tree = KnowledgeTree(make_policy(policy, self._cost), shadow_tokens=shadow_tokens)
+        self.tree.changes = NodeChanges()
+        self._readers = [self.tree.changes.subscribe() for _ in range(2)]
         self._retrievals = _retrievals(Workload(num_documents=4 * num_nodes, skew=0.6, shift=5.0), seed)
         self._number = 0
 
@@ -93,7 +99,9 @@ class DecisionLoad:
         path = tree.insert(segments)
         last = path[-1].keys[-1]
         tree.retain(last)
+        tree.protect(last)
         match = tree.match_prefix(segments)
+        tree.unprotect(last)
         places = [place for s in segments for key in s.keys if (place := tree.locate(key)) is not None]
         for node, unit in places[: match.num_units]:
             tree.hold(node, 1 << unit, Tier.GPU)
@@ -111,6 +119,8 @@ class DecisionLoad:
         for node, units in by_node(reversed(places)):
             tree.let_go(node, units, Tier.GPU)
         tree.release(last)
+        for changed in self._readers:
+            changed.clear()
         return match.num_units
 
 
