@@ -110,7 +110,7 @@ class DecisionLoad:
         if num_missing > num_free:
             evicted = tree.evict(Tier.GPU, num_missing - num_free)
             assert evicted is not None, "the tier is far larger than a request"
-        path = tree.insert(segments)
+        path = tree.retained_path(last) or tree.insert(segments)
         cost_s = tree.policy.cost_per_token_s(self._cost, match.num_tokens, num_missing * _BLOCK_TOKENS)
         tree.record_access(path, num_hit_units=match.num_units, cost_per_token_s=cost_s)
         for node, units in by_node(places[match.num_units :]):

@@ -113,6 +113,16 @@ class KnowledgeTree(TieredTree):
         node.num_users += 1
         self._ghosts.pop(node.id, None)
 
+    def retained_path(self, key: Hashable) -> list[TreeNode] | None:
+        """Return the nodes up to the unit ``key``, as :meth:`insert` would; None unless it is retained and ends one.
+
+        An answer may have grown behind it meanwhile.
+        """
+        if key not in self._retained:
+            return None
+        node, unit = self._locations[key]
+        return node.path() if unit + 1 == len(node.keys) else None
+
     def release(self, key: Hashable) -> None:
         """Undo :meth:`retain`."""
         node = self._locations[key].node

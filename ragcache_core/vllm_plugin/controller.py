@@ -313,7 +313,9 @@ class CacheController:
     def _count_access(self, record: RequestRecord, keys: Sequence[Key]) -> None:
         num_cached = record.num_cached_tokens
         num_missed = max(record.num_prompt_tokens - num_cached, 0)
-        path = self.tree.insert(self._path_segments(record, keys))
+        path = self.tree.retained_path(record.retained)
+        if path is None:
+            path = self.tree.insert(self._path_segments(record, keys))
         num_hit_units = num_cached // self.tokens_per_block
         cost_s = self.tree.policy.cost_per_token_s(self._prefill_cost, num_cached, num_missed)
         if record.metadata.is_prefill:

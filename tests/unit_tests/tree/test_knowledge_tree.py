@@ -339,6 +339,25 @@ def test_a_retained_node_stays_even_when_it_is_cut() -> None:
     check_invariants(tree)
 
 
+def test_the_path_of_a_retained_prompt_is_what_inserting_it_again_returns() -> None:
+    tree = new_tree()
+    segments = prompt("A", "B", question="why?")
+    last = segments[-1].keys[-1]
+    path = tree.insert(segments)
+    assert tree.retained_path(last) is None
+    tree.retain(last)
+    assert tree.retained_path(last) == path
+    tree.insert([PathSegment([segments[0].keys[0], ("A.0", "another A")], 32)])
+    assert [len(node.keys) for node in tree.retained_path(last) or []] == [1, 1, 2, 1]
+    assert tree.retained_path(last) == tree.insert(segments)
+    tree.extend(last, [(*last, "because")], BLOCK)
+    assert tree.retained_path(last) is None, "the answer is not a part of the prompt"
+    path = tree.insert(segments)
+    assert tree.retained_path(last) == path
+    tree.release(last)
+    assert tree.retained_path(last) is None
+
+
 def test_an_answer_grows_the_last_nameless_leaf() -> None:
     tree = new_tree()
     keys = chain("q", "a1", "a2", "b2")
