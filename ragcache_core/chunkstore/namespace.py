@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -14,8 +13,6 @@ from pathlib import Path
 import filelock
 
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
-
-_log = logging.getLogger(__name__)
 
 FORMAT = 1
 Identity = Mapping[str, str | int]
@@ -108,14 +105,11 @@ def write_identity(folder: Path, identity: Identity) -> None:
     temporary.replace(folder / _IDENTITY_NAME)
 
 
-def fit_capacity(folder: Path, capacity_bytes: object, slot_bytes: int, num_written_slots: int) -> int:
-    """Return how many slots there may be: what the capacity is good for, as far as the file system has room now.
-
-    A file system that others have filled must not keep an engine from starting: that is a warning, and the slots that
-    are written already stay. The next opening finds what room there is then.
+def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int:
+    """Return how many slots the capacity is good for.
 
     Raises:
-        CacheCapacityError: there is no slot, or the capacity is more than the whole file system.
+        CacheCapacityError: none, or more than the file system has room for.
     """
     if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int):
         raise CacheCapacityError(f"capacity_bytes is {capacity_bytes!r}: give a whole number of bytes")
@@ -129,22 +123,15 @@ def fit_capacity(folder: Path, capacity_bytes: object, slot_bytes: int, num_writ
     except OSError as error:
         raise directory_error(folder.parent, error) from error
     free_bytes = file_system.f_bavail * file_system.f_frsize
-    total_bytes = file_system.f_blocks * file_system.f_frsize
     used_bytes = _allocated_bytes(folder)
-    if capacity_bytes <= free_bytes + used_bytes:
-        return capacity_bytes // slot_bytes
-    others = [n for n in list_namespaces(folder.parent) if n.path != folder and n.num_bytes]
-    caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {_names(n.identity)}" for n in others[:3])
-    problem = (
-        f"capacity_bytes is {capacity_bytes:,}, the file system of {folder.parent} has {free_bytes:,} free of "
-        f"{total_bytes:,} and this cache {used_bytes:,}: lower it to their sum, or delete what is not needed{caches}"
-    )
-    room_bytes = (free_bytes + used_bytes) // 64 * 63  # the rest is for the index
-    num_slots = min(capacity_bytes // slot_bytes, max(room_bytes // slot_bytes, num_written_slots))
-    if capacity_bytes > total_bytes or not num_slots:
-        raise CacheCapacityError(problem)
-    _log.warning("%s; it goes on with %s bytes", problem, f"{num_slots * slot_bytes:,}")
-    return num_slots
+    if capacity_bytes > free_bytes + used_bytes:
+        others = [n for n in list_namespaces(folder.parent) if n.path != folder and n.num_bytes]
+        caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {_names(n.identity)}" for n in others[:3])
+        raise CacheCapacityError(
+            f"capacity_bytes is {capacity_bytes:,}, the file system of {folder.parent} has {free_bytes:,} free and "
+            f"this cache {used_bytes:,}: lower it to their sum, or delete what is not needed{caches}"
+        )
+    return capacity_bytes // slot_bytes
 
 
 def directory_error(directory: Path, error: Exception) -> CacheDirectoryError:

@@ -37,9 +37,9 @@ from ragcache_core.chunkstore.chunks import (
 from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index, write_error
 from ragcache_core.chunkstore.namespace import (
     Identity,
+    check_capacity,
     directory_error,
     enter,
-    fit_capacity,
     is_identity,
     namespace_path,
     write_identity,
@@ -82,8 +82,7 @@ class ChunkStore:
                 layout. Chunks of another identity are never read.
             chunk_bytes: size of every chunk; a part of the identity.
             capacity_bytes: what the slots may take on disk; the index (some 120 bytes a chunk) is not counted. With
-                less than before, chunks are given up: the deepest first, of those the least valuable. Where the file
-                system has less room now, there are fewer slots until the next opening, and a warning.
+                less than before, chunks are given up: the deepest first, of those the least valuable.
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
 
         Raises:
@@ -107,8 +106,7 @@ class ChunkStore:
                     write_identity(self.path, identity)
                 self._file = SlotFile(self.path / _DATA_NAME, chunk_bytes, direct=direct)
                 opened.callback(self._file.close)
-                file = self._file
-                self.num_slots = fit_capacity(self.path, capacity_bytes, file.slot_bytes, file.num_slots)
+                self.num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
                 try:
                     self._index, self._loaded = self._load()
                 except IndexDamagedError as error:
@@ -263,8 +261,9 @@ class ChunkStore:
         with self._changing:
             self._check_open()
             gone = [key for key in dict.fromkeys(keys) if key in self._residents]
-            self._index.delete(slot for key in gone if (slot := self._residents.slot_of(key)) is not None)
-            self._residents.forget(gone)
+            if gone:
+                self._index.delete(slot for key in gone if (slot := self._residents.slot_of(key)) is not None)
+                self._residents.forget(gone)
         return len(gone)
 
     def update_notes(self, worths: Iterable[tuple[bytes, float, float]]) -> int:
