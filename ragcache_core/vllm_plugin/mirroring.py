@@ -140,18 +140,35 @@ class PathTracker:
         self._update(path, 0, self._dropped)
 
     def _look_at(self, node: TreeNode, changes: list[PathChange]) -> None:
+        """Say what is new of a living node, or of the first above it of which something is; then what follows from it.
+
+        From the root down, for what was said of a node is no measure for those below while they know more than it.
+        """
         location = self._tree.locate(node.keys[0])
         if location is None or location.node is not node:
             self._look_for(node.keys, changes)
             return
-        num_leading = self._tree.num_leading_tokens(node)
-        at_end = self._by_key.get(node.keys[-1], ())
-        is_news = not at_end or any(path.num_sent_tokens != min(num_leading, path.num_tokens) for path in at_end)
+        num_leading, is_whole = 0, True
+        for step in node.path():
+            if is_whole:
+                num_own = self._tree.num_own_leading_tokens(step)
+                num_leading, is_whole = num_leading + num_own, num_own == step.num_tokens
+            if step is not node and self._is_news(step, num_leading):
+                self._changed.add(node)
+                node = step
+                break
+        at_end = self._by_key.get(node.keys[-1])
+        is_news = not at_end or self._is_news(node, num_leading)  # or it may be, where nobody knows what was said
         for key in node.keys:
             for path in self._by_key.get(key, ()):
                 self._update(path, min(num_leading, path.num_tokens), changes)
-        if is_news:  # or it may be, where nothing says what was so before; else it is none for what stands on it
+        if is_news:
             self._changed.update(node.iter_children())
+
+    def _is_news(self, node: TreeNode, num_leading: int) -> bool:
+        """Return whether something else was said, or nothing yet, of a path that ends with ``node``."""
+        at_end = self._by_key.get(node.keys[-1], ())
+        return any(path.num_sent_tokens != min(num_leading, path.num_tokens) for path in at_end)
 
     def _look_for(self, keys: Sequence[Hashable], changes: list[PathChange]) -> None:
         """Look at the paths to the units of a node that is gone: they may be other nodes' by now."""

@@ -64,7 +64,10 @@ class Engine:
 
     def tell(self) -> None:
         while self.controller.paths.has_news:
-            self.mirror.apply(json.loads(json.dumps(self.controller.paths.take_delta() or {})))
+            self.tell_a_part()
+
+    def tell_a_part(self) -> None:
+        self.mirror.apply(json.loads(json.dumps(self.controller.paths.take_delta() or {})))
 
     def check(self) -> None:
         """Compare the mirror with what the tree itself finds."""
@@ -219,7 +222,7 @@ def test_nothing_waits_to_be_looked_at_where_no_document_is_known() -> None:
     assert not it.paths.has_news
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         st.one_of(
@@ -227,14 +230,25 @@ def test_nothing_waits_to_be_looked_at_where_no_document_is_known() -> None:
             st.tuples(st.just("evict"), st.sampled_from(list(Tier)), st.integers(1, 12)),
             st.tuples(st.just("last resort"), st.sampled_from(list(Tier)), st.integers(1, 3)),
             st.tuples(st.just("lower"), st.sampled_from([Tier.HOST, Tier.DISK]), st.integers(0, 30)),
+            st.tuples(st.just("lose"), st.sampled_from(list(Tier)), st.integers(0, 30)),
+            st.tuples(st.just("clear"), st.sampled_from(list(Tier)), st.none()),
             st.tuples(st.just("tell"), st.none(), st.none()),
+            st.tuples(st.just("tell a part"), st.none(), st.none()),
         ),
-        max_size=30,
+        max_size=40,
     ),
     st.sampled_from([0, 3, 100_000]),
+    st.sampled_from([1, 2, 512]),
 )
-def test_whatever_happens_the_mirror_says_what_the_tree_would(steps: list[Any], ghost_size: int) -> None:
-    it = Engine(ghost_size=ghost_size)
+def test_whatever_happens_the_mirror_says_what_the_tree_would(
+    steps: list[Any], ghost_size: int, nodes_per_delta: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ragcache_core.vllm_plugin.mirroring._MAX_NODES_PER_DELTA", nodes_per_delta)
+        run_steps(Engine(ghost_size=ghost_size), steps)
+
+
+def run_steps(it: Engine, steps: list[Any]) -> None:
     asked: list[list[bytes]] = []
     for step, what, number in steps:
         match step:
@@ -247,7 +261,14 @@ def test_whatever_happens_the_mirror_says_what_the_tree_would(steps: list[Any], 
                     it.controller.tree.evict_anything(what)
             case "lower" if asked:
                 it.hold(asked[number % len(asked)], what)
-            case _:
+            case "lose" if nodes := list(it.controller.tree.nodes()):
+                node = nodes[number % len(nodes)]
+                it.controller.tree.remove(node, it.controller.tree.resident_mask(node, what), what)
+            case "clear":
+                it.controller.tree.clear_tier(what)
+            case "tell a part":
+                it.tell_a_part()
+            case "tell":
                 it.tell()
     it.check()
 
