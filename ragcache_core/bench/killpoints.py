@@ -37,9 +37,10 @@ _NUM_SLOTS = 96
 _NUM_KEYS = 160
 _MOST_OPERATIONS = 400  # enough for SQLite to merge its log into the database now and then
 _MOST_CHUNKS = 8
-_SHRINK, _READY, _WRITE, _DELETE, _NOTE, _END = range(6)
+_SHRINK, _READY, _WRITE, _DELETE, _CLEAR, _NOTE, _END = range(7)
 _SHRINK_SHARE, _NOTE_SHARE, _CLEAR_SHARE = 0.1, 0.1, 0.002
-_HEADER = struct.Struct("<BIB")  # what, version, number of keys
+_KILLED_AT_SELDOM_SHARE = 0.5
+_HEADER = struct.Struct("<BIB")  # what, version (how many slots, for a shrink), number of keys
 _ABSENT = 0
 
 
@@ -47,13 +48,16 @@ _ABSENT = 0
 class KillpointResult:
     """``num_lost``: acknowledged chunks that were gone. ``num_wrong``: chunks with other bytes, or back from deletion.
 
-    ``num_in_flight``: writers that died with a change begun and not acknowledged.
+    ``num_in_flight``: writers that died with a change begun and not acknowledged; ``num_shrinking`` and
+    ``num_clearing`` of them as they opened the store with less room, or emptied it.
     """
 
     num_points: int
     num_lost: int
     num_wrong: int
     num_in_flight: int
+    num_shrinking: int
+    num_clearing: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +113,37 @@ def _payload(number: int, version: int) -> bytes:
 
 @dataclass(slots=True)
 class _Model:
-    """What may be there: for each key the versions it may have, 0 for none, and those it ever had."""
+    """What may be there: for each key the versions it may have, 0 for none, and those it ever had.
+
+    ``least_left``: how many chunks have to be there while the store is opened with less room, whichever they are.
+    """
 
     allowed: list[set[int]] = field(default_factory=lambda: [{_ABSENT} for _ in range(_NUM_KEYS)])
     ever: list[set[int]] = field(default_factory=lambda: [{_ABSENT} for _ in range(_NUM_KEYS)])
     last_version: int = 0
     pending: tuple[int, int, bytes] | None = None
+    least_left: int | None = None
     is_ready: bool = False
     num_ended: int = 0
+
+    @property
+    def num_there(self) -> int:
+        """How many chunks have to be there."""
+        return sum(_ABSENT not in versions for versions in self.allowed)
+
+    @property
+    def is_at_seldom(self) -> bool:
+        """Whether the writer is at something that it seldom does: to open with less room, or to forget everything."""
+        return self.least_left is not None or (self.pending is not None and self.pending[0] == _CLEAR)
 
     def hear(self, what: int, version: int, numbers: bytes) -> None:
         """Take in one message of a writer."""
         if what == _SHRINK:
+            self.least_left = min(self.num_there, version)
             for versions in self.allowed:
                 versions.add(_ABSENT)
         elif what == _READY:
-            self.is_ready = True
+            self.is_ready, self.least_left = True, None
             for number, versions in enumerate(self.allowed):
                 if number in numbers:
                     self.allowed[number] = {_ABSENT}
@@ -175,9 +194,9 @@ def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Ra
 
     version = model.last_version
     num_slots = rng.randint(_NUM_SLOTS // 2, _NUM_SLOTS) if rng.random() < _SHRINK_SHARE else _NUM_SLOTS
-    num_before = sum(_ABSENT not in versions for versions in model.allowed)
+    num_before = model.num_there
     if num_slots < num_before:
-        tell(_SHRINK)
+        tell(_SHRINK, num_slots)
     store = _open(directory, num_slots)
     if len(store) != min(num_before, num_slots) and all(len(versions) == 1 for versions in model.allowed):
         raise RuntimeError(f"{num_before} chunks in {num_slots} slots are {len(store)}")
@@ -188,7 +207,7 @@ def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Ra
         count = min(rng.randint(1, _MOST_CHUNKS), len(away))
         kind = rng.random()
         if kind < _CLEAR_SHARE:
-            tell(_DELETE, _ABSENT, bytes(here))
+            tell(_CLEAR, _ABSENT, bytes(here))
             store.clear()
         elif kind < _CLEAR_SHARE + _NOTE_SHARE:
             tell(_NOTE)
@@ -224,7 +243,7 @@ def _fork_writer(directory: Path, model: _Model, seed: int) -> tuple[int, int]:
 
 def _kill_one(directory: Path, model: _Model, rng: random.Random) -> None:
     """Let a writer work for a while, kill it, and hear what it had said."""
-    model.is_ready, model.num_ended = False, 0
+    model.is_ready, model.num_ended, model.least_left = False, 0, None
     started_s = time.perf_counter()
     child, descriptor = _fork_writer(directory, model, rng.getrandbits(32))
     pipe = _Pipe(descriptor)
@@ -232,9 +251,12 @@ def _kill_one(directory: Path, model: _Model, rng: random.Random) -> None:
         delay_s, num_operations = rng.uniform(0, 0.02), 0
     else:
         num_operations = int(math.exp(rng.uniform(0, math.log(_MOST_OPERATIONS))))
+        waits_for_seldom = rng.random() < _KILLED_AT_SELDOM_SHARE
         while (model.num_ended < num_operations or model.pending is None) and pipe.drain(model, 10):
-            pass
-        started_s, delay_s = time.perf_counter(), rng.uniform(0, 0.0005)  # a change takes 0.2 to 0.4 ms
+            if waits_for_seldom and model.is_at_seldom:
+                break
+        # A change takes 0.2 to 0.4 ms; to open with less room takes longer.
+        started_s, delay_s = time.perf_counter(), rng.uniform(0, 0.004 if model.least_left is not None else 0.0005)
     while time.perf_counter() - started_s < delay_s:
         pass
     os.kill(child, signal.SIGKILL)
@@ -259,7 +281,7 @@ def _read_all(store: ChunkStore, model: _Model, found: Callable[[int, int | None
 
 def _measure_killpoints(directory: Path, num_points: int, seed: int) -> KillpointResult:
     rng, model = _rng(seed), _Model()
-    num_lost = num_wrong = num_in_flight = 0
+    num_lost = num_wrong = num_in_flight = num_shrinking = num_clearing = 0
 
     def judge(number: int, version: int | None) -> None:
         nonlocal num_lost, num_wrong
@@ -271,12 +293,16 @@ def _measure_killpoints(directory: Path, num_points: int, seed: int) -> Killpoin
 
     for _ in range(num_points):
         _kill_one(directory, model, rng)
-        num_in_flight += model.pending is not None
+        num_shrinking += model.least_left is not None
+        num_clearing += model.pending is not None and model.pending[0] == _CLEAR
+        num_in_flight += model.pending is not None or model.least_left is not None
         model.pending = None
         with _open(directory) as store:
             _read_all(store, model, judge)
             num_lost += store.stats.num_resets  # an empty store would be a lot of losses: never pass over it
-    return KillpointResult(num_points, num_lost, num_wrong, num_in_flight)
+        if model.least_left is not None:
+            num_lost += max(0, model.least_left - model.num_there)
+    return KillpointResult(num_points, num_lost, num_wrong, num_in_flight, num_shrinking, num_clearing)
 
 
 def _measure_damage(directory: Path, num_points: int, seed: int) -> DamageResult:

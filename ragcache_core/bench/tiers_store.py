@@ -28,7 +28,8 @@ def measure_killpoints(plan: Plan) -> Part:
     plan.report(f"killpoints: {num_points:,} writers killed")
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder:
         result = run_killpoints(Path(folder), num_points, plan.seed)
-    note = f"{result.num_in_flight} of them in the middle of a change"
+    note = f"{result.num_in_flight} of them in the middle of a change: {result.num_shrinking} opened the store with "
+    note += f"less room, {result.num_clearing} emptied it"
     figures = (
         Figure("killpoints", result.num_points, note=note),
         Figure("killpoint_lost", result.num_lost, note="chunks that were acknowledged and gone"),
