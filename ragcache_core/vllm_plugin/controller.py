@@ -213,6 +213,7 @@ class CacheController:
         self.speculations.on_finished(request_id, record)
         if record.retained is not None:
             self.tree.release(record.retained)
+            record.retained = None
         self._finished[request_id] = record.to_dict()
         return self._finished[request_id]
 

@@ -238,6 +238,7 @@ class DiskIO:
         self._batches.put(None)
 
     def _write_batches(self) -> None:
+        has_failed = False
         while (batch := self._batches.get()) is not None:
             keys = [chunk.key for chunk in batch.chunks]
             try:
@@ -261,9 +262,11 @@ class DiskIO:
                     )
                     self._written.append(Outcome(keys[part]))
             except Exception as error:
-                # At once: the scheduler hears of it with the next step, which may be far away.
-                held = " and still holds KV from before a reset" if batch.clears else ""
-                logger.error("RAGCache's disk tier could not be written to%s: %s", held, error)
+                if batch.clears:
+                    logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
+                elif not has_failed:  # at once: the scheduler hears of it with its next step, which may be far away
+                    logger.error("RAGCache's disk tier could not be written to: %s", error)
+                has_failed = True
                 done = {key for key in keys if key in self._store}
                 self._written.append(Outcome([key for key in keys if key not in done], error))
             finally:
