@@ -186,19 +186,19 @@ class _Pipe:
         return bool(data)
 
 
-def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Random) -> None:
-    """Change the store at random for as long as the process lives."""
+def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Random, *, seldom: bool) -> None:
+    """Change the store at random for as long as the process lives; ``seldom``: open it with less room, or empty it."""
 
     def tell(what: int, version: int = 0, numbers: bytes = b"") -> None:
         os.write(say, _HEADER.pack(what, version, len(numbers)) + numbers)
 
     version = model.last_version
-    num_slots = rng.randint(_NUM_SLOTS // 2, _NUM_SLOTS) if rng.random() < _SHRINK_SHARE else _NUM_SLOTS
+    num_slots = rng.randint(_NUM_SLOTS // 2, _NUM_SLOTS) if seldom and rng.random() < _SHRINK_SHARE else _NUM_SLOTS
     num_before = model.num_there
     if num_slots < num_before:
         tell(_SHRINK, num_slots)
     store = _open(directory, num_slots)
-    if len(store) != min(num_before, num_slots) and all(len(versions) == 1 for versions in model.allowed):
+    if seldom and len(store) != min(num_before, num_slots):  # every chunk was looked at before
         raise RuntimeError(f"{num_before} chunks in {num_slots} slots are {len(store)}")
     tell(_READY, numbers=bytes(n for n in range(_NUM_KEYS) if _key(n) not in store))
     while True:
@@ -206,7 +206,7 @@ def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Ra
         away = [n for n in range(_NUM_KEYS) if _key(n) not in store]
         count = min(rng.randint(1, _MOST_CHUNKS), len(away))
         kind = rng.random()
-        if kind < _CLEAR_SHARE:
+        if seldom and kind < _CLEAR_SHARE:
             tell(_CLEAR, _ABSENT, bytes(here))
             store.clear()
         elif kind < _CLEAR_SHARE + _NOTE_SHARE:
@@ -227,7 +227,7 @@ def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Ra
             store.read(_key(rng.randrange(_NUM_KEYS)), bytearray(_CHUNK_BYTES))
 
 
-def _fork_writer(directory: Path, model: _Model, seed: int) -> tuple[int, int]:
+def _fork_writer(directory: Path, model: _Model, seed: int, *, seldom: bool) -> tuple[int, int]:
     hear, say = os.pipe()
     child = os.fork()
     if child:
@@ -235,17 +235,17 @@ def _fork_writer(directory: Path, model: _Model, seed: int) -> tuple[int, int]:
         return child, hear
     try:
         os.close(hear)
-        _write_until_killed(directory, say, model, _rng(seed))
+        _write_until_killed(directory, say, model, _rng(seed), seldom=seldom)
     except BaseException as error:  # a writer that fails must not go on as its parent
         print(f"writer failed: {error!r}", file=sys.stderr)  # noqa: T201
     os._exit(1)
 
 
-def _kill_one(directory: Path, model: _Model, rng: random.Random) -> None:
+def _kill_one(directory: Path, model: _Model, rng: random.Random, *, seldom: bool = False) -> None:
     """Let a writer work for a while, kill it, and hear what it had said."""
     model.is_ready, model.num_ended, model.least_left = False, 0, None
     started_s = time.perf_counter()
-    child, descriptor = _fork_writer(directory, model, rng.getrandbits(32))
+    child, descriptor = _fork_writer(directory, model, rng.getrandbits(32), seldom=seldom)
     pipe = _Pipe(descriptor)
     if rng.random() < 0.1:  # somewhere between its first instruction and its first changes
         delay_s, num_operations = rng.uniform(0, 0.02), 0
@@ -292,7 +292,7 @@ def _measure_killpoints(directory: Path, num_points: int, seed: int) -> Killpoin
         model.allowed[number] = {version or _ABSENT}
 
     for _ in range(num_points):
-        _kill_one(directory, model, rng)
+        _kill_one(directory, model, rng, seldom=True)
         num_shrinking += model.least_left is not None
         num_clearing += model.pending is not None and model.pending[0] == _CLEAR
         num_in_flight += model.pending is not None or model.least_left is not None
