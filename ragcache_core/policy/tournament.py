@@ -53,7 +53,8 @@ class DecayedFrequencyPolicy(ReplacementPolicy):
 
     def rank(self, stats: NodeStats, clock: float) -> float:
         weight = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
-        worth = max(weight, _LEAST) * max(stats.avg_cost_s, _LEAST)
+        cost_s = stats.total_cost_s / stats.num_computed if stats.num_computed else 0.0  # avg_cost_s, without the call
+        worth = (weight if weight > _LEAST else _LEAST) * (cost_s if cost_s > _LEAST else _LEAST)
         return math.log2(worth) + stats.last_request / self.half_life
 
 

@@ -36,6 +36,7 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
             if is_connected:
                 assert not _gaps(tree, node, tier), (node, tier)
     _check_protection(tree)
+    _check_shadows(tree)
     for tier in Tier:
         state = tree.tiers[tier]
         assert state.num_units == sum(state.resident[n.id].bit_count() for n in tree.nodes())
@@ -64,6 +65,17 @@ def _check_protection(tree: KnowledgeTree) -> None:
         for node in location.node.path():
             counts[node.id] += count
     assert tree.protected == counts
+
+
+def _check_shadows(tree: KnowledgeTree) -> None:
+    for shadow in tree.shadows:
+        assert shadow.num_tokens <= shadow.capacity_tokens
+        assert shadow.num_tokens == sum(shadow.held_tokens[node.id] for node in tree.nodes())
+        for parent in (tree.root, *tree.nodes()):
+            num_held = sum(1 for child in parent.iter_children() if shadow.held_tokens[child.id])
+            assert shadow.num_children[parent.id] == num_held, parent
+            if shadow.held_tokens[parent.id] and not num_held:
+                assert shadow.is_queued[parent.id], parent
 
 
 def _gaps(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> int:

@@ -9,7 +9,6 @@ from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.policy.tournament import TournamentPolicy
 from ragcache_core.tree.node import PathSegment, PrefixMatch, TreeNode
 from ragcache_core.tree.shadow import ShadowTournament
-from ragcache_core.tree.tier import TierState
 from ragcache_core.tree.tiered_tree import TieredTree
 from ragcache_core.types import Tier
 
@@ -26,10 +25,13 @@ class KnowledgeTree(TieredTree):
     Nothing here reads a clock, a file or a socket, or knows what a unit is: the engine and the simulator run the same
     object. Not thread-safe.
 
+    Attributes:
+        shadows: of a :class:`TournamentPolicy`'s candidates; none where none run.
+
     Args:
         policy: ranks the nodes.
         num_root_tokens: size of the root.
-        ghost_size: how many evicted documents keep their numbers in the tree.
+        ghost_size: how many evicted documents keep their numbers in the tree, and their places in shadows.
         keeps_frequency: whether a document's numbers survive its eviction ("ghost" counts). Without, they start anew
             when it has left the last tier (RAGCache's text leaves it open).
         shadow_tokens: tokens that each shadow of a :class:`TournamentPolicy` holds; 0 runs none.
@@ -48,7 +50,8 @@ class KnowledgeTree(TieredTree):
     ) -> None:
         self._tournament: ShadowTournament | None = None
         if isinstance(policy, TournamentPolicy) and shadow_tokens > 0:
-            self._tournament = ShadowTournament(self, policy, shadow_tokens)
+            self._tournament = ShadowTournament(policy, shadow_tokens)
+        self.shadows = self._tournament.shadows if self._tournament is not None else ()
         self._ghost_size = ghost_size
         self._keeps_frequency = keeps_frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()
@@ -153,13 +156,13 @@ class KnowledgeTree(TieredTree):
             self.policy.on_access(node, self.num_requests)
             node.last_request = self.num_requests
             node.updated = self._next_sequence()
-            for state in self._states:
+            for state in self.tiers:
                 state.update_rank(node)
             if node.id in self._ghosts:
                 self._ghosts.move_to_end(node.id)
-        for state in self._states:
+        for state in self.tiers:
             state.compact(self._nodes)
-        if self._tournament is not None and self._tournament.observe(path):
+        if self._tournament is not None and self._tournament.observe(path, self._nodes):
             for state in self.tiers:
                 state.rerank()
 
@@ -181,13 +184,15 @@ class KnowledgeTree(TieredTree):
         node.frequency, node.num_computed, node.total_cost_s = frequency, 1, cost_s
         node.updated = self._next_sequence()
         self.policy.on_restore(node, self.num_requests)
-        for state in self._states:
+        for state in self.tiers:
             state.update_rank(node)
 
     # Inside
 
-    def _shadow_states(self) -> Sequence[TierState]:
-        return self._tournament.states if self._tournament is not None else ()
+    def _on_new_id(self, node_id: int) -> None:
+        super()._on_new_id(node_id)
+        for shadow in self.shadows:
+            shadow.add_column()
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self._ghosts.pop(lower.id, None)
@@ -195,6 +200,8 @@ class KnowledgeTree(TieredTree):
             lower.num_users = sum(self._retained.get(key, 0) for key in lower.keys)
             node.num_users -= lower.num_users
         super()._on_split(node, lower)
+        for shadow in self.shadows:
+            shadow.split(node, lower)
         self._note_if_ghost(lower)
 
     def _on_arrived(self, node: TreeNode) -> None:
@@ -220,7 +227,7 @@ class KnowledgeTree(TieredTree):
     def _note_if_ghost(self, node: TreeNode) -> None:
         if node.children or node.num_users or node.num_pins or self.is_protected(node):
             return
-        if not any(state.resident[node.id] for state in self._states):
+        if not self._is_resident(node):
             self._ghosts[node.id] = None
             if node.doc_id is None:  # a run without a name hardly comes back: it is the first to be forgotten
                 self._ghosts.move_to_end(node.id, last=False)
@@ -237,8 +244,10 @@ class KnowledgeTree(TieredTree):
     def _forget(self, node: TreeNode) -> None:
         if self.changes is not None:
             self.changes.note(node)
-        for state in self._states:
+        for state in self.tiers:
             state.clear_column(node.id)
+        for shadow in self.shadows:
+            shadow.drop(node)
         parent = self._remove_node(node)
         if parent is not self.root:
             self._note_if_ghost(parent)

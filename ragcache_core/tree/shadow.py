@@ -2,53 +2,175 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Set as AbstractSet
+from heapq import heappop, heappush, heapreplace
 from zlib import crc32
 
+from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.policy.tournament import TournamentPolicy
 from ragcache_core.tree.node import TreeNode
-from ragcache_core.tree.tier import TierState
-
-if TYPE_CHECKING:
-    from ragcache_core.tree.knowledge_tree import KnowledgeTree
 
 _TOKENS_SIMULATED = 250_000
 _MAX_SAMPLE_EVERY = 16
 
+_ID_BITS = 32
+_ID_MASK = (1 << _ID_BITS) - 1
+_STEPS_PER_RANK = 1 << 20
+"""Ranks of shadows are logarithms; finer differences are a tie."""
 
-class ShadowTournament:
-    """One imaginary tier for each candidate, of ``capacity_tokens``, that every request runs through.
 
-    A shadow lives in the same tree and holds whole documents. It costs a few numbers for each node and some heap
-    operations for each request, and no memory for KV. A large cache is judged by a sample: of every ``sample_every``
-    first documents one, with all that follows it, in a shadow that is as much smaller (miniature simulation,
-    Waldspurger et al., USENIX ATC 2017).
+class Shadow:
+    """The whole documents that one candidate would hold in an imaginary tier of ``capacity_tokens``.
+
+    Only leaves are given up. The heap has one integer for each: its rank, in steps, above its node's id. A use raises
+    ranks, so an entry stands still until it comes up, and goes back with the rank that the node has by then; a rank
+    that fell, because a node became cheaper, counts from then on as well.
+
+    Attributes:
+        num_tokens: held.
+        held_tokens: of each node that is held, by node id; 0 of the others.
+        num_children: that are held, by node id.
+        is_queued: whether the node, by its id, has an entry in the heap. All leaves that are held have.
     """
 
-    def __init__(self, tree: KnowledgeTree, policy: TournamentPolicy, capacity_tokens: int) -> None:
-        self.states = tuple(TierState(candidate) for candidate in policy.candidates)
-        self._tree = tree
+    def __init__(self, policy: ReplacementPolicy, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.num_tokens = 0
+        self.held_tokens = array("i")
+        self.num_children = array("i")
+        self.is_queued = bytearray()
+        self._policy = policy
+        self._heap: list[int] = []
+
+    def add_column(self) -> None:
+        """Make room for a node of the next new id."""
+        self.held_tokens.append(0)
+        self.num_children.append(0)
+        self.is_queued.append(0)
+
+    def retrieve(
+        self, documents: Sequence[TreeNode], retrieved: AbstractSet[TreeNode], nodes: Sequence[TreeNode | None]
+    ) -> int:
+        """Take in what is missing of a request's ``documents``, and return the tokens of the first that were there.
+
+        ``retrieved`` are the same documents, ``nodes`` the tree's by their ids.
+        """
+        num_found_tokens = num_found = 0
+        for node in documents:
+            if not self.held_tokens[node.id]:
+                break
+            num_found_tokens += self.held_tokens[node.id]
+            num_found += 1
+        if num_found == len(documents):
+            return num_found_tokens
+        for node in documents[num_found:]:
+            if self.held_tokens[node.id]:
+                continue
+            num_tokens = _size(node)
+            while self.num_tokens + num_tokens > self.capacity_tokens and self._evict(retrieved, nodes):
+                pass
+            if self.num_tokens + num_tokens > self.capacity_tokens:
+                break
+            self._hold(node, num_tokens)
+        for node in documents:  # those that came, and those that did not go
+            if self.held_tokens[node.id]:
+                self._queue(node)
+        return num_found_tokens
+
+    def split(self, node: TreeNode, lower: TreeNode) -> None:
+        """Divide what is held of ``node``, which kept its first units, with ``lower``, which has the others."""
+        self.num_children[lower.id], self.num_children[node.id] = self.num_children[node.id], 0
+        if held := self.held_tokens[node.id]:
+            self.num_tokens += _size(node) - held
+            self.held_tokens[node.id] = _size(node)
+            self._hold(lower, _size(lower))
+            self._queue(lower)
+
+    def drop(self, node: TreeNode) -> None:
+        """Forget a leaf that is gone from the tree. An entry that it leaves behind is passed over when it comes up."""
+        if self.held_tokens[node.id]:
+            self._release(node)
+
+    def _hold(self, node: TreeNode, num_tokens: int) -> None:
+        self.held_tokens[node.id] = num_tokens
+        self.num_tokens += num_tokens
+        assert node.parent is not None
+        self.num_children[node.parent.id] += 1
+
+    def _release(self, node: TreeNode) -> None:
+        self.num_tokens -= self.held_tokens[node.id]
+        self.held_tokens[node.id] = 0
+        self.is_queued[node.id] = 0
+        parent = node.parent
+        assert parent is not None
+        self.num_children[parent.id] -= 1
+        if self.held_tokens[parent.id]:
+            self._queue(parent)
+
+    def _queue(self, node: TreeNode) -> None:
+        if not self.num_children[node.id] and not self.is_queued[node.id]:
+            self.is_queued[node.id] = 1
+            heappush(self._heap, self._entry(node))
+
+    def _evict(self, retrieved: AbstractSet[TreeNode], nodes: Sequence[TreeNode | None]) -> bool:
+        """Give up the lowest-ranked leaf that is not in ``retrieved``, which leave the heap; False if there is none."""
+        heap = self._heap
+        while heap:
+            node_id = heap[0] & _ID_MASK
+            node = nodes[node_id]
+            if node is None or not self.held_tokens[node_id] or self.num_children[node_id]:
+                heappop(heap)
+                self.is_queued[node_id] = 0
+                continue
+            entry = self._entry(node)
+            if entry > heap[0]:
+                heapreplace(heap, entry)
+                continue
+            heappop(heap)
+            if node in retrieved:
+                self.is_queued[node_id] = 0
+                continue
+            self._release(node)
+            return True
+        return False
+
+    def _entry(self, node: TreeNode) -> int:
+        return int(self._policy.rank(node, 0.0) * _STEPS_PER_RANK) << _ID_BITS | node.id
+
+
+class ShadowTournament:
+    """One shadow of ``capacity_tokens`` for each candidate, that every request runs through.
+
+    It costs a few numbers for each node and some heap operations for each request, and no memory for KV. A large cache
+    is judged by a sample: of every ``sample_every`` first documents one, with all that follows it, in shadows that are
+    as much smaller (miniature simulation, Waldspurger et al., USENIX ATC 2017).
+    """
+
+    def __init__(self, policy: TournamentPolicy, capacity_tokens: int) -> None:
         self._policy = policy
         self._sample_every = min(max(capacity_tokens // _TOKENS_SIMULATED, 1), _MAX_SAMPLE_EVERY)
-        self._capacity_tokens = capacity_tokens // self._sample_every
-        self._num_tokens = [0] * len(self.states)
-        self._saved_tokens = [0] * len(self.states)
+        shadow_tokens = capacity_tokens // self._sample_every
+        self.shadows = tuple(Shadow(candidate, shadow_tokens) for candidate in policy.candidates)
+        self._saved_tokens = [0] * len(self.shadows)
         self._num_observed = 0
 
-    def observe(self, path: Sequence[TreeNode]) -> bool:
-        """Run a request through every shadow, and return whether the policy adopted another candidate."""
+    def observe(self, path: Sequence[TreeNode], nodes: Sequence[TreeNode | None]) -> bool:
+        """Run a request through every shadow, and return whether the policy adopted another candidate.
+
+        ``nodes`` are the tree's, by their ids.
+        """
         documents = [node for node in path if node.doc_id is not None and not node.is_transient]
-        if not self._is_sampled(documents):
-            documents = []
-        for i, state in enumerate(self.states):
-            self._saved_tokens[i] += sum(node.num_tokens for node in self._leading(documents, state))
-            self._admit(documents, i, state)
+        if self._is_sampled(documents):
+            retrieved = set(documents)
+            for i, shadow in enumerate(self.shadows):
+                self._saved_tokens[i] += shadow.retrieve(documents, retrieved, nodes)
         self._num_observed += 1
         if self._num_observed < self._policy.window:
             return False
         self._num_observed = 0
-        saved, self._saved_tokens = self._saved_tokens, [0] * len(self.states)
+        saved, self._saved_tokens = self._saved_tokens, [0] * len(self.shadows)
         return self._policy.adopt(saved)
 
     def _is_sampled(self, documents: Sequence[TreeNode]) -> bool:
@@ -56,21 +178,7 @@ class ShadowTournament:
             return True
         return crc32((documents[0].doc_id or "").encode()) % self._sample_every == 0
 
-    def _leading(self, documents: Sequence[TreeNode], state: TierState) -> Sequence[TreeNode]:
-        for i, node in enumerate(documents):
-            if not state.resident[node.id]:
-                return documents[:i]
-        return documents
 
-    def _admit(self, documents: Sequence[TreeNode], i: int, state: TierState) -> None:
-        retrieved = set(documents)
-        for node in documents:
-            if state.resident[node.id]:
-                continue
-            while self._num_tokens[i] + node.num_tokens > self._capacity_tokens:
-                evicted = self._tree.evict_node(state, retrieved)
-                if evicted is None:
-                    return
-                self._num_tokens[i] -= evicted.num_tokens
-            self._tree.place(node, state)
-            self._num_tokens[i] += node.num_tokens
+def _size(node: TreeNode) -> int:
+    """Return what a held node counts; nothing is for nothing."""
+    return max(node.num_tokens, 1)

@@ -172,12 +172,13 @@ class TierState:
         """Return the first of the buckets' first nodes, or None; protected ones are put aside."""
         best: TreeNode | None = None
         best_score = math.inf
+        if len(self._heaps) == 1:
+            (bucket,) = self._heaps
+            return self._first(bucket, nodes)
         for bucket in list(self._heaps):
             node = self._first(bucket, nodes)
             if node is None:
                 continue
-            if len(self._heaps) == 1:
-                return node
             score = self._score(node, num_requests)
             if best is None or score < best_score:
                 best, best_score = node, score

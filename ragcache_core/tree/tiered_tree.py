@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Hashable, Iterable
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.changes import NodeChanges
@@ -40,13 +39,10 @@ class TieredTree(PrefixTree):
         host = TierState(policy, (disk,), self.protected, moves_down=moves_down)
         gpu = TierState(policy, (host, disk), self.protected, moves_down=moves_down)
         self.tiers = (gpu, host, disk)
-        self._states = [*self.tiers, *self._shadow_states()]
-        self._up_from = {state: self.tiers[: i + 1] for i, state in enumerate(self.tiers)}
-        """Each tier with those above it, but no shadow."""
-        self._may_free: dict[TierState, tuple[TierState, ...]] = {state: (state,) for state in self._states}
+        self._up_from: dict[TierState, tuple[TierState, ...]] = {gpu: (gpu,), host: (gpu, host), disk: self.tiers}
+        """Each tier with those above it."""
+        self._may_free = {state: (state,) for state in self.tiers} if moves_down else self._up_from
         """Where a change may make a node evictable: there, and in the tiers on whose copies its units stand."""
-        if not moves_down:
-            self._may_free.update(self._up_from)
         super().__init__(num_root_tokens)
 
     def resident_mask(self, node: TreeNode, tier: Tier) -> int:
@@ -66,7 +62,7 @@ class TieredTree(PrefixTree):
             assert node.num_pins > 0, node
             node.num_pins -= 1
             if not node.num_pins:
-                for state in self._states:
+                for state in self.tiers:
                     state.offer(node)
                 self._on_left(node)
 
@@ -179,21 +175,6 @@ class TieredTree(PrefixTree):
         self._evict_tail(node, len(node.keys), self.tiers[tier])
         self._forget_uses((node,))
 
-    def evict_node(self, state: TierState, retrieved: AbstractSet[TreeNode]) -> TreeNode | None:
-        """Take the lowest-ranked leaf out of a shadow as a whole; None if there is none, or it is in ``retrieved``."""
-        node = state.candidate(self._nodes, self.num_requests)
-        if node is None or node in retrieved:
-            return None
-        state.clock = max(state.clock, state.ranks[node.id])
-        units = state.resident[node.id]
-        self._remove(node, units, state)
-        state.num_evicted_units += units.bit_count()
-        return node
-
-    def place(self, node: TreeNode, state: TierState) -> None:
-        """Put a whole node into a shadow."""
-        self._add(node, node.full_mask, state)
-
     def clear_tier(self, tier: Tier) -> None:
         """Take everything out of ``tier``: its memory was reset or lost."""
         state = self.tiers[tier]
@@ -203,10 +184,6 @@ class TieredTree(PrefixTree):
                 self._remove(node, state.resident[node.id], state)
 
     # For the subclass
-
-    def _shadow_states(self) -> Sequence[TierState]:
-        """Return further tiers that hold no KV."""
-        return ()
 
     def _on_arrived(self, node: TreeNode) -> None:
         """Take note that a node is in a tier that it was not in, or is protected."""
@@ -220,7 +197,7 @@ class TieredTree(PrefixTree):
     # Inside
 
     def _on_new_id(self, node_id: int) -> None:
-        for state in self._states:
+        for state in self.tiers:
             state.add_column(node_id)
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
@@ -231,7 +208,7 @@ class TieredTree(PrefixTree):
                 self.protected[lower.id] = num_protected
         num_units = len(node.keys)
         low_bits = node.full_mask
-        for state in self._states:
+        for state in self.tiers:
             mask = state.resident[node.id]
             state.resident[node.id], state.resident[lower.id] = mask & low_bits, mask >> num_units
             state.num_resident_children[lower.id] = state.num_resident_children[node.id]
@@ -244,7 +221,7 @@ class TieredTree(PrefixTree):
                     state.in_use[lower.id] = held >> num_units
             if mask and not mask & low_bits and node.parent is not None:
                 state.num_resident_children[node.parent.id] -= 1
-        for state in self._states:
+        for state in self.tiers:
             state.offer(node)
             state.offer(lower)
             if node.parent is not None:
@@ -304,15 +281,14 @@ class TieredTree(PrefixTree):
         may_be_base = state.has_bases(node)
         keys = node.keys
         evicted: list[EvictedUnit] = []
-        units = 0
-        while mask and len(evicted) < num_units:
-            unit = mask.bit_length() - 1
+        left = mask
+        while left and len(evicted) < num_units:
+            unit = left.bit_length() - 1
             if held >> unit & 1 or (may_be_base and state.is_base(node, unit)):
                 break
-            mask ^= 1 << unit
-            units |= 1 << unit
+            left ^= 1 << unit
             evicted.append(EvictedUnit(node, unit, keys[unit]))
-        self._remove(node, units, state)
+        self._remove(node, mask ^ left, state)
         state.num_evicted_units += len(evicted)
         return evicted
 
@@ -339,15 +315,15 @@ class TieredTree(PrefixTree):
     def _note_change(self, node: TreeNode, state: TierState) -> None:
         """Take note that units of ``node`` came to ``state``, left it, or are another node's since it was cut.
 
-        What concerns a tier concerns those above it, whose copies may be copies no longer; a shadow concerns nobody.
+        What concerns a tier concerns those above it, whose copies may be copies no longer.
         """
-        if (tiers := self._up_from.get(state)) is None:
-            return
         if self.changes is not None:
             self.changes.note(node)
         if self.policy.copy_discount:
-            for tier in tiers:
+            for tier in self._up_from[state]:
                 tier.note_copies(node)
 
     def _is_resident(self, node: TreeNode) -> bool:
-        return any(tier.resident[node.id] for tier in self.tiers)
+        gpu, host, disk = self.tiers
+        node_id = node.id
+        return bool(gpu.resident[node_id] or host.resident[node_id] or disk.resident[node_id])

@@ -112,8 +112,7 @@ def test_a_shadow_ignores_protection() -> None:
     shadows = []
     for tree in trees:
         cache(tree, document("C"))
-        states = [state for state in tree._states if state not in tree.tiers]
-        shadows.append([[n.doc_id for n in tree.nodes() if state.resident[n.id]] for state in states])
+        shadows.append([[n.doc_id for n in tree.nodes() if s.held_tokens[n.id]] for s in tree.shadows])
     assert shadows[0] == shadows[1]
     assert ["B", "C"] in shadows[0]
 
