@@ -1,9 +1,10 @@
-"""Start vLLM's OpenAI-compatible server as it is, with our route and a KV memory that fits a CPU."""
+"""Start vLLM's OpenAI-compatible server as it is, with our route, and with memory as it does a CPU good."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import MutableMapping
 from importlib.metadata import entry_points
 
 from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
@@ -19,6 +20,9 @@ _PLUGIN_GROUPS = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""For glibc, in bytes: what is freed is kept up to a GiB, and no block below 32 MiB (glibc's maximum) is a mapping of
+its own."""
 
 
 def run_api_server() -> None:
@@ -32,11 +36,23 @@ def run_api_server() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.platforms import current_platform
 
-    default = os.environ.get(CPU_KV_CACHE_BYTES_ENV)
-    is_set = any(argument.split("=")[0].replace("_", "-") in _KV_MEMORY_FLAGS for argument in sys.argv)
-    if default and current_platform.is_cpu() and not is_set and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        sys.argv += ["--kv-cache-memory-bytes", default]
+    if current_platform.is_cpu():
+        default = os.environ.get(CPU_KV_CACHE_BYTES_ENV)
+        is_set = any(argument.split("=")[0].replace("_", "-") in _KV_MEMORY_FLAGS for argument in sys.argv)
+        if default and not is_set and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            sys.argv += ["--kv-cache-memory-bytes", default]
+        keep_freed_memory(os.environ)
     main()
+
+
+def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
+    """Let glibc keep what a model frees, in processes that begin with ``environ``, unless the user tunes it himself.
+
+    On a CPU a step's activations come from glibc, which returns them to the kernel after the step, and every page of
+    the next step's is a fault again: 130 000 for some 35 000 tokens were measured, a tenth of the time.
+    """
+    if not any(name.startswith("MALLOC_") for name in environ) and "malloc" not in environ.get("GLIBC_TUNABLES", ""):
+        environ.update(_MALLOC)
 
 
 def _allow_endpoints() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from ragcache_core.chunkstore.regrowing import note_of
-from ragcache_core.tree import EvictedUnit, Location, admit
+from ragcache_core.tree import EvictedUnit, Location, admit, by_node
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import (
     CachePolicy,
@@ -20,6 +21,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 
 if TYPE_CHECKING:
+    from ragcache_core.tree import TreeNode
     from ragcache_core.vllm_plugin.controller import CacheController
     from ragcache_core.vllm_plugin.host_journal import HostJournal
 
@@ -60,6 +62,7 @@ class TreeCachePolicy(CachePolicy):
         self._unknown: dict[OffloadKey, None] = {}
         self._fleeting: set[OffloadKey] = set()
         self._chosen: list[EvictedUnit] = []
+        self._arriving: list[Location] | None = None
 
     # Admission
 
@@ -80,6 +83,17 @@ class TreeCachePolicy(CachePolicy):
         self._chosen = admission.evicted
         refused = set(new[admission.num_admitted :])
         return [key for key in keys if key not in refused]
+
+    @contextmanager
+    def inserting(self) -> Iterator[None]:
+        """Tell the tree of what is inserted meanwhile at the end, node by node: it knows of none of it before."""
+        self._arriving = arriving = []
+        try:
+            yield
+        finally:
+            self._arriving = None
+            for node, units in by_node(arriving):
+                self._add(node, units)
 
     # Promises to waiting requests
 
@@ -110,11 +124,12 @@ class TreeCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         self._chunks[key] = chunk
-        if (location := self._locate(key)) is not None:
-            self.controller.tree.hold(location.node, 1 << location.unit, Tier.HOST)
-            self.controller.tree.add(location.node, 1 << location.unit, Tier.HOST)
-        else:
+        if (location := self._locate(key)) is None:
             self._unknown[key] = None
+        elif self._arriving is not None:
+            self._arriving.append(location)
+        else:
+            self._add(location.node, 1 << location.unit)
         if self._looking_up is not None:
             self._promise(key)
 
@@ -180,6 +195,10 @@ class TreeCachePolicy(CachePolicy):
 
     # Inside
 
+    def _add(self, node: TreeNode, units: int) -> None:
+        self.controller.tree.hold(node, units, Tier.HOST)
+        self.controller.tree.add(node, units, Tier.HOST)
+
     def _is_idle(self, key: OffloadKey) -> bool:
         return self._chunks[key].ref_cnt == 0 and key not in self._num_promises
 
@@ -228,5 +247,6 @@ class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         offered = self._policy.admit(keys, self._get_num_free_chunks())
-        output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
+        with self._policy.inserting():
+            output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
         return output
