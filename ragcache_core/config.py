@@ -146,8 +146,8 @@ class CacheConfig(BaseModel):
     """Of a prompt with many documents only the first so many are kept; ``None`` keeps all."""
 
     ghost_size: Annotated[int, Field(ge=0, strict=True)] = 100_000
-    """Evicted documents whose uses are remembered; 0 remembers none. Each takes 0.7 KiB of main memory, and 0.2 KiB for
-    each of its blocks."""
+    """Evicted documents whose uses are remembered; 0 remembers none, and leaves a tournament little to judge by. Each
+    takes 0.7 KiB of main memory, and 0.2 KiB for each of its blocks."""
 
     queue: QueueOrder = "cache_aware"
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be

@@ -75,7 +75,7 @@ def _check_shadows(tree: KnowledgeTree) -> None:
             num_held = sum(1 for child in parent.iter_children() if shadow.held_tokens[child.id])
             assert shadow.num_children[parent.id] == num_held, parent
             if shadow.held_tokens[parent.id] and not num_held:
-                assert shadow.is_queued[parent.id], parent
+                assert shadow.is_candidate(parent), parent
 
 
 def _gaps(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> int:

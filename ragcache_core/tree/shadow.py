@@ -17,6 +17,7 @@ _MAX_SAMPLE_EVERY = 16
 
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
+_MAX_LEFT_BEHIND = 1024
 _STEPS_PER_RANK = 1 << 20
 """Ranks of shadows are logarithms; finer differences are a tie."""
 
@@ -24,15 +25,15 @@ _STEPS_PER_RANK = 1 << 20
 class Shadow:
     """The whole documents that one candidate would hold in an imaginary tier of ``capacity_tokens``.
 
-    Only leaves are given up. The heap has one integer for each: its rank, in steps, above its node's id. A use raises
-    ranks, so an entry stands still until it comes up, and goes back with the rank that the node has by then; a rank
-    that fell, because a node became cheaper, counts from then on as well.
+    Only leaves are given up. The heap has an integer for each: its rank, in steps, above its node's id. A use raises
+    ranks, so an entry stands still until it comes up, and goes back with the rank that the node has by then. A rank
+    that fell, because a node became cheaper, is noticed no sooner; that of a node whose uses start anew is, at its
+    first use.
 
     Attributes:
         num_tokens: held.
         held_tokens: of each node that is held, by node id; 0 of the others.
         num_children: that are held, by node id.
-        is_queued: whether the node, by its id, has an entry in the heap. All leaves that are held have.
     """
 
     def __init__(self, policy: ReplacementPolicy, capacity_tokens: int) -> None:
@@ -40,15 +41,16 @@ class Shadow:
         self.num_tokens = 0
         self.held_tokens = array("i")
         self.num_children = array("i")
-        self.is_queued = bytearray()
+        self._is_queued = bytearray()
         self._policy = policy
         self._heap: list[int] = []
+        self._num_left_behind = 0
 
     def add_column(self) -> None:
         """Make room for a node of the next new id."""
         self.held_tokens.append(0)
         self.num_children.append(0)
-        self.is_queued.append(0)
+        self._is_queued.append(0)
 
     def retrieve(
         self, documents: Sequence[TreeNode], retrieved: AbstractSet[TreeNode], nodes: Sequence[TreeNode | None]
@@ -63,12 +65,16 @@ class Shadow:
                 break
             num_found_tokens += self.held_tokens[node.id]
             num_found += 1
+            if node.frequency == 1:
+                self._queue_anew(node)
         if num_found == len(documents):
             return num_found_tokens
         for node in documents[num_found:]:
             if self.held_tokens[node.id]:
                 continue
             num_tokens = _size(node)
+            if num_tokens > self.capacity_tokens:
+                break
             while self.num_tokens + num_tokens > self.capacity_tokens and self._evict(retrieved, nodes):
                 pass
             if self.num_tokens + num_tokens > self.capacity_tokens:
@@ -89,9 +95,14 @@ class Shadow:
             self._queue(lower)
 
     def drop(self, node: TreeNode) -> None:
-        """Forget a leaf that is gone from the tree. An entry that it leaves behind is passed over when it comes up."""
+        """Forget a leaf that is gone from the tree."""
         if self.held_tokens[node.id]:
             self._release(node)
+            self._leave_behind()
+
+    def is_candidate(self, node: TreeNode) -> bool:
+        """Return whether the heap has an entry of a node; O(entries)."""
+        return any(entry & _ID_MASK == node.id for entry in self._heap)
 
     def _hold(self, node: TreeNode, num_tokens: int) -> None:
         self.held_tokens[node.id] = num_tokens
@@ -102,7 +113,7 @@ class Shadow:
     def _release(self, node: TreeNode) -> None:
         self.num_tokens -= self.held_tokens[node.id]
         self.held_tokens[node.id] = 0
-        self.is_queued[node.id] = 0
+        self._is_queued[node.id] = 0
         parent = node.parent
         assert parent is not None
         self.num_children[parent.id] -= 1
@@ -110,9 +121,27 @@ class Shadow:
             self._queue(parent)
 
     def _queue(self, node: TreeNode) -> None:
-        if not self.num_children[node.id] and not self.is_queued[node.id]:
-            self.is_queued[node.id] = 1
+        if not self.num_children[node.id] and not self._is_queued[node.id]:
+            self._is_queued[node.id] = 1
             heappush(self._heap, self._entry(node))
+
+    def _queue_anew(self, node: TreeNode) -> None:
+        """Give a node an entry of its present rank, which may be lower than that of the entry that it has."""
+        if self._is_queued[node.id]:
+            self._is_queued[node.id] = 0
+            self._queue(node)
+            self._leave_behind()
+
+    def _leave_behind(self) -> None:
+        """Take note of an entry that counts no longer: it is passed over when it comes up, or dropped with others."""
+        self._num_left_behind += 1
+        if self._num_left_behind > _MAX_LEFT_BEHIND + len(self._heap) // 2:
+            lowest: dict[int, int] = {}
+            for entry in sorted(self._heap, reverse=True):
+                if self.held_tokens[entry & _ID_MASK]:
+                    lowest[entry & _ID_MASK] = entry
+            self._heap = sorted(lowest.values())
+            self._num_left_behind = 0
 
     def _evict(self, retrieved: AbstractSet[TreeNode], nodes: Sequence[TreeNode | None]) -> bool:
         """Give up the lowest-ranked leaf that is not in ``retrieved``, which leave the heap; False if there is none."""
@@ -122,7 +151,7 @@ class Shadow:
             node = nodes[node_id]
             if node is None or not self.held_tokens[node_id] or self.num_children[node_id]:
                 heappop(heap)
-                self.is_queued[node_id] = 0
+                self._is_queued[node_id] = 0
                 continue
             entry = self._entry(node)
             if entry > heap[0]:
@@ -130,7 +159,7 @@ class Shadow:
                 continue
             heappop(heap)
             if node in retrieved:
-                self.is_queued[node_id] = 0
+                self._is_queued[node_id] = 0
                 continue
             self._release(node)
             return True

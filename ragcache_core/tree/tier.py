@@ -16,8 +16,6 @@ _MIN_ENTRIES = 1024
 _Entry = tuple[float, int, int]
 """(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
 
-_NOTHING: Mapping[int, int] = {}
-
 
 class TierState:
     """Columns over node ids, and heaps of the nodes that can be evicted.
@@ -41,10 +39,10 @@ class TierState:
     def __init__(
         self,
         policy: ReplacementPolicy,
-        slower: Sequence[TierState] = (),
-        protected: Mapping[int, int] = _NOTHING,
+        slower: Sequence[TierState],
+        protected: Mapping[int, int],
         *,
-        moves_down: bool = False,
+        moves_down: bool,
     ) -> None:
         """Begin empty; with ``moves_down`` nothing has to stay because slower tiers stand on it."""
         self.policy = policy

@@ -35,7 +35,7 @@ class TieredTree(PrefixTree):
         self.changes: NodeChanges | None = None
         self.protected_keys: dict[Hashable, int] = {}
         self.protected: dict[int, int] = {}
-        disk = TierState(policy, (), self.protected)
+        disk = TierState(policy, (), self.protected, moves_down=moves_down)
         host = TierState(policy, (disk,), self.protected, moves_down=moves_down)
         gpu = TierState(policy, (host, disk), self.protected, moves_down=moves_down)
         self.tiers = (gpu, host, disk)

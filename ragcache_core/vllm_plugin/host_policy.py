@@ -87,7 +87,8 @@ class TreeCachePolicy(CachePolicy):
     @contextmanager
     def inserting(self) -> Iterator[None]:
         """Tell the tree of what is inserted meanwhile at the end, node by node: it knows of none of it before."""
-        self._arriving = arriving = []
+        arriving: list[Location] = []
+        self._arriving = arriving
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from ragcache_core.policy import TournamentPolicy
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
 from ragcache_core.tree.shadow import Shadow
+from ragcache_core.types import Tier
 
 SIZES = {"A": 1, "B": 3, "C": 2, "D": 5, "E": 1}
 
@@ -39,7 +40,7 @@ class PlainShadow:
             while node not in self.held and self._num_tokens() + node.num_tokens > self.shadow.capacity_tokens:
                 leaves = [n for n in self.held if not any(c in self.held for c in n.iter_children())]
                 others = [n for n in leaves if n not in documents]
-                if not others:
+                if not others or node.num_tokens > self.shadow.capacity_tokens:
                     return sum(n.num_tokens for n in documents[:num_found])
                 self.held.remove(min(others, key=self.shadow._entry))
             self.held.add(node)
@@ -55,21 +56,25 @@ class PlainShadow:
         st.tuples(st.lists(st.sampled_from("ABCDE"), min_size=1, max_size=3), st.booleans()), max_size=60
     ),
     capacity=st.integers(1, 16),
+    ghost_size=st.sampled_from([0, 1, 3, 100]),
 )
 def test_a_shadow_holds_what_it_would_if_it_looked_at_all_it_holds(
-    requests: list[tuple[list[str], bool]], capacity: int
+    requests: list[tuple[list[str], bool]], capacity: int, ghost_size: int
 ) -> None:
-    tree = KnowledgeTree(policy := TournamentPolicy((2.0, 50.0), window=10**9), shadow_tokens=capacity)
+    """And what the tree has forgotten, whose id another node may have by then, it holds no longer."""
+    policy = TournamentPolicy((2.0, 50.0), window=10**9)
+    tree = KnowledgeTree(policy, ghost_size=ghost_size, shadow_tokens=capacity)
     plain = [PlainShadow(shadow) for shadow in tree.shadows]
     found = [0] * len(plain)
     for documents, has_greeting in requests:
         path = tree.insert(prompt(documents, has_greeting=has_greeting))
+        known = set(tree.nodes())
         tree.record_access(path, num_hit_units=0, cost_per_token_s=1e-3)
         for i, model in enumerate(plain):
+            model.held &= known
             found[i] += model.retrieve([node for node in path if node.doc_id is not None])
             assert {node for node in tree.nodes() if model.shadow.held_tokens[node.id]} == model.held
         check_invariants(tree)
-    assert policy.ruling == 1
     assert tree._tournament is not None
     assert tree._tournament._saved_tokens == found
 
@@ -100,3 +105,37 @@ def test_shadows_forget_with_the_tree() -> None:
         check_invariants(tree)
     assert len(tree) < 8
     assert all(shadow.num_tokens == 2 * len(tree) for shadow in tree.shadows)
+
+
+def test_what_is_forgotten_leaves_no_entries_without_end() -> None:
+    """Even where a shadow is never full, so that nothing ever comes up."""
+    tree = KnowledgeTree(TournamentPolicy(), ghost_size=1, shadow_tokens=10**6)
+    for number in range(4000):
+        tree.record_access(tree.insert([PathSegment([number], 1, str(number))]), num_hit_units=0, cost_per_token_s=1.0)
+    assert all(len(shadow._heap) < 2_500 for shadow in tree.shadows)
+    check_invariants(tree)
+
+
+def test_a_document_whose_uses_start_anew_ranks_as_a_new_one() -> None:
+    tree = KnowledgeTree(TournamentPolicy(), keeps_frequency=False, shadow_tokens=3)
+    old, *others = (tree.insert([PathSegment([name], 1, name)])[0] for name in "ABCD")
+
+    def use(node: TreeNode, times: int) -> None:
+        for _ in range(times):
+            tree.record_access([node], num_hit_units=1, cost_per_token_s=1e-3)
+
+    tree.add(old, 1, Tier.GPU)
+    tree.record_prefill([old], num_hit_units=0, cost_per_token_s=1e-3)
+    use(old, 30)
+    tree.evict(Tier.GPU)
+    tree.add(old, 1, Tier.GPU)
+    tree.record_prefill([old], num_hit_units=0, cost_per_token_s=1e-3)
+    use(old, 1)
+    assert old.frequency == 1
+    for node in others:
+        tree.add(node, 1, Tier.GPU)
+        tree.record_prefill([node], num_hit_units=0, cost_per_token_s=1e-3)
+        use(node, 2)
+    assert [[bool(shadow.held_tokens[n.id]) for n in (old, *others)] for shadow in tree.shadows] == [
+        [False, True, True, True]
+    ] * 4

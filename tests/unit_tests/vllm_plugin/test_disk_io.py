@@ -241,6 +241,27 @@ def test_a_full_store_is_an_error_that_is_reported(opening: Opening) -> None:
     assert list(scene.io.take_copied()) == [1]
 
 
+def test_the_first_failed_write_is_logged_at_once_and_the_next_ones_are_not(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anybody takes the outcome: the scheduler may not do so before its next step."""
+    scene = opening()
+
+    def fail(self: SlotFile, *args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SlotFile, "write", fail)
+    with caplog.at_level("ERROR", logger=disk_io.logger.name):
+        for number in range(3):
+            scene.write(keys(2, f"{number} "))
+            assert scene.io.finish_writes(30)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "could not be written to" in message
+    assert "No space left on device" in message
+    _, lost, errors = scene.written()
+    assert (len(lost), len(errors)) == (6, 3)
+
+
 def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
     scene = opening()
     scene.write(keys(2))
