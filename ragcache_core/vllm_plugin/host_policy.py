@@ -63,6 +63,7 @@ class TreeCachePolicy(CachePolicy):
         self._fleeting: set[OffloadKey] = set()
         self._chosen: list[EvictedUnit] = []
         self._arriving: list[Location] | None = None
+        self._settling: list[Location] | None = None
 
     # Admission
 
@@ -95,6 +96,18 @@ class TreeCachePolicy(CachePolicy):
             self._arriving = None
             for node, units in by_node(arriving):
                 self._add(node, units)
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Tell the tree of what is let go meanwhile at the end, node by node; until then it is held."""
+        settling: list[Location] = []
+        self._settling = settling
+        try:
+            yield
+        finally:
+            self._settling = None
+            for node, units in by_node(settling):
+                self.controller.tree.let_go(node, units, Tier.HOST)
 
     # Promises to waiting requests
 
@@ -219,7 +232,11 @@ class TreeCachePolicy(CachePolicy):
 
     def _let_go(self, key: OffloadKey) -> None:
         chunk, location = self._chunks.get(key), self._locate(key)
-        if chunk is not None and chunk.ref_cnt == 0 and location is not None:
+        if chunk is None or chunk.ref_cnt or location is None:
+            return
+        if self._settling is not None:
+            self._settling.append(location)
+        else:
             self.controller.tree.let_go(location.node, 1 << location.unit, Tier.HOST)
 
     def _withdraw(self, key: OffloadKey) -> None:
@@ -251,3 +268,7 @@ class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
         with self._policy.inserting():
             output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
         return output
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        with self._policy.settling():
+            super().complete_store(keys, req_context, success)

@@ -205,7 +205,11 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(vllm_facts: dict[str, 
     assert vllm_facts["host"] == ["_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks"], (
         "compat.host_policy_of() and compat.adopt_chunks() need them"
     )
-    assert vllm_facts["host_store"] == [["self", "keys", "req_context"], ["self"]], "follow it in SelectiveHostTier"
+    assert vllm_facts["host_store"] == [
+        ["self", "keys", "req_context"],
+        ["self", "keys", "req_context", "success"],
+        ["self"],
+    ], "follow it in SelectiveHostTier"
     assert vllm_facts["host_view"] == ["self"], "offload.py restores host memory through it"
     assert vllm_facts["chunk_status"] == [3, -1], "a new chunk is not ready: adopt_chunks() sets its ref_cnt to 0"
     assert vllm_facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (

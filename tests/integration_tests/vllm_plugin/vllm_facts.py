@@ -214,6 +214,7 @@ def facts() -> dict[str, object]:
         ],
         "host_store": [
             parameters(compat.CPUPrimaryTierOffloadingManager.prepare_store),
+            parameters(compat.CPUPrimaryTierOffloadingManager.complete_store),
             parameters(compat.CPUPrimaryTierOffloadingManager._get_num_free_chunks),
         ],
         "host_view": parameters(CPUPrimaryTierOffloadingManager.get_kv_memoryview),
