@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ragcache_core.bench.report import Figure, Part, Plan, percentiles_ms
+from ragcache_core.memory import collect_rarely
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.sim.workload import Workload, draw_retrievals
 from ragcache_core.tree import KnowledgeTree, NodeChanges, PathSegment, TreeNode, by_node
@@ -156,12 +157,15 @@ def bytes_per_node(num_nodes: int, *, blocks_per_node: int, tiers: Sequence[Tier
 
 def measure_decisions(plan: Plan) -> Part:
     """Time the decisions with 1,000 and 100,000 resident nodes, and weigh a node."""
+    thresholds = gc.get_threshold()
+    collect_rarely()  # as in the engine
     gc.collect()
     gc.freeze()  # as vLLM does when its engine has started; collections go on for what comes after
     try:
         return _measure_decisions(plan)
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def _measure_decisions(plan: Plan) -> Part:

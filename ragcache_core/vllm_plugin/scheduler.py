@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.memory import collect_rarely
 from ragcache_core.vllm_plugin.block_pool import TreeBlockPool
 from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_confirm
 from ragcache_core.vllm_plugin.request_queue import CacheAwareRequestQueue
@@ -65,6 +66,7 @@ class _TreeScheduling:
                 "RAGCacheScheduler needs a connector of RAGCache: set --kv-transfer-config as Engine.launch and "
                 "'ragcache serve' do, or leave --scheduler-cls out"
             )
+        collect_rarely()
         self._controller = controller
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0

@@ -1,7 +1,8 @@
-"""What the engine says of its room for speculation: at once, and when it is idle again."""
+"""What the engine says of its room for speculation, at once and when it is idle again; who may stop its steps."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -65,3 +66,13 @@ def test_the_room_is_said_when_it_changes_and_when_the_engine_is_idle_again(
         stage.step()
     stage.finish_all()
     assert said == [False, True]
+
+
+def test_the_collector_does_not_stop_the_scheduler_for_every_hundredth_request() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 10, 10)  # Python's
+        Stage()
+        assert gc.get_threshold() == (10_000, 10, 10)
+    finally:
+        gc.set_threshold(*thresholds)

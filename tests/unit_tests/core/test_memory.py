@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from ragcache_core.memory import Memory, read_memory
+from ragcache_core.memory import Memory, collect_rarely, read_memory
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712
@@ -100,3 +101,14 @@ def test_a_limit_beyond_the_machine_is_none(groups: Groups) -> None:
 def test_this_very_machine_has_memory() -> None:
     memory = read_memory()
     assert 0 < memory.available <= memory.total
+
+
+@pytest.mark.parametrize(("before", "after"), [(700, 10_000), (2000, 10_000), (50_000, 50_000), (0, 0)])
+def test_the_collector_waits_for_more_unless_somebody_set_it_to_wait_longer_or_off(before: int, after: int) -> None:
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(before, 7, 5)
+        collect_rarely()
+        assert gc.get_threshold() == (after, 7, 5)
+    finally:
+        gc.set_threshold(*thresholds)
