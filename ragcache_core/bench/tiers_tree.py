@@ -104,8 +104,8 @@ class DecisionLoad:
         match = tree.match_prefix(segments)
         tree.unprotect(last)
         places = [place for s in segments for key in s.keys if (place := tree.locate(key)) is not None]
-        for node, unit in places[: match.num_units]:
-            tree.hold(node, 1 << unit, Tier.GPU)
+        for place in places[: match.num_units]:
+            tree.hold(place.node, 1 << place.unit, Tier.GPU)
         num_free = self._capacity_blocks - tree.tiers[Tier.GPU].num_units
         num_missing = len(places) - match.num_units
         if num_missing > num_free:

@@ -12,9 +12,9 @@ from ragcache_core.types import Tier
 
 def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
     """Return what has to be stored with a block's KV for the tree to grow again from it."""
-    node, unit = location
-    parent = tree.key_before(location)
-    return ChunkNote(cast("bytes | None", parent), node.doc_id, node.start + unit, node.frequency, node.avg_cost_s)
+    node = location.node
+    parent = cast("bytes | None", tree.key_before(location))
+    return ChunkNote(parent, node.doc_id, node.start + location.unit, node.frequency, node.avg_cost_s)
 
 
 def regrow(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost
 
-_LEAST = 1e-12
-_LOAD_SPEEDUP = 16.0
+_LEAST: Final = 1e-12
+_IDS_AHEAD: Final = 64
+_LOAD_SPEEDUP: Final = 16.0
 """How many times faster a token's KV is loaded than computed. What counts is the order of magnitude: 16 and any more
 gave the same in simulation."""
-_QUESTION_TOKENS = 32
+_QUESTION_TOKENS: Final = 32
 """Of a prompt that are computed in any case. Profiles measure no fewer; with formulas how many does not matter."""
-_LEAST_SHARE = 0.01
+_LEAST_SHARE: Final = 0.01
 """Of a prefill's time per token, what a token costs at least: measured times are noisy, and no document is for
 nothing."""
 
@@ -25,14 +26,15 @@ nothing."""
 class DecayedFrequencyPolicy(ReplacementPolicy):
     """Cost / Size x a frequency that halves every ``half_life`` requests: Eq. 1 of RAGCache with decay for a clock.
 
-    All frequencies fade at the same pace, so in logarithms an access is worth more by 1 / half_life for every request
-    that it is younger: the rank stands until the next access, and no clock is needed.
+    All frequencies fade at the same pace, so in logarithms an access is worth more by log(2) / half_life for every
+    request that it is younger: the rank stands until the next access, and no clock is needed.
     """
 
     name = "decayed"
 
     def __init__(self, half_life: float) -> None:
         self.half_life = half_life
+        self._decay = math.log(2.0) / half_life
         self._weights = array("d")
 
     def on_restore(self, stats: NodeStats, num_requests: int) -> None:
@@ -41,21 +43,24 @@ class DecayedFrequencyPolicy(ReplacementPolicy):
 
     def on_access(self, stats: NodeStats, num_requests: int) -> None:
         weights = self._weights
-        if stats.id >= len(weights):
-            weights.extend([0.0] * (stats.id + 1 - len(weights)))
+        self._make_room(stats.id)
         age = num_requests - stats.last_request
-        weights[stats.id] = 1.0 if stats.frequency == 1 else weights[stats.id] * 2.0 ** (-age / self.half_life) + 1.0
+        weights[stats.id] = 1.0 if stats.frequency == 1 else weights[stats.id] * math.exp(-age * self._decay) + 1.0
 
     def on_split(self, stats: NodeStats, lower: NodeStats) -> None:
-        if lower.id >= len(self._weights):
-            self._weights.extend([0.0] * (lower.id + 1 - len(self._weights)))
+        self._make_room(lower.id)
         self._weights[lower.id] = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
 
     def rank(self, stats: NodeStats, clock: float) -> float:
         weight = self._weights[stats.id] if stats.id < len(self._weights) else 0.0
         cost_s = stats.total_cost_s / stats.num_computed if stats.num_computed else 0.0  # avg_cost_s, without the call
         worth = (weight if weight > _LEAST else _LEAST) * (cost_s if cost_s > _LEAST else _LEAST)
-        return math.log2(worth) + stats.last_request / self.half_life
+        return math.log(worth) + stats.last_request * self._decay
+
+    def _make_room(self, node_id: int) -> None:
+        num_missing = node_id + 1 - len(self._weights)
+        if num_missing > 0:
+            self._weights.extend([0.0] * (num_missing + _IDS_AHEAD))
 
 
 class TournamentPolicy(ReplacementPolicy):
@@ -78,7 +83,7 @@ class TournamentPolicy(ReplacementPolicy):
 
     name = "tournament"
     is_selective: ClassVar[bool] = True
-    copy_discount: ClassVar[float] = math.log2(_LOAD_SPEEDUP)  # ranks are logarithms
+    copy_discount: ClassVar[float] = math.log(_LOAD_SPEEDUP)  # ranks are logarithms
 
     def __init__(
         self,

@@ -69,11 +69,11 @@ class GPUBlocks:
     def name(self, keys: Sequence[Hashable], first: int, last: int) -> None:
         """Note that the request's blocks ``[first, last)`` are full: they have a content that others can find."""
         for i in range(first, last):
-            node, unit = self._place(keys, i)
+            at = self._place(keys, i)
             self._hold(keys[i])
-            if self._tier.resident[node.id] >> unit & 1:
+            if self._tier.resident[at.node.id] >> at.unit & 1:
                 self._copies.append(keys[i])  # of the block that held it before
-            self._tree.add(node, 1 << unit, Tier.GPU)
+            self._tree.add(at.node, 1 << at.unit, Tier.GPU)
             self._num_unnamed -= 1
 
     def free(self) -> None:
@@ -128,11 +128,11 @@ class DiskChunks:
             num_missing -= len(self._tree.evict_up_to(Tier.DISK, num_missing, _shielded(self._tree, [*new])))
             for _ in range(num_missing):
                 new.popitem()
-        for node, unit in new.values():
-            self._tree.hold(node, 1 << unit, Tier.DISK)
-            self._tree.add(node, 1 << unit, Tier.DISK)
-        for node, unit in new.values():
-            self._tree.let_go(node, 1 << unit, Tier.DISK)
+        for at in new.values():
+            self._tree.hold(at.node, 1 << at.unit, Tier.DISK)
+            self._tree.add(at.node, 1 << at.unit, Tier.DISK)
+        for at in new.values():
+            self._tree.let_go(at.node, 1 << at.unit, Tier.DISK)
 
 
 class HostChunks:
@@ -205,9 +205,9 @@ class HostChunks:
         return self._tree.evict(Tier.HOST, num_missing, _shielded(self._tree, keys)) is not None
 
     def _insert(self, key: Hashable) -> None:
-        node, unit = _located(self._tree, key)
-        self._tree.hold(node, 1 << unit, Tier.HOST)
-        self._tree.add(node, 1 << unit, Tier.HOST)
+        at = _located(self._tree, key)
+        self._tree.hold(at.node, 1 << at.unit, Tier.HOST)
+        self._tree.add(at.node, 1 << at.unit, Tier.HOST)
 
     def _let_promises_go(self) -> None:
         for key in self._promised:
@@ -227,13 +227,13 @@ def _is_in(tree: KnowledgeTree, key: Hashable, tier: Tier) -> bool:
 
 
 def _hold(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
-    node, unit = _located(tree, key)
-    tree.hold(node, 1 << unit, tier)
+    at = _located(tree, key)
+    tree.hold(at.node, 1 << at.unit, tier)
 
 
 def _let_go(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
-    node, unit = _located(tree, key)
-    tree.let_go(node, 1 << unit, tier)
+    at = _located(tree, key)
+    tree.let_go(at.node, 1 << at.unit, tier)
 
 
 def _shielded(tree: KnowledgeTree, keys: Sequence[Hashable]) -> list[Hashable]:

@@ -66,18 +66,16 @@ class KnowledgeTree(TieredTree):
         num_units = num_tokens = 0
         by_tier = [0] * len(Tier)
         for node, num_common in self._walk([key for segment in segments for key in segment.keys]):
-            masks = [state.resident[node.id] & ((1 << num_common) - 1) for state in self.tiers]
-            leading = _num_leading(masks[0] | masks[1] | masks[2])
-            tokens_per_unit = node.num_tokens / len(node.keys)
-            counted = 0
-            for tier, mask in enumerate(masks):
-                units = mask & ((1 << leading) - 1) & ~counted
-                counted |= units
-                by_tier[tier] += round(units.bit_count() * tokens_per_unit)
+            leading = min(_num_leading(self._resident_anywhere(node)), num_common)
             if leading:
                 matched.append(node)
-            num_units += leading
-            num_tokens += round(leading * tokens_per_unit)
+                num_units += leading
+                num_tokens += node.num_tokens_of(leading)
+                left = (1 << leading) - 1
+                for tier, state in enumerate(self.tiers):
+                    if here := state.resident[node.id] & left:
+                        by_tier[tier] += node.num_tokens_of(here.bit_count())
+                        left &= ~here
             if leading < len(node.keys):
                 break
         return PrefixMatch(tuple(matched), num_units, num_tokens, tuple(by_tier))
@@ -94,9 +92,7 @@ class KnowledgeTree(TieredTree):
 
     def num_own_leading_tokens(self, node: TreeNode) -> int:
         """Return the tokens of the longest beginning of ``node`` that lies in any tiers, whatever stands before it."""
-        gpu, host, disk = self.tiers
-        leading = _num_leading(gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id])
-        return round(leading * node.num_tokens / len(node.keys))
+        return node.num_tokens_of(_num_leading(self._resident_anywhere(node)))
 
     # Growing
 
@@ -123,8 +119,8 @@ class KnowledgeTree(TieredTree):
         """
         if key not in self._retained:
             return None
-        node, unit = self._locations[key]
-        return node.path() if unit + 1 == len(node.keys) else None
+        last = self._locations[key]
+        return last.node.path() if last.unit + 1 == len(last.node.keys) else None
 
     def release(self, key: Hashable) -> None:
         """Undo :meth:`retain`."""
@@ -189,10 +185,10 @@ class KnowledgeTree(TieredTree):
 
     # Inside
 
-    def _on_new_id(self, node_id: int) -> None:
-        super()._on_new_id(node_id)
+    def _on_new_ids(self, num_ids: int) -> None:
+        super()._on_new_ids(num_ids)
         for shadow in self.shadows:
-            shadow.add_column()
+            shadow.add_columns(num_ids)
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self._ghosts.pop(lower.id, None)
@@ -220,14 +216,14 @@ class KnowledgeTree(TieredTree):
         if self._keeps_frequency:
             return
         for node in nodes:
-            if not self._is_resident(node):
+            if not self._resident_anywhere(node):
                 node.frequency = node.num_computed = 0
                 node.total_cost_s = 0.0
 
     def _note_if_ghost(self, node: TreeNode) -> None:
         if node.children or node.num_users or node.num_pins or self.is_protected(node):
             return
-        if not self._is_resident(node):
+        if not self._resident_anywhere(node):
             self._ghosts[node.id] = None
             if node.doc_id is None:  # a run without a name hardly comes back: it is the first to be forgotten
                 self._ghosts.move_to_end(node.id, last=False)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from ragcache_core.policy.base import NodeStats
@@ -66,6 +64,10 @@ class TreeNode(NodeStats):
         """A bit for each unit."""
         return (1 << len(self.keys)) - 1
 
+    def num_tokens_of(self, num_units: int) -> int:
+        """Return the tokens of so many of its units."""
+        return self.num_tokens if num_units == len(self.keys) else round(num_units * self.num_tokens / len(self.keys))
+
     def iter_children(self) -> Iterator[TreeNode]:
         """Yield the children."""
         return iter(self.children.values() if self.children else ())
@@ -83,11 +85,17 @@ class TreeNode(NodeStats):
         return f"TreeNode({self.id}, doc_id={self.doc_id!r}, units=[{self.start}, {self.start + len(self.keys)}))"
 
 
-class Location(NamedTuple):
-    """Where a unit stands: its node, and its number in it."""
+class Location:
+    """Where a unit stands: its node, and its number in it. Made by the dozen for each request, and so no tuple."""
 
-    node: TreeNode
-    unit: int
+    __slots__ = ("node", "unit")
+
+    def __init__(self, node: TreeNode, unit: int) -> None:
+        self.node = node
+        self.unit = unit
+
+    def __repr__(self) -> str:
+        return f"Location({self.node!r}, {self.unit})"
 
 
 def by_node(locations: Iterable[Location]) -> Iterator[tuple[TreeNode, int]]:
@@ -95,15 +103,19 @@ def by_node(locations: Iterable[Location]) -> Iterator[tuple[TreeNode, int]]:
 
     The first location of the next run is taken before.
     """
-    for node, run in groupby(locations, key=attrgetter("node")):
-        units = 0
-        for location in run:
-            units |= 1 << location.unit
+    node: TreeNode | None = None
+    units = 0
+    for location in locations:
+        if location.node is not node:
+            if node is not None:
+                yield node, units
+            node, units = location.node, 0
+        units |= 1 << location.unit
+    if node is not None:
         yield node, units
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The longest prefix of a prompt that lies in some tier.
 
     ``num_tokens_by_tier`` counts each token in the fastest tier that holds it, indexed by
@@ -116,9 +128,15 @@ class PrefixMatch:
     num_tokens_by_tier: tuple[int, ...] = (0, 0, 0)
 
 
-class EvictedUnit(NamedTuple):
-    """A unit that a tier gave up."""
+class EvictedUnit:
+    """A unit that a tier gave up: the number ``unit`` of ``node``, with its key."""
 
-    node: TreeNode
-    unit: int
-    key: Hashable
+    __slots__ = ("key", "node", "unit")
+
+    def __init__(self, node: TreeNode, unit: int, key: Hashable) -> None:
+        self.node = node
+        self.unit = unit
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"EvictedUnit({self.node!r}, {self.unit}, {self.key!r})"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Final
 
 from ragcache_core.tree.node import Location, PathSegment, TreeNode
 from ragcache_core.types import DocId
+
+_IDS_AT_ONCE: Final = 64
 
 
 class PrefixTree:
@@ -35,9 +38,9 @@ class PrefixTree:
 
     def key_before(self, location: Location) -> Hashable | None:
         """Return the key of the unit before one on its path; None for the first."""
-        node, unit = location
-        if unit:
-            return node.keys[unit - 1]
+        node = location.node
+        if location.unit:
+            return node.keys[location.unit - 1]
         return node.parent.keys[-1] if node.parent is not None and node.parent.keys else None
 
     def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:
@@ -58,9 +61,9 @@ class PrefixTree:
         They have no name: an answer, or a prompt without documents. A nameless leaf grows in place, so that an answer
         is one node.
         """
-        node, unit = self._locations[after] if after is not None else (self.root, -1)
-        if unit + 1 < len(node.keys):
-            self._split(node, unit + 1)
+        node, num_before = self._end_of(after)
+        if num_before < len(node.keys):
+            self._split(node, num_before)
         elif node.doc_id is None and node is not self.root and not node.children:
             for i, key in enumerate(keys, len(node.keys)):
                 self._locations[key] = Location(node, i)
@@ -78,20 +81,20 @@ class PrefixTree:
             return known.node
         if after is not None and after not in self._locations:
             return None
-        node, unit = self._locations[after] if after is not None else (self.root, -1)
-        if node is not self.root and node.doc_id == doc_id and not node.children and unit + 1 == len(node.keys):
+        node, num_before = self._end_of(after)
+        if node is not self.root and node.doc_id == doc_id and not node.children and num_before == len(node.keys):
             self._locations[key] = Location(node, len(node.keys))
             node.keys.append(key)
             node.num_tokens += num_tokens
             return node
-        if unit + 1 < len(node.keys):
-            self._split(node, unit + 1)
+        if num_before < len(node.keys):
+            self._split(node, num_before)
         return self._insert_run(node, PathSegment([key], num_tokens, doc_id))[-1]
 
     # For the subclass
 
-    def _on_new_id(self, node_id: int) -> None:
-        """Make room for a node of an id that no node had before."""
+    def _on_new_ids(self, num_ids: int) -> None:
+        """Make room for so many nodes more than there ever were."""
 
     def _on_new(self, node: TreeNode) -> None:
         """Take note of a new node, which is not resident anywhere."""
@@ -112,6 +115,13 @@ class PrefixTree:
             if num_common < len(child.keys):
                 return
             node, at = child, at + num_common
+
+    def _end_of(self, after: Hashable | None) -> tuple[TreeNode, int]:
+        """Return the node of the unit ``after``, and how many of its units that ends; of the root, where it is None."""
+        if after is None:
+            return self.root, 0
+        location = self._locations[after]
+        return location.node, location.unit + 1
 
     def _insert_run(self, parent: TreeNode, segment: PathSegment) -> list[TreeNode]:
         """Return the nodes of one segment below ``parent``."""
@@ -138,14 +148,14 @@ class PrefixTree:
     def _new_node(
         self, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
     ) -> TreeNode:
-        node_id = self._free_ids.pop() if self._free_ids else len(self._nodes)
-        node = TreeNode(node_id, parent, keys, num_tokens, doc_id)
+        if not self._free_ids:
+            num_ids = len(self._nodes)
+            self._nodes += [None] * _IDS_AT_ONCE
+            self._free_ids += range(num_ids + _IDS_AT_ONCE - 1, num_ids - 1, -1)
+            self._on_new_ids(_IDS_AT_ONCE)
+        node = TreeNode(self._free_ids.pop(), parent, keys, num_tokens, doc_id)
         node.updated = self._next_sequence()
-        if node_id == len(self._nodes):
-            self._nodes.append(node)
-            self._on_new_id(node_id)
-        else:
-            self._nodes[node_id] = node
+        self._nodes[node.id] = node
         for unit, key in enumerate(keys):
             self._locations[key] = Location(node, unit)
         if parent is not None:

@@ -6,19 +6,20 @@ from array import array
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heappop, heappush, heapreplace
+from typing import Final
 from zlib import crc32
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.policy.tournament import TournamentPolicy
 from ragcache_core.tree.node import TreeNode
 
-_TOKENS_SIMULATED = 250_000
-_MAX_SAMPLE_EVERY = 16
+_TOKENS_SIMULATED: Final = 250_000
+_MAX_SAMPLE_EVERY: Final = 16
 
-_ID_BITS = 32
-_ID_MASK = (1 << _ID_BITS) - 1
-_MAX_LEFT_BEHIND = 1024
-_STEPS_PER_RANK = 1 << 20
+_ID_BITS: Final = 32
+_ID_MASK: Final = (1 << _ID_BITS) - 1
+_MAX_LEFT_BEHIND: Final = 1024
+_STEPS_PER_RANK: Final = 1 << 20
 """Ranks of shadows are logarithms; finer differences are a tie."""
 
 
@@ -40,17 +41,17 @@ class Shadow:
         self.capacity_tokens = capacity_tokens
         self.num_tokens = 0
         self.held_tokens = array("i")
-        self.num_children = array("i")
+        self.num_children: list[int] = []
         self._is_queued = bytearray()
         self._policy = policy
         self._heap: list[int] = []
         self._num_left_behind = 0
 
-    def add_column(self) -> None:
-        """Make room for a node of the next new id."""
-        self.held_tokens.append(0)
-        self.num_children.append(0)
-        self._is_queued.append(0)
+    def add_columns(self, num_columns: int) -> None:
+        """Make room for nodes of the next ids."""
+        self.held_tokens.extend([0] * num_columns)
+        self.num_children += [0] * num_columns
+        self._is_queued += bytes(num_columns)
 
     def retrieve(
         self, documents: Sequence[TreeNode], retrieved: AbstractSet[TreeNode], nodes: Sequence[TreeNode | None]

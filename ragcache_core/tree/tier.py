@@ -6,12 +6,13 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from typing import Final
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.node import TreeNode
 
-_MIGRATED_AT_ONCE = 16
-_MIN_ENTRIES = 1024
+_MIGRATED_AT_ONCE: Final = 16
+_MIN_ENTRIES: Final = 1024
 
 _Entry = tuple[float, int, int]
 """(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
@@ -46,11 +47,13 @@ class TierState:
     ) -> None:
         """Begin empty; with ``moves_down`` nothing has to stay because slower tiers stand on it."""
         self.policy = policy
+        self._uses_clock = policy.uses_clock
+        self._copy_discount = policy.copy_discount
         self._bases_for = () if moves_down else tuple(slower)
         self.slower = tuple(slower)
         self.protected = protected
         self.resident: list[int] = []
-        self.num_resident_children = array("i")
+        self.num_resident_children: list[int] = []
         self.ranks = array("d")
         self.in_use: dict[int, int] = {}
         self.clock = 0.0
@@ -64,14 +67,13 @@ class TierState:
         self.num_entries = 0
         self._max_entries = _MIN_ENTRIES
 
-    def add_column(self, node_id: int) -> None:
-        """Make room for a node of a new id."""
-        assert node_id == len(self.resident)
-        self.resident.append(0)
-        self.num_resident_children.append(0)
-        self.ranks.append(0.0)
-        self._is_offered.append(0)
-        self._is_copied.append(0)
+    def add_columns(self, num_columns: int) -> None:
+        """Make room for nodes of the next ids."""
+        self.resident += [0] * num_columns
+        self.num_resident_children += [0] * num_columns
+        self.ranks.extend([0.0] * num_columns)
+        self._is_offered += bytes(num_columns)
+        self._is_copied += bytes(num_columns)
 
     def clear_column(self, node_id: int) -> None:
         """Forget a node that is gone, before its id is given to another."""
@@ -96,7 +98,7 @@ class TierState:
         """Take note that a node was just retrieved."""
         if node.is_transient:
             self.ranks[node.id] = -math.inf
-        elif self.policy.uses_clock:
+        elif self._uses_clock:
             self.ranks[node.id] = self.policy.rank(node, self.clock)
         self._is_offered[node.id] = 0
         if self.resident[node.id]:
@@ -117,7 +119,7 @@ class TierState:
 
     def worth(self, node: TreeNode) -> float:
         """Return what a node would rank here, of which nothing may lie here yet."""
-        has_rank = self.policy.uses_clock or node.is_transient
+        has_rank = self._uses_clock or node.is_transient
         return self.ranks[node.id] if has_rank else self.policy.rank(node, 0.0)
 
     def note_copies(self, node: TreeNode) -> None:
@@ -258,9 +260,9 @@ class TierState:
         return best
 
     def _refresh_rank(self, node: TreeNode) -> None:
-        if not self.policy.uses_clock and not node.is_transient:
+        if not self._uses_clock and not node.is_transient:
             rank = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
-            self.ranks[node.id] = rank - self.policy.copy_discount if self._is_copied[node.id] else rank
+            self.ranks[node.id] = rank - self._copy_discount if self._is_copied[node.id] else rank
 
     def _score(self, node: TreeNode, num_requests: int) -> float:
         rank = self.ranks[node.id]

@@ -31,6 +31,7 @@ class TieredTree(PrefixTree):
 
     def __init__(self, policy: ReplacementPolicy, num_root_tokens: int, *, moves_down: bool = False) -> None:
         self.policy = policy
+        self._looks_below = policy.copy_discount > 0.0
         self.num_requests = 0
         self.changes: NodeChanges | None = None
         self.protected_keys: dict[Hashable, int] = {}
@@ -196,9 +197,9 @@ class TieredTree(PrefixTree):
 
     # Inside
 
-    def _on_new_id(self, node_id: int) -> None:
+    def _on_new_ids(self, num_ids: int) -> None:
         for state in self.tiers:
-            state.add_column(node_id)
+            state.add_columns(num_ids)
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self.policy.on_split(node, lower)
@@ -319,11 +320,11 @@ class TieredTree(PrefixTree):
         """
         if self.changes is not None:
             self.changes.note(node)
-        if self.policy.copy_discount:
+        if self._looks_below:
             for tier in self._up_from[state]:
                 tier.note_copies(node)
 
-    def _is_resident(self, node: TreeNode) -> bool:
+    def _resident_anywhere(self, node: TreeNode) -> int:
+        """Return which units of ``node`` lie in any tier, one bit each."""
         gpu, host, disk = self.tiers
-        node_id = node.id
-        return bool(gpu.resident[node_id] or host.resident[node_id] or disk.resident[node_id])
+        return gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id]

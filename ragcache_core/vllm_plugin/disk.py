@@ -221,9 +221,8 @@ class DiskTier(SecondaryTierManager):
     def _admit(self, key: Key, chunk_id: int) -> PendingChunk:
         location = self._tree.locate(key)
         assert location is not None
-        node, unit = location
-        self._tree.hold(node, 1 << unit, Tier.DISK)
-        self._tree.add(node, 1 << unit, Tier.DISK)
+        self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
+        self._tree.add(location.node, 1 << location.unit, Tier.DISK)
         self._writing.add(key)
         return PendingChunk(key, chunk_id, note_of(self._tree, location))
 
