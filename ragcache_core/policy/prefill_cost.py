@@ -8,12 +8,12 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from ragcache_core.errors import ConfigError
 
-FORMAT = 1
-_LONGEST_DEFAULT = 131_072
+FORMAT: Final = 1
+_LONGEST_DEFAULT: Final = 131_072
 
 
 class PrefillCost(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,13 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+ROOMS = ("policy", "tree")
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """A copy of what setup.py compiles."""
     without = shutil.ignore_patterns("__pycache__", "*.so")
-    for room in ("policy", "tree"):
+    for room in ROOMS:
         shutil.copytree(ROOT / "ragcache_core" / room, tmp_path / "ragcache_core" / room, ignore=without)
     for file in ("ragcache_core/__init__.py", "ragcache_core/errors.py", "ragcache_core/types.py", "setup.py"):
         shutil.copy(ROOT / file, tmp_path / file)
@@ -48,3 +50,11 @@ def test_what_builds_nothing_compiles_nothing(sources: Path, variables: dict[str
     run = build(sources, *command, **variables)
     assert run.returncode == 0, run.stderr
     assert not (sources / "build" / "mypyc").exists()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_numbers_in_compiled_rooms_are_final_because_others_are_looked_up_by_name_each_time(room: str) -> None:
+    for file in (ROOT / "ragcache_core" / room).glob("*.py"):
+        statements = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)]
+        named = [ast.unparse(node) for node in statements if isinstance(node.value, ast.Constant | ast.BinOp)]
+        assert not named, (file.name, named)
