@@ -61,7 +61,8 @@ class ReplacementPolicy(ABC):
 
     name: ClassVar[str]
     uses_clock: ClassVar[bool] = False
-    """Whether a rank depends on the tier's clock; one that does not may be computed again at any time."""
+    """Whether a rank depends on the tier's clock; one that does not may be computed again at any time. A tree reads
+    this and :attr:`copy_discount` once, when it is built."""
     is_selective: ClassVar[bool] = False
     """Whether a full host tier takes in only what ranks above that which would have to go. Only where ranks need no
     clock."""

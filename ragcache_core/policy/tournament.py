@@ -33,7 +33,6 @@ class DecayedFrequencyPolicy(ReplacementPolicy):
     name = "decayed"
 
     def __init__(self, half_life: float) -> None:
-        self.half_life = half_life
         self._decay = math.log(2.0) / half_life
         self._weights = array("d")
 

@@ -31,7 +31,7 @@ class TieredTree(PrefixTree):
 
     def __init__(self, policy: ReplacementPolicy, num_root_tokens: int, *, moves_down: bool = False) -> None:
         self.policy = policy
-        self._looks_below = policy.copy_discount > 0.0
+        self._looks_below = policy.copy_discount != 0.0
         self.num_requests = 0
         self.changes: NodeChanges | None = None
         self.protected_keys: dict[Hashable, int] = {}
