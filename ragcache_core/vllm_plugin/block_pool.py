@@ -32,25 +32,20 @@ if TYPE_CHECKING:
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
-    """vLLM's queue of free blocks, with the tree's order of eviction."""
+    """vLLM's queue of free blocks, with the tree's order of eviction.
+
+    ``num_free_blocks`` can be handed out: vLLM reads it for each request of each step, so it is counted, not computed.
+    """
 
     def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
         self._spare: OrderedDict[int, KVCacheBlock] = OrderedDict()
         self._cached: dict[int, KVCacheBlock] = {}
         super().__init__([])
         self._spare.update((block.block_id, block) for block in blocks)
+        self.num_free_blocks = len(blocks)
         self._pool = pool
         self._tree = controller.tree
         self._block_ids: dict[Key, int] = {}
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._spare) + len(self._cached)
-
-    @num_free_blocks.setter
-    def num_free_blocks(self, value: int) -> None:
-        """Ignore the base class's own count."""
 
     def popleft(self) -> KVCacheBlock:
         """Hand a block out.
@@ -65,6 +60,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Hand ``n`` blocks out: spare ones, then those that the tree gives up."""
         assert self.num_free_blocks >= n
+        self.num_free_blocks -= n
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
         num_missing = n - len(blocks)
         if num_missing:
@@ -80,11 +76,13 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take blocks back that nobody uses any more."""
+        self.num_free_blocks += len(blocks)
         for node, units in by_node(filter(None, map(self._take_back, blocks))):
             self._tree.let_go(node, units, Tier.GPU)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take blocks without content back; they are handed out next."""
+        self.num_free_blocks += len(blocks)
         for block in reversed(blocks):
             self._spare[block.block_id] = block
             self._spare.move_to_end(block.block_id, last=False)
@@ -96,6 +94,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             self._block_ids.pop(get_block_hash(block.block_hash), None)
         elif self._spare.pop(block.block_id, None) is None:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
+        self.num_free_blocks -= 1
         if (location := self._locate(block)) is not None:
             self._tree.hold(location.node, 1 << location.unit, Tier.GPU)
 
@@ -131,6 +130,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             return
         for copy in copies:
             if self._spare.pop(copy.block_id, None) is not None:
+                self.num_free_blocks -= 1
                 self.append(copy)
                 return
 

@@ -41,8 +41,11 @@ from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -207,6 +210,8 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         self._storing = StoringSteps(self)
         with building(vllm_config) as built:
             super().__init__(vllm_config, role, kv_cache_config)
+        events = vllm_config.kv_events_config
+        self._tells_events = events is not None and events.enable_kv_cache_events
         if built.controller is not None:
             policy = host_policy_of(self.scheduler.manager)
             self._policy = policy if isinstance(policy, TreeCachePolicy) else None
@@ -231,6 +236,9 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if connector_output.kv_connector_worker_meta is not None:  # else no copy has ended: vLLM takes 10 us to see it
             super().update_connector_output(connector_output)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
 
     def reset_cache(self) -> bool | None:
         self._storing.clear()

@@ -296,6 +296,7 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         "get_kv_connector_stats": ["self"],
         "get_external_cache_hit_sources": ["self", "request", "num_external_tokens"],
         "on_new_request": ["self", "request"],
+        "take_events": ["self"],
     }, "follow the change in RAGCacheConnector"
     assert vllm_facts["offloading_scheduler"] == [True, ["manager"], ["req_id", "src_spec", "dst_spec"]], (
         "RAGCacheConnector reads scheduler.manager, and counts the bytes of store_jobs"

@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.config.vllm import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.sampling_params import SamplingParams
@@ -57,10 +65,14 @@ class Served:
     """Steps that it was told the end of, for copies to begin and to be taken up."""
     num_said: int = 0
     """Steps that sent its counts to the server's process."""
+    num_events: int = 0
+    """Of blocks that came to host memory or left it, as vLLM publishes them."""
+    num_asked_for_events: int = 0
+    """Steps in which vLLM's offloading was asked for them."""
 
 
 @contextmanager
-def _scheduler(num_blocks: int, host_bytes: str) -> Iterator[Any]:
+def _scheduler(num_blocks: int, host_bytes: str, tells_events: bool) -> Iterator[Any]:
     """Yield our scheduler over GPU and host memory, with nobody to run its steps."""
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -79,6 +91,7 @@ def _scheduler(num_blocks: int, host_bytes: str) -> Iterator[Any]:
         kv_transfer_config=KVTransferConfig(
             **arguments._transfer_config(Tiers(host_bytes=host_bytes).resolved(), engine_id, None, ())
         ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
     )
     config.scheduler_config.async_scheduling = False
     cache.num_gpu_blocks = num_blocks
@@ -108,14 +121,14 @@ def _request(number: int, dice: random.Random) -> Request:
     return Request(f"r{number}", tokens, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
-def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB") -> Served:
+def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events: bool = False) -> Served:
     """Return what came of forty requests, in the middle of which host memory was cleared."""
     dice, served = random.Random(seed), Served()
     jobs: dict[int, str | None] = {}  # of the step before: the request that waits for what is loaded
-    with _scheduler(num_blocks, host_bytes) as scheduler:
+    with _scheduler(num_blocks, host_bytes, tells_events) as scheduler:
         build = scheduler.connector.scheduler.build_connector_meta
-
         end = scheduler.connector.scheduler.manager.on_schedule_end
+        take_events = scheduler.connector.scheduler.take_events
 
         def listen(output: SchedulerOutput) -> Any:
             served.num_looked_at += 1
@@ -126,6 +139,13 @@ def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB") -> Served:
             served.num_ended += 1
             end(context)
 
+        def listen_to_events() -> list[Any]:
+            events = list(take_events())
+            served.num_asked_for_events += 1
+            served.num_events += len(events)
+            return events
+
+        scheduler.connector.scheduler.take_events = listen_to_events
         scheduler.connector.scheduler.build_connector_meta = listen
         scheduler.connector.scheduler.manager.on_schedule_end = listen_to_end
         waiting = [_request(i, dice) for i in range(40)]
@@ -200,3 +220,11 @@ def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pyt
     monkeypatch.setattr("ragcache_core.vllm_plugin.connector._REPORT_EVERY_S", 3600.0)
     served = _serve(400, 0)
     assert 1 <= served.num_said < served.num_steps / 10
+
+
+def test_vllms_events_of_blocks_are_told_where_they_are_published_and_cost_nothing_elsewhere() -> None:
+    told, quiet = (_serve(40, 0, tells_events=tells_events) for tells_events in (True, False))
+    assert told.num_events > 0
+    assert told.num_asked_for_events == told.num_steps
+    assert quiet.num_asked_for_events == 0
+    assert quiet.stored == told.stored

@@ -312,6 +312,7 @@ def facts() -> dict[str, object]:
                 "get_kv_connector_stats",
                 "get_external_cache_hit_sources",
                 "on_new_request",
+                "take_events",
             )
         },
         "offloading_scheduler": [
