@@ -82,12 +82,12 @@ def cache_arguments(
         return []
     if isinstance(cache, VLLMOffload):
         return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
+    worker = "quiet_worker.QuietWorker" if cache.chunk_reuse is None else "chunk_worker.RAGCacheWorker"
     arguments = [
         *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
+        *("--worker-cls", f"{_PLUGIN}.{worker}"),
     ]
-    if cache.chunk_reuse is not None:
-        arguments += ["--worker-cls", f"{_PLUGIN}.chunk_worker.RAGCacheWorker"]
     if cache.kv_cache_bytes is not None:
         arguments += ["--kv-cache-memory-bytes", str(int(cache.kv_cache_bytes))]
     if cache.block_size is not None:

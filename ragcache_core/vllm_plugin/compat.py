@@ -72,6 +72,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackEncoder
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,7 @@ __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
+    "KVConnectorModelRunnerMixin",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
@@ -107,6 +109,7 @@ __all__ = [
     "LookupResult",
     "Medium",
     "MsgpackEncoder",
+    "NothingToCopy",
     "OffloadKey",
     "OffloadPolicy",
     "OffloadPromMetrics",
@@ -214,13 +217,25 @@ def has_offloading_news(connector: OffloadingConnector, output: SchedulerOutput)
     )
 
 
+class NothingToCopy(OffloadingConnectorMetadata):
+    """What workers get in a step in which nothing is copied, or was and is still to be told of."""
+
+    def __init__(self) -> None:
+        super().__init__(load_jobs={}, store_jobs={}, jobs_to_flush=None)
+
+
 def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadata:
     """Do what the offloading does at the end of every step, with news or without; return that there is nothing to do.
 
-    Its manager takes up copies that have ended, and begins those that lookups have asked for.
+    Its manager takes up copies between the tiers that have ended, and begins those that lookups have asked for: where
+    there is no tier below host memory, it has nothing to do.
     """
-    connector.scheduler.manager.on_schedule_end(ScheduleEndContext((), ()))
-    return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
+    manager = connector.scheduler.manager
+    if manager.secondary_tiers:
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+    if connector.scheduler._jobs:  # copies that workers have not told the end of
+        return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
+    return NothingToCopy()
 
 
 def attach_confirm() -> None:
@@ -295,6 +310,8 @@ def platform_worker() -> type[Any]:
     """Return vLLM's worker class for this machine."""
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    elif current_platform.is_xpu():
+        from vllm.v1.worker.xpu_worker import XPUWorker as Worker
     else:
         from vllm.v1.worker.gpu_worker import Worker
     worker: type[Any] = Worker

@@ -24,6 +24,7 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
+    NothingToCopy,
     OffloadingConnector,
     SupportsHMA,
     end_quiet_step,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-_REPORT_EVERY_S = 0.2
+_REPORT_EVERY_S = 1.0
 _TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
 
 
@@ -137,26 +138,27 @@ class _DocumentAware:
         What vLLM's offloading counts goes with the tiers: it has gauges to say in each step, which would cost every
         step 0.1 ms in each of the two processes.
         """
-        if self.controller is None:
+        controller = self.controller
+        if controller is None:
             return None
-        now_s, finished = time.monotonic(), self.controller.take_finished()
-        report = below = None
-        if self.controller.is_idle or now_s - self._reported_s > _REPORT_EVERY_S:
-            self._reported_s = now_s
-            report, below = self.controller.take_report(), self._stats_below()
-        delta, waited_s = self.controller.paths.take_delta(), self.controller.speculations.take_waited_s()
-        pending, has_room = self.controller.num_pending_prefills, self.controller.has_room()
-        is_new_load = (pending, has_room) != self._reported_load
-        if not (finished or report or below or delta or waited_s or is_new_load):
+        now_s = time.monotonic()
+        pending, has_room = load = controller.num_pending_prefills, controller.has_room()
+        is_report_due = controller.is_idle or now_s - self._reported_s > _REPORT_EVERY_S
+        if not (is_report_due or controller.has_news or load != self._reported_load):
             return None  # as after most steps of an answer: those must cost next to nothing
+        report = below = None
+        if is_report_due:
+            self._reported_s = now_s
+            report, below = controller.take_report(), self._stats_below()
+        delta = controller.paths.take_delta()
         num_reported, reported_room = self._reported_load
-        self._reported_load = pending, has_room
+        self._reported_load = load
         stats = RAGCacheStats.of(
-            requests=finished,
+            requests=controller.take_finished(),
             engine=report,
             offload=below,
             paths=() if delta is None else (delta,),
-            waited_s=waited_s,
+            waited_s=controller.speculations.take_waited_s(),
             num_pending_prefills=None if pending == num_reported else pending,
             has_room=None if has_room == reported_room else has_room,
         )
@@ -326,7 +328,7 @@ class DocumentConnector(_DocumentAware, KVConnectorBase_V1, SupportsHMA):
             self._begin(controller, kv_cache_config)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return KVConnectorMetadata()
+        return NothingToCopy()
 
     # Worker side: nothing to move
 

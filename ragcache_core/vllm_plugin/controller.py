@@ -274,6 +274,11 @@ class CacheController:
         """Whether no request is in the engine."""
         return not self._requests
 
+    @property
+    def has_news(self) -> bool:
+        """Whether requests ended, speculations were admitted, or what is cached changed, and nobody was told yet."""
+        return bool(self._finished or self.paths.has_news or self.speculations.has_waited)
+
     def note_change(self) -> None:
         """Make the next :meth:`take_report` return one."""
         self._is_dirty = True

@@ -182,9 +182,9 @@ class _TreeScheduling:
         Without a GPU each token of a step costs as much as any other, so there an answer in the making counts too.
         """
         return (
-            self._controller.num_pending_prefills > 0
+            (bool(running) and not self._speculates_beside_answers)
+            or self._controller.num_pending_prefills > 0
             or queue.num_real > 0
-            or (bool(running) and not self._speculates_beside_answers)
             or any(
                 not self._is_speculative(request) and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
                 for request in self.kv_holding_waiting

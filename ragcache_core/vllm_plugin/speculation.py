@@ -77,6 +77,11 @@ class Speculations:
         if len(self._first_admitted) > self._max_remembered:
             self._first_admitted.popitem(last=False)
 
+    @property
+    def has_waited(self) -> bool:
+        """Whether :meth:`take_waited_s` has something to return."""
+        return bool(self._waited_s)
+
     def take_waited_s(self) -> dict[str, float]:
         """Return the speculations that were admitted since the last call, and how long each has waited for room."""
         waited_s, self._waited_s = self._waited_s, {}

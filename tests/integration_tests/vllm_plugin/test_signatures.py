@@ -304,7 +304,7 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
     assert vllm_facts["offloading_progress"] == {
         "reads": True,
         "shown": True,
-        "states": ["_req_status", "config"],
+        "states": ["_req_status", "config", "_jobs"],
         "limits": [True, True, True, True],
         "group": [True, True, True],
         "news": ["_current_batch_allocated_block_ids", "_current_batch_jobs_to_flush", "_current_batch_load_jobs"],
@@ -325,8 +325,28 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         ],
         "block_state": True,
         "end": [["new_req_ids", "preempted_req_ids"], ["load_jobs", "store_jobs", "jobs_to_flush"]],
-    }, "StoringSteps says which requests, and which steps, build_connector_meta need not look into"
+        "end_of_manager": [
+            "_flush_pending_cascades",
+            "_flush_pending_promotions",
+            "_maybe_process_finished_jobs",
+            "_metrics",
+            "_processed_jobs_this_step",
+            "_req_state",
+            "_tier_parents",
+            "secondary_tiers",
+        ],
+    }, (
+        "StoringSteps says which requests, and which steps, build_connector_meta need not look into; end_quiet_step() "
+        "holds that where there are no secondary tiers the manager has nothing to do at a step's end"
+    )
     assert vllm_facts["worker_meta"], "update_connector_output() looks there for copies that have ended: find it again"
+    assert vllm_facts["quiet_worker"] == [
+        ["self", "kv_cache_config"],
+        ["scheduler_output", "defer_finalize"],
+        True,
+        True,
+        True,
+    ], "QuietWorker leaves the connector alone in quiet steps, and workers then report nothing of it"
     assert vllm_facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert vllm_facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
 

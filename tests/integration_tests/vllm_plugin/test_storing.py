@@ -39,6 +39,7 @@ from ragcache_core.client import arguments
 from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.vllm_plugin.compat import NothingToCopy, end_quiet_step
 from ragcache_core.vllm_plugin.scheduler import SyncTreeScheduler
 from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import encode_kv_transfer_params, tile
@@ -62,7 +63,9 @@ class Served:
     num_looked_at: int = 0
     """Steps of which it was shown anything."""
     num_ended: int = 0
-    """Steps that it was told the end of, for copies to begin and to be taken up."""
+    """Steps that its manager was told the end of."""
+    num_left_alone: int = 0
+    """Steps in which workers leave the connector alone."""
     num_said: int = 0
     """Steps that sent its counts to the server's process."""
     num_events: int = 0
@@ -162,6 +165,9 @@ def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events
                 jobs,
                 {**dict.fromkeys(meta.store_jobs), **{i: job.req_id for i, job in meta.load_jobs.items()}},
             )
+            if isinstance(meta, NothingToCopy):  # nothing to begin, and nothing of the step before to be told of
+                assert [*done, *jobs, *(meta.jobs_to_flush or ())] == []
+                served.num_left_alone += 1
             served.stored += [
                 (step, job.req_id, tuple(job.src_spec.block_ids.tolist())) for job in meta.store_jobs.values()
             ]
@@ -211,9 +217,25 @@ def test_what_is_stored_and_when_is_what_vllm_would_store(
         assert len(mine.stored) > 25
         assert mine.num_shown < theirs.num_shown / 3
         assert mine.num_looked_at < theirs.num_looked_at * 0.8
-        assert mine.num_ended == mine.num_steps == theirs.num_looked_at
+        assert mine.num_ended == mine.num_looked_at
+        assert mine.num_left_alone > mine.num_steps / 4
+        assert theirs.num_left_alone == 0
+        assert mine.num_steps == theirs.num_looked_at
     assert any(served.flushed for served in ours)
     assert any(served.loaded for served in ours) == (num_blocks < 400)
+
+
+def test_the_end_of_a_quiet_step_is_told_where_a_tier_lies_below_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _scheduler(40, "1MiB", tells_events=False) as scheduler:
+        told: list[ScheduleEndContext] = []
+        manager = scheduler.connector.scheduler.manager
+        manager.on_schedule_end = told.append
+        assert isinstance(end_quiet_step(scheduler.connector), NothingToCopy)
+        assert told == []
+        with monkeypatch.context() as patched:
+            patched.setattr(manager, "secondary_tiers", [object()])
+            end_quiet_step(scheduler.connector)
+        assert told == [ScheduleEndContext((), ())]
 
 
 def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import vllm
 from vllm import plugins
 from vllm.config import AttentionConfig, CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -30,6 +31,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.block_pool import TreeFreeBlockQueue
@@ -324,12 +326,15 @@ def facts() -> dict[str, object]:
             "reads": "scheduler_output.num_scheduled_tokens,\n"
             in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
             "shown": {"req_ids", "num_computed_tokens", "new_block_ids"} <= set(names(CachedRequestData)),
-            "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config"),
+            "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config", "_jobs"),
             "news": sorted(set(re.findall(r"self\.(_current_batch_\w+)", whole_offloading))),
             "step": sorted(set(re.findall(r"scheduler_output\.(\w+)", whole_offloading))),
             "req_data": sorted(set(re.findall(r"(?:scheduler_output|cached_reqs)\.(\w+)", req_data))),
             "block_state": "boundary_state_offloads" in names(KVConnectorBlockState),
             "end": [list(compat.ScheduleEndContext._fields), names(compat.OffloadingConnectorMetadata)],
+            "end_of_manager": sorted(
+                set(re.findall(r"self\.(\w+)", inspect.getsource(compat.TieringOffloadingManager.on_schedule_end)))
+            ),
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
                 "offload_prompt_only" in offloading.SchedulerOffloadConfig.__annotations__,
@@ -342,6 +347,13 @@ def facts() -> dict[str, object]:
                 "offload_keys" in offloading.RequestGroupState.__annotations__,
             ],
         },
+        "quiet_worker": [
+            parameters(compat.platform_worker().initialize_from_config),
+            parameters(compat.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output),
+            "self.maybe_get_kv_connector_output(" in inspect.getsource(GPUModelRunner.execute_model),
+            "if not kv_output:\n                continue" in inspect.getsource(KVOutputAggregator.aggregate),
+            "if kv_connector_output:" in inspect.getsource(compat.Scheduler.update_from_output),
+        ],
         "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
         "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
         "prom": [
