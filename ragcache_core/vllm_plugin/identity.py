@@ -73,15 +73,21 @@ def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
 
 
 def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
-    """Return what any KV depends on."""
+    """Return what any KV depends on.
+
+    Some models compute otherwise for longer contexts, whatever the prompt: LongRoPE turns keys by other factors, and
+    Llama 4 tunes its attention. A length that vLLM fits to the memory is known only after the model was loaded.
+    """
     model = vllm_config.model_config
     return {
         "vllm": str(vllm.__version__),
         "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
-        "weights": _weights_digest(_weights_folder(model)),
-        "model_config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str).encode()),
+        "weights": _weights_digest(_weights_folder(model, vllm_config.load_config.download_dir)),
+        "model_config": _digest(_json(model.hf_config.to_dict()).encode()),
+        "implementation": f"{model.model_impl} {_json(model.model_class_overrides)} {model.disable_sliding_window}",
+        "context": f"{model.max_model_len}{' fitted' if model.original_max_model_len == -1 else ''}",
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
+        "quantization": f"{model.quantization} {_json(model.quantization_config)}",
         "load_format": f"{vllm_config.load_config.load_format} {model.seed}",
         "attention_backend": str(vllm_config.attention_config.backend),
     }
@@ -91,8 +97,8 @@ def _draft(vllm_config: VllmConfig) -> str:
     """Return the method and weights of speculative decoding: a draft's layers may lie in the same blocks."""
     if (speculation := vllm_config.speculative_config) is None:
         return ""
-    draft = speculation.draft_model_config
-    return f"{speculation.method} {'' if draft is None else _weights_digest(_weights_folder(draft))}"
+    draft, folder = speculation.draft_model_config, vllm_config.load_config.download_dir
+    return f"{speculation.method} {'' if draft is None else _weights_digest(_weights_folder(draft, folder))}"
 
 
 def _kv_dtype(vllm_config: VllmConfig, dtype: str) -> str:
@@ -100,13 +106,13 @@ def _kv_dtype(vllm_config: VllmConfig, dtype: str) -> str:
     return " ".join([dtype, *sorted(vllm_config.cache_config.kv_cache_dtype_skip_layers)])
 
 
-def _weights_folder(model: ModelConfig) -> Path:
+def _weights_folder(model: ModelConfig, download_dir: str | None) -> Path:
     folder = Path(model.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    config = try_to_load_from_cache(model.model, "config.json", cache_dir=download_dir, revision=model.revision)
     if isinstance(config, str):
         return Path(config).parent
     raise ConfigError(
@@ -131,6 +137,10 @@ def _weights_digest(folder: Path) -> str:
             file.seek(max(status.st_size - _SAMPLE_BYTES, 0), os.SEEK_SET)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _digest(data: bytes) -> str:

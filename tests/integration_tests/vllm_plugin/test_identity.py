@@ -32,9 +32,15 @@ class Engine:
                 hf_config=SimpleNamespace(to_dict=lambda: self.hf_config),
                 dtype="float32",
                 quantization=None,
+                quantization_config=None,
+                model_impl="auto",
+                model_class_overrides={},
+                disable_sliding_window=False,
+                max_model_len=2048,
+                original_max_model_len=None,
                 seed=0,
             ),
-            load_config=SimpleNamespace(load_format="auto"),
+            load_config=SimpleNamespace(load_format="auto", download_dir=None),
             attention_config=SimpleNamespace(backend=None),
             speculative_config=None,
         )
@@ -78,6 +84,12 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
     "model configuration": lambda it: it.hf_config.update(rope_scaling={"factor": 2}),
     "dtype": lambda it: it.set("vllm.model_config.dtype", "bfloat16"),
     "quantization": lambda it: it.set("vllm.model_config.quantization", "fp8"),
+    "quantisation of what": lambda it: it.set("vllm.model_config.quantization_config", {"linear": "fp8"}),
+    "context": lambda it: it.set("vllm.model_config.max_model_len", 4096),
+    "a context that was fitted": lambda it: it.set("vllm.model_config.original_max_model_len", -1),
+    "another implementation": lambda it: it.set("vllm.model_config.model_impl", "transformers"),
+    "another class": lambda it: it.set("vllm.model_config.model_class_overrides", {"A": "package:B"}),
+    "no sliding window": lambda it: it.set("vllm.model_config.disable_sliding_window", True),
     "random weights": lambda it: it.set("vllm.model_config.seed", 1),
     "load format": lambda it: it.set("vllm.load_config.load_format", "dummy"),
     "attention backend": lambda it: it.set("vllm.attention_config.backend", "FLASHINFER"),
@@ -141,6 +153,26 @@ def test_keys_that_another_start_does_not_find_again_are_refused(tmp_path: Path,
     engine = Engine(tmp_path)
     engine.set("vllm.cache_config.prefix_caching_hash_algo", algorithm)
     with pytest.raises(ConfigError, match=f"prefix_caching_hash_algo is '{algorithm}'.*: use sha256"):
+        engine.identity()
+
+
+def test_weights_of_the_hub_are_found_where_they_were_downloaded_to(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    commit = "0" * 40
+    repository = tmp_path / "downloads" / "models--some--model"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(b"one")
+    engine.set("vllm.model_config.model", "some/model")
+    engine.set("vllm.load_config.download_dir", str(tmp_path / "downloads"))
+    before = engine.identity()
+    touch(snapshot / "model.safetensors", lambda data: data.reverse())
+    assert engine.identity() != before
+    engine.set("vllm.load_config.download_dir", None)
+    with pytest.raises(ConfigError, match="'some/model' are not on this machine's disk"):
         engine.identity()
 
 

@@ -229,7 +229,7 @@ def test_the_offloading_spec_has_what_ours_builds_from(vllm_facts: dict[str, obj
     }
     missing -= set(vllm_facts["offload_config"])
     assert not missing, "kv_identity() puts them into the identity of a cache on disk: find their new names"
-    assert vllm_facts["identity"] == [[], [], [], [], True], (
+    assert vllm_facts["identity"] == [[], [], [], [], [], True, [], True], (
         "identity.py puts these into the identity of a cache on disk: find their new names"
     )
 

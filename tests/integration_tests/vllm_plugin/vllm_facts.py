@@ -10,7 +10,15 @@ from typing import Any
 
 import vllm
 from vllm import plugins
-from vllm.config import AttentionConfig, CacheConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
 from vllm.entrypoints.launchers.api_server import entry
@@ -254,6 +262,18 @@ def facts() -> dict[str, object]:
                 {"speculative_config", "attention_config", "load_config", "model_config", "cache_config"}
                 - set(VllmConfig.__dataclass_fields__)
             ),
+            sorted(
+                {
+                    "model_impl",
+                    "model_class_overrides",
+                    "disable_sliding_window",
+                    "quantization_config",
+                    "max_model_len",
+                }
+                - set(ModelConfig.__dataclass_fields__)
+            ),
+            "original_max_model_len" in inspect.getsource(ModelConfig.__post_init__),
+            sorted({"load_format", "download_dir"} - set(LoadConfig.__dataclass_fields__)),
             "backend" in AttentionConfig.__dataclass_fields__,
         ],
         "tier_init": parameters(compat.SecondaryTierManager.__init__),
