@@ -149,7 +149,11 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class DocumentUse:
-    """A cached document: how often requests use it, as the policy counts, its length, and the tiers that hold it."""
+    """A document, and how many requests have used it since the engine started, wherever it stood in them.
+
+    ``num_tokens`` is its length in whole blocks, and ``tiers`` hold some of it, where it stood last; they are empty
+    where it was given up. Of more than 1,024 documents the rarest are forgotten, and start anew.
+    """
 
     doc_id: DocId
     frequency: float

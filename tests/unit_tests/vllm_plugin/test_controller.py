@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.stats import DocumentUse
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.controller import TierReport
 from ragcache_core.wire import RequestMetadata
@@ -222,6 +223,15 @@ def test_the_hottest_documents_are_the_ten_most_used_wherever_they_stood() -> No
     hottest: Any = it.report()["hottest_documents"]
     assert [document["doc_id"] for document in hottest] == [f"d{i}" for i in range(11, 1, -1)]
     assert [document["frequency"] for document in hottest] == list(range(12, 2, -1))
+
+
+def test_a_document_that_was_given_up_is_listed_with_its_uses_and_no_tier() -> None:
+    it = controller()
+    run(it, "r", segments(("a", 8), (None, 9)), keys(2))
+    assert it.report()["hottest_documents"] == [{"doc_id": "a", "frequency": 1, "num_tokens": 8, "tiers": []}]
+    said = " ".join((DocumentUse.__doc__ or "").split())
+    assert "how many requests have used it" in said
+    assert "empty where it was given up" in said
 
 
 def test_a_million_documents_do_not_fill_the_memory_with_their_uses() -> None:
