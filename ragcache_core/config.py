@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import platformdirs
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import Memory, has_gpu, read_memory
@@ -26,6 +35,7 @@ QueueOrder = Literal["cache_aware", "fifo"]
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a mount of memory, not a place for files)
 _MAX_DEFAULT_HOST_BYTES = 8 << 30
 _MIB = 1 << 20
+_LARGEST = (1 << 63) - 1
 _SIZE = re.compile(r"\d{1,24}(\.\d+)?\s*([kmgtpe]?i?b?)?", re.IGNORECASE)
 
 
@@ -43,9 +53,9 @@ def _parse_directory(value: object) -> object:
     return value
 
 
-Bytes = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(gt=0)]
+Bytes = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(gt=0, le=_LARGEST)]
 """A positive number of bytes: 1073741824, "1GiB", "512 MiB"."""
-BytesOrNone = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(ge=0)]
+BytesOrNone = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(ge=0, le=_LARGEST)]
 """A number of bytes; 0 is none."""
 
 
@@ -82,7 +92,7 @@ class ChunkReuse(BaseModel):
     """Of ``host_bytes`` and ``disk_bytes``, the share for what is reused this way. The rest stays with documents that
     are cached exactly, behind what stands before them."""
 
-    max_variants: Annotated[int, Field(ge=1, strict=True)] = 5
+    max_variants: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] = 5
     """Of one document, how many KVs are kept that were computed behind different ones."""
 
     is_default: bool = True
@@ -142,10 +152,10 @@ class CacheConfig(BaseModel):
     frequency: FrequencyScope = "ghost"
     """Whether the uses of a document count on after its eviction (``ghost``) or start anew (``cached``)."""
 
-    max_cached_documents: Annotated[int, Field(ge=1, strict=True)] | None = None
+    max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
     """Of a prompt with many documents only the first so many are kept; ``None`` keeps all."""
 
-    ghost_size: Annotated[int, Field(ge=0, strict=True)] = 100_000
+    ghost_size: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 100_000
     """Evicted documents whose uses are remembered; 0 remembers none, and leaves a tournament little to judge by. Each
     takes 0.7 KiB of main memory, and 0.2 KiB for each of its blocks."""
 
@@ -153,10 +163,10 @@ class CacheConfig(BaseModel):
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
     computed (RAGCache §5.2), ``fifo`` the one that came first."""
 
-    queue_window: Annotated[int, Field(ge=0, strict=True)] = 32
+    queue_window: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 32
     """No waiting request is overtaken by more later ones than this; 0 lets none overtake."""
 
-    max_prefill_bs: Annotated[int, Field(ge=0, strict=True)] = 4
+    max_prefill_bs: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 4
     """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3). 0
     switches speculation off."""
 
@@ -216,7 +226,7 @@ class CacheConfig(BaseModel):
             raise ConfigError(f"{path} has no [cache] table: begin it with the line [cache]")
         if isinstance(directory := table.get("directory"), str) and directory and not directory.startswith("~"):
             table["directory"] = path.parent / directory
-        if overrides.get("disk_bytes") in (0, "0"):
+        if _is_none(overrides.get("disk_bytes")):
             table.pop("directory", None)  # of the tier that is switched off
         try:
             return cls(**{**table, **overrides})
@@ -264,7 +274,22 @@ def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
         return said
     if first["type"] == "extra_forbidden":
         said = f"there is no such setting, use one of {', '.join(model.model_fields)}"
-    return f"{model.__name__}.{first['loc'][0]} is {first['input']!r:.80}: {said}"
+    return f"{model.__name__}.{first['loc'][0]} is {_quoted(first['input'])}: {said}"
+
+
+def _quoted(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python refuses to write such a number
+        return "a number of thousands of digits"
+
+
+def _is_none(disk_bytes: object) -> bool:
+    """Return whether a number of bytes, as somebody gives it, is 0."""
+    try:
+        return TypeAdapter(BytesOrNone).validate_python(disk_bytes) == 0
+    except ValidationError:
+        return False
 
 
 def _shown(num_bytes: int) -> str:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import Memory
 
@@ -83,6 +83,37 @@ def test_a_value_that_cannot_work_is_refused_with_its_name(settings: dict[str, o
         CacheConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    "number",
+    [2**63, -(10**400), 10**400, 10**5000, -(10**5000)],
+    ids=["2**63", "-10**400", "10**400", "10**5000", "-10**5000"],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("kv_cache_bytes", "host_bytes", "disk_bytes", "block_size"),
+        *("max_cached_documents", "ghost_size", "queue_window", "max_prefill_bs", "directory"),
+    ],
+)
+def test_a_number_beyond_any_machine_is_refused_like_any_other(name: str, number: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^CacheConfig\.{name} is (-?\d+|a number of thousands of digits): \w"):
+        CacheConfig(**{name: number})
+
+
+@pytest.mark.parametrize("name", ["max_variants", "alpha", "share"])
+def test_a_number_beyond_any_machine_is_refused_in_chunk_reuse_as_well(name: str) -> None:
+    for number in (10**400, 10**5000):
+        with pytest.raises(ConfigError, match=rf"^ChunkReuse\.{name} is (\d+|a number of thousands of digits): \w"):
+            ChunkReuse(**{name: number})
+
+
+def test_a_size_beyond_any_machine_is_refused_as_text_as_well() -> None:
+    assert CacheConfig(host_bytes=2**63 - 1).host_bytes == 2**63 - 1
+    for size in ("8EiB", "999999999999999999999999EiB", str(2**63)):
+        with pytest.raises(ConfigError, match=rf"^CacheConfig\.host_bytes is '{size}': \w.* 9223372036854775807$"):
+            CacheConfig(host_bytes=size)
+
+
 def test_an_unknown_setting_is_answered_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="use one of kv_cache_bytes, block_size, host_bytes"):
         CacheConfig(host_byte=1)
@@ -137,6 +168,15 @@ def test_a_file_says_what_code_would(tmp_path: Path) -> None:
     assert CacheConfig.from_toml(str(path), policy="lru").policy == "lru"
 
 
+@pytest.mark.parametrize("none", [0, "0", "00", "0B", "0 B", " 0GiB ", "0.0 MiB"])
+def test_a_disk_tier_of_a_file_is_switched_off_by_nothing_however_it_is_written(tmp_path: Path, none: object) -> None:
+    path = toml(tmp_path, '[cache]\ndisk_bytes = "1GiB"\ndirectory = "kv"')
+    assert CacheConfig.from_toml(path, disk_bytes=none) == CacheConfig(disk_bytes=0)
+    assert CacheConfig.from_toml(path, disk_bytes="2GiB").directory == tmp_path / "kv"
+    with pytest.raises(ConfigError, match="disk_bytes is 'none': write a size"):
+        CacheConfig.from_toml(path, disk_bytes="none")
+
+
 @pytest.mark.parametrize(("written", "meant"), [("kv", "{folder}/kv"), ("/kv", "/kv"), ("~/kv", "~/kv")])
 def test_a_relative_directory_is_beside_its_file(tmp_path: Path, written: str, meant: str) -> None:
     path = toml(tmp_path, f'[cache]\ndisk_bytes = "1GiB"\ndirectory = "{written}"')
@@ -150,6 +190,8 @@ def test_a_relative_directory_is_beside_its_file(tmp_path: Path, written: str, m
         ("cache = 1", r"cache\.toml has no \[cache\] table"),
         ("[cache]\nhost_bytes = lots", r"cache\.toml is not TOML \(.*line 2"),
         ('[cache]\nhost_bytes = "lots"', r"cache\.toml: CacheConfig\.host_bytes is 'lots': write a size"),
+        (f"[cache]\ndisk_bytes = {10**400}", r"cache\.toml: CacheConfig\.disk_bytes is 1000+: \w"),
+        (f"[cache]\nghost_size = -1{'0' * 5000}", r"cache\.toml is not TOML \(.*digits"),
         ("[cache]\nhost_byte = 1", r"cache\.toml: CacheConfig\.host_byte is 1: .* use one of"),
         ('[cache]\ndirectory = ""', r"cache\.toml: CacheConfig\.directory is '': name a directory"),
         ('[cache]\ndirectory = "kv"', r"cache\.toml: CacheConfig\.directory is .*: set disk_bytes"),
