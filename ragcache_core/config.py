@@ -133,9 +133,10 @@ class CacheConfig(BaseModel):
     """Tokens in a KV block; a document is cached in whole blocks. ``None`` leaves it to vLLM."""
 
     host_bytes: BytesOrNone | None = None
-    """Host memory for the KV of documents that left the engine's own: "64GiB". 0 keeps none there. ``None`` is decided
-    at launch: an eighth of the memory that is available to the machine, or to the container where that has a limit, at
-    most 8 GiB and at most half of what is free in /dev/shm, where it lies."""
+    """Host memory for the KV of documents that left the engine's own: "64GiB", at most what is free at launch, because
+    all of it is taken then. 0 keeps none there. ``None`` is decided at launch: an eighth of the memory that is
+    available to the machine, or to the container where that has a limit, at most 8 GiB and at most half of what is free
+    in /dev/shm, where it lies."""
 
     disk_bytes: BytesOrNone = ByteSize(0)
     """Disk space for the KV of documents that left host memory; it outlives the engine. 0 keeps none there."""
@@ -241,12 +242,13 @@ class CacheConfig(BaseModel):
         Resolving again changes nothing.
 
         Raises:
-            ConfigError: a capacity is larger than the memory or disk of this machine or container, or the directory is
-                unwritable.
+            ConfigError: a capacity is larger than what is free of the memory of this machine or container, or than its
+                disk, or the directory is unwritable.
         """
         memory = read_memory()
-        host_bytes = _host_bytes(self.host_bytes, memory)
-        _check_memory(self.kv_cache_bytes, host_bytes, memory)
+        kv_bytes = _kv_in_memory(self.kv_cache_bytes)
+        host_bytes = _default_host_bytes(kv_bytes, memory) if self.host_bytes is None else self.host_bytes
+        _check_memory(kv_bytes, host_bytes, memory)
         decided: dict[str, object] = {"host_bytes": host_bytes}
         if self.chunk_reuse is not None and not decided["host_bytes"]:
             raise ConfigError(
@@ -296,38 +298,36 @@ def _shown(num_bytes: int) -> str:
     return ByteSize(num_bytes).human_readable()
 
 
-def _check_memory(kv_cache_bytes: int | None, host_bytes: int, memory: Memory) -> None:
-    """Refuse more KV than there is memory; of a GPU's memory vLLM says so itself."""
-    if kv_cache_bytes is None or has_gpu():
-        return
-    if kv_cache_bytes > memory.total:
-        raise ConfigError(
-            f"CacheConfig.kv_cache_bytes is {_shown(kv_cache_bytes)}, {memory.whose} {_shown(memory.total)} of memory: "
-            "lower kv_cache_bytes"
-        )
-    if kv_cache_bytes + host_bytes > memory.total:
-        raise ConfigError(
-            f"CacheConfig.kv_cache_bytes and host_bytes are {_shown(kv_cache_bytes + host_bytes)} together, "
-            f"{memory.whose} {_shown(memory.total)} of memory: lower one of them"
-        )
+def _kv_in_memory(kv_cache_bytes: int | None) -> int:
+    """Return what is known to be taken of main memory for the engine's KV; of a GPU's memory vLLM speaks itself."""
+    return 0 if kv_cache_bytes is None or has_gpu() else kv_cache_bytes
 
 
-def _host_bytes(wanted: int | None, memory: Memory) -> int:
-    shared = shutil.disk_usage(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
-    if wanted is None:
-        free = memory.available if shared is None else shared.free
-        return min(memory.available // 8, _MAX_DEFAULT_HOST_BYTES, free // 2) // _MIB * _MIB
-    if wanted > memory.total:
+def _free_shared(memory: Memory) -> int:
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else memory.available
+
+
+def _default_host_bytes(kv_bytes: int, memory: Memory) -> int:
+    available = max(memory.available - kv_bytes, 0)
+    return min(available // 8, _MAX_DEFAULT_HOST_BYTES, _free_shared(memory) // 2) // _MIB * _MIB
+
+
+def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
+    """Refuse more than is free: all of the host tier is taken at the start, and the kernel cannot take it back."""
+    has = f"{memory.whose} {_shown(memory.total)} of memory, {_shown(memory.available)} of it free"
+    for name, num_bytes in (("host_bytes", host_bytes), ("kv_cache_bytes", kv_bytes)):
+        if num_bytes > memory.available:
+            raise ConfigError(f"CacheConfig.{name} is {_shown(num_bytes)}, {has}: lower {name}, or make room")
+    if kv_bytes + host_bytes > memory.available:
         raise ConfigError(
-            f"CacheConfig.host_bytes is {_shown(wanted)}, {memory.whose} {_shown(memory.total)} of memory: "
-            "lower host_bytes"
+            f"CacheConfig.kv_cache_bytes and host_bytes are {_shown(kv_bytes + host_bytes)} together, {has}: lower one "
+            "of them, or make room"
         )
-    if shared is not None and wanted > shared.total:
+    if host_bytes > (free := _free_shared(memory)):
         raise ConfigError(
-            f"CacheConfig.host_bytes is {_shown(wanted)}, {_SHARED_MEMORY} holds {_shown(shared.total)}: lower "
+            f"CacheConfig.host_bytes is {_shown(host_bytes)}, {_SHARED_MEMORY} has room for {_shown(free)}: lower "
             "host_bytes, or enlarge it (docker run --shm-size)"
         )
-    return wanted
 
 
 def _writable(directory: Path, disk_bytes: int) -> Path:

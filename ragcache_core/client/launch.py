@@ -26,7 +26,7 @@ from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.profiles import find_profile
 from ragcache_core.client.progress import LoadProgress
-from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
+from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions, sweep_shared_memory
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer, preload
 from ragcache_core.config import CacheConfig, ChunkReuse
@@ -83,7 +83,9 @@ def launch_server(
     if "served_model_name" not in vllm_args:
         settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
     engine_id = new_engine_id(os.getpid())
-    cache = cache.resolved() if isinstance(cache, CacheConfig) else cache
+    if isinstance(cache, CacheConfig):
+        sweep_shared_memory()  # what engines left whose owners died is free again
+        cache = cache.resolved()
     alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),

@@ -226,7 +226,15 @@ def test_host_memory_that_nobody_chose_is_an_eighth_of_what_is_available(machine
 def test_a_machine_without_shared_memory_is_asked_for_memory_only(machine: SimpleNamespace) -> None:
     machine.shared_memory.rmdir()
     assert CacheConfig().resolved().host_bytes == 4 * GIB
-    assert CacheConfig(host_bytes="60GiB").resolved().host_bytes == 60 * GIB
+    assert CacheConfig(host_bytes="30GiB").resolved().host_bytes == 30 * GIB
+
+
+def test_host_memory_that_nobody_chose_fits_beside_the_kv_that_somebody_chose(machine: SimpleNamespace) -> None:
+    cache = CacheConfig(kv_cache_bytes="31GiB").resolved()
+    assert cache.host_bytes == GIB // 8
+    assert cache.resolved() == cache
+    machine.available = 31 * GIB
+    assert CacheConfig(kv_cache_bytes="31GiB").resolved().host_bytes == 0
 
 
 def test_what_was_chosen_stays_and_resolving_again_changes_nothing(machine: SimpleNamespace, tmp_path: Path) -> None:
@@ -256,11 +264,21 @@ def test_a_relative_directory_becomes_absolute(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"host_bytes": "65GiB"}, r"host_bytes is 65\.0GiB, this machine has 64\.0GiB of memory: lower host_bytes"),
-        ({"host_bytes": "17GiB"}, r"host_bytes is 17\.0GiB, \S+shm holds 16\.0GiB: lower host_bytes, or enlarge"),
         (
-            {"kv_cache_bytes": "52GiB", "host_bytes": "14GiB"},
-            r"kv_cache_bytes and host_bytes are 66\.0GiB together, this machine has 64\.0GiB of memory: lower one",
+            {"host_bytes": "33GiB"},
+            r"host_bytes is 33\.0GiB, this machine has 64\.0GiB of memory, 32\.0GiB of it free: lower host_bytes",
+        ),
+        (
+            {"host_bytes": "17GiB"},
+            r"host_bytes is 17\.0GiB, \S+shm has room for 16\.0GiB: lower .* enlarge it",
+        ),
+        (
+            {"kv_cache_bytes": "33GiB"},
+            r"kv_cache_bytes is 33\.0GiB, this .* of it free: lower kv_cache_bytes",
+        ),
+        (
+            {"kv_cache_bytes": "20GiB", "host_bytes": "14GiB"},
+            r"kv_cache_bytes and host_bytes are 34\.0GiB together, this machine .* 32\.0GiB of it free: lower one of",
         ),
         ({"disk_bytes": "2TiB"}, r"disk_bytes is 2\.0TiB, the disk of \S+ holds 1\.0TiB: lower disk_bytes"),
     ],
@@ -270,14 +288,21 @@ def test_more_than_the_machine_has_is_refused(machine: SimpleNamespace, settings
         CacheConfig(**settings).resolved()
 
 
+def test_shared_memory_that_others_fill_has_no_room(machine: SimpleNamespace) -> None:
+    machine.shared_free = 3 * GIB
+    assert CacheConfig(host_bytes="3GiB").resolved().host_bytes == 3 * GIB
+    with pytest.raises(ConfigError, match=r"host_bytes is 4\.0GiB, \S+shm has room for 3\.0GiB: lower host_bytes"):
+        CacheConfig(host_bytes="4GiB").resolved()
+
+
 def test_a_container_with_a_limit_has_no_more_than_that(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited = Memory(total=8 * GIB, available=4 * GIB, is_limited=True)
     monkeypatch.setattr("ragcache_core.config.read_memory", lambda: limited)
     assert CacheConfig().resolved().host_bytes == GIB // 2
-    with pytest.raises(ConfigError, match=r"host_bytes is 9\.0GiB, this container may use 8\.0GiB of memory: lower"):
-        CacheConfig(host_bytes="9GiB").resolved()
+    with pytest.raises(ConfigError, match=r"is 5\.0GiB, this container may use 8\.0GiB of memory, 4\.0GiB of it free"):
+        CacheConfig(host_bytes="5GiB").resolved()
 
 
 @pytest.mark.parametrize("device", ["nvidia0", "nvidia3", "nvidiactl", "dxg", "kfd", "dri/renderD128"])

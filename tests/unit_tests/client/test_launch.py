@@ -1,0 +1,112 @@
+"""What a launch decides before its server starts, and what is not decided again when the server is started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragcache_core.client import shared_memory
+from ragcache_core.client.launch import launch_server
+from ragcache_core.client.shared_memory import new_engine_id
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError
+from ragcache_core.memory import Memory
+
+GIB = 1 << 30
+
+
+class Owner:
+    """A machine on which servers are started, and what each start was given; ``again`` starts the last one again."""
+
+    def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory = Memory(64 * GIB, 8 * GIB)
+        self.arguments: list[list[str]] = []
+        self.environments: list[dict[str, str]] = []
+        self.again: Callable[[], object] = lambda: None
+        self._model = model
+        for name, replacement in {
+            "ragcache_core.config.read_memory": lambda: self.memory,
+            "ragcache_core.config._free_shared": lambda memory: memory.available,
+            "ragcache_core.client.launch.preload": lambda load: load,
+            "ragcache_core.client.launch.ServerProcess": self._start,
+            "ragcache_core.client.launch.Supervisor": self._supervise,
+        }.items():
+            monkeypatch.setattr(name, replacement)
+
+    def launch(self, cache: CacheConfig) -> None:
+        launch_server(
+            self._model,
+            cache=cache,
+            host="127.0.0.1",
+            port=None,
+            api_key=None,
+            tokenizer=None,
+            startup_timeout_s=1.0,
+            max_restarts=1,
+            log_path=Path("log"),
+            progress=None,
+            env=None,
+            extra_args=(),
+            cancel=None,
+            vllm_args={},
+        )
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        arguments = self.arguments[-1]
+        config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+        extra: dict[str, Any] = config["kv_connector_extra_config"]
+        return extra
+
+    def _start(self, arguments: list[str], *, env: dict[str, str], log_path: Path) -> None:
+        self.arguments.append(arguments)
+        self.environments.append(env)
+
+    def _supervise(self, start: Callable[[], object], *_: object, **__: object) -> SimpleNamespace:
+        start()
+        self.again = start
+        return SimpleNamespace()
+
+
+@pytest.fixture
+def owner(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> Owner:
+    return Owner(demo_model, monkeypatch)
+
+
+def test_host_memory_that_is_not_free_is_refused_at_the_launch_and_starts_nothing(owner: Owner) -> None:
+    with pytest.raises(ConfigError, match=r"host_bytes is 9\.0GiB, .* 8\.0GiB of it free"):
+        owner.launch(CacheConfig(host_bytes="9GiB"))
+    assert owner.arguments == []
+
+
+def test_a_server_that_is_started_again_keeps_what_it_was_given_whatever_is_free_by_then(owner: Owner) -> None:
+    owner.launch(CacheConfig(host_bytes="8GiB"))
+    owner.memory = Memory(64 * GIB, 0)  # its region is still there
+    owner.again()
+    assert owner.arguments[0] == owner.arguments[1]
+    assert owner.extra_config["cpu_bytes_to_use"] == 8 * GIB
+
+
+def test_what_an_engine_left_whose_owner_died_is_free_before_memory_is_counted(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as dead:
+        left = tmp_path / f"vllm_offload_{new_engine_id(dead.pid)}.mmap"
+        dead.communicate()
+    ours = tmp_path / f"vllm_offload_{new_engine_id(os.getpid())}.mmap"
+    left.touch()
+    ours.touch()
+    monkeypatch.setattr(
+        "ragcache_core.client.launch.sweep_shared_memory", lambda: shared_memory.sweep_shared_memory(folder=tmp_path)
+    )
+    monkeypatch.setattr("ragcache_core.config.read_memory", lambda: Memory(64 * GIB, (2 - left.exists()) * GIB))
+    owner.launch(CacheConfig(host_bytes="2GiB"))
+    assert (left.exists(), ours.exists()) == (False, True)
