@@ -30,7 +30,8 @@ from ragcache_core.tree import KnowledgeTree, NodeChanges, TreeNode
 from ragcache_core.types import PromptSegment, SegmentKind
 
 _MAX_PATHS = 100_000
-_MAX_NODES_PER_DELTA = 512
+_MAX_VISITS_PER_DELTA = 2048
+"""Nodes that are looked at for one delta, on the way down from the root too: a millisecond or two of a step."""
 _MAX_BACKLOG_BYTES = 4 << 20
 _HEARTBEAT_S = 3.0
 _POLL_S = 0.25
@@ -59,7 +60,7 @@ class PathTracker:
 
     A path is known from the request that showed it; the ``max_paths`` seen last are tracked. The tree's changes are
     looked at in :meth:`take_delta` only: from a changed node down, to where a path ends of which nothing new is to be
-    said. Nothing is kept of nodes but those that wait to be looked at.
+    said, or behind which none ends. Nothing is kept of nodes but those that wait to be looked at.
     """
 
     def __init__(self, tree: KnowledgeTree, tokens_per_unit: int, max_paths: int = _MAX_PATHS) -> None:
@@ -68,6 +69,7 @@ class PathTracker:
         self._max_paths = max_paths
         self._paths: OrderedDict[tuple[bytes, DocPath], _TrackedPath] = OrderedDict()
         self._by_key: dict[Hashable, list[_TrackedPath]] = {}
+        self._max_units = 0  # of the longest path that ever was
         if tree.changes is None:
             tree.changes = NodeChanges()
         self._changed = tree.changes.subscribe()
@@ -109,10 +111,9 @@ class PathTracker:
         changes, self._dropped = self._dropped, []
         if not self._paths:
             self._changed.clear()
-        for _ in range(_MAX_NODES_PER_DELTA):
-            if not self._changed:
-                break
-            self._look_at(self._changed.pop(), changes)
+        num_left = _MAX_VISITS_PER_DELTA
+        while self._changed and num_left > 0:
+            num_left = self._look_at(self._changed.pop(), changes, num_left)
         if not changes:
             return None
         is_first, self._has_begun = not self._has_begun, True
@@ -129,6 +130,7 @@ class PathTracker:
         path = _TrackedPath(prefix, documents, key, num_units * self._tokens_per_unit)
         self._paths[at] = path
         self._by_key.setdefault(key, []).append(path)
+        self._max_units = max(self._max_units, num_units)
         if (location := self._tree.locate(key)) is not None:
             self._changed.add(location.node)
 
@@ -139,31 +141,59 @@ class PathTracker:
             del self._by_key[path.key]
         self._update(path, 0, self._dropped)
 
-    def _look_at(self, node: TreeNode, changes: list[PathChange]) -> None:
-        """Say what is new of a living node, or of the first above it of which something is; then what follows from it.
+    def _look_at(self, node: TreeNode, changes: list[PathChange], num_left: int) -> int:
+        """Say what is new of a node, or of the first above it of which something is; then what follows from it.
 
         From the root down, for what was said of a node is no measure for those below while they know more than it.
+        Return what is left of the ``num_left`` nodes that may be visited, and more are only where the way down is as
+        long; what follows beyond is looked at with the next delta.
         """
+        if node.start >= self._max_units:
+            return num_left - 1
         location = self._tree.locate(node.keys[0])
         if location is None or location.node is not node:
             self._look_for(node.keys, changes)
-            return
-        num_leading, is_whole = 0, True
-        for step in node.path():
-            if is_whole:
-                num_own = self._tree.num_own_leading_tokens(step)
-                num_leading, is_whole = num_leading + num_own, num_own == step.num_tokens
-            if step is not node and self._is_news(step, num_leading):
+            return num_left - 1
+        path = node.path()
+        num_before, is_whole = 0, True  # of what is cached before `node`
+        for step in path[:-1]:
+            num_leading, is_step_whole = self._lead_on(step, num_before, is_whole)
+            if self._is_news(step, num_leading):
                 self._changed.add(node)
                 node = step
                 break
+            num_before, is_whole = num_leading, is_step_whole
+        num_left -= len(path)
+        num_following = max(num_left, len(path))  # else a way down that is long would be gone for each node
+        following = [(node, num_before, is_whole)]
+        while following:
+            node, num_before, is_whole = following.pop()
+            self._changed.discard(node)
+            num_leading, is_whole = self._lead_on(node, num_before, is_whole)
+            if node.start < self._max_units and self._say(node, num_leading, changes):
+                following += [(child, num_leading, is_whole) for child in node.iter_children()]
+            num_left -= 1
+            num_following -= 1
+            if num_following <= 0:
+                break
+        self._changed.update(node for node, *_ in following)
+        return num_left
+
+    def _lead_on(self, node: TreeNode, num_before: int, is_whole: bool) -> tuple[int, bool]:
+        """Return how many tokens are cached up to the end of ``node``, and whether these are all."""
+        if not is_whole:
+            return num_before, False
+        num_own = self._tree.num_own_leading_tokens(node)
+        return num_before + num_own, num_own == node.num_tokens
+
+    def _say(self, node: TreeNode, num_leading: int, changes: list[PathChange]) -> bool:
+        """Say what is cached of the paths that end in a node; return whether that may be news to what follows it."""
         at_end = self._by_key.get(node.keys[-1])
         is_news = not at_end or self._is_news(node, num_leading)  # or it may be, where nobody knows what was said
         for key in node.keys:
             for path in self._by_key.get(key, ()):
                 self._update(path, min(num_leading, path.num_tokens), changes)
-        if is_news:
-            self._changed.update(node.iter_children())
+        return is_news
 
     def _is_news(self, node: TreeNode, num_leading: int) -> bool:
         """Return whether something else was said, or nothing yet, of a path that ends with ``node``."""

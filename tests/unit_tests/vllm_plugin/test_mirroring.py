@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.ordering import CachedPaths, PathChange, encode_delta, static_prefix_digest
-from ragcache_core.tree import PathSegment, check_invariants
+from ragcache_core.ordering import MAX_PATH_DOCUMENTS, CachedPaths, PathChange, encode_delta, static_prefix_digest
+from ragcache_core.tree import PathSegment, TreeNode, check_invariants
 from ragcache_core.types import PromptSegment, Tier
 from ragcache_core.vllm_plugin.controller import CacheController
 from ragcache_core.vllm_plugin.metrics import RAGCacheStats, Received
-from ragcache_core.vllm_plugin.mirroring import HEARTBEAT, PathFeed, PathTracker
+from ragcache_core.vllm_plugin.mirroring import _MAX_VISITS_PER_DELTA, HEARTBEAT, PathFeed, PathTracker
 from ragcache_core.wire import RequestMetadata
 from tests.unit_tests.vllm_plugin.scene import BLOCK, controller, segments
 
@@ -147,7 +147,7 @@ def test_requests_without_documents_are_not_tracked() -> None:
 
 
 def test_a_cache_that_is_emptied_at_once_is_told_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.vllm_plugin.mirroring._MAX_NODES_PER_DELTA", 2)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.mirroring._MAX_VISITS_PER_DELTA", 2)
     it = Engine()
     for documents in ("ab", "ba", "ca", "cb", "ac"):
         it.ask(documents)
@@ -193,6 +193,73 @@ def test_the_same_ids_with_other_texts_are_what_was_seen_last() -> None:
     delta: Any = it.paths.take_delta()
     assert [documents for _, documents, num_tokens in delta["set"] if not num_tokens or documents] == [["a"], ["a"]]
     assert delta["set"][-1][2] == 4, "the static part"
+
+
+class CountedLooks:
+    """How often the tracker looks at a node, in all and for one delta at most."""
+
+    def __init__(self, it: CacheController, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_looks = 0
+        self.max_for_a_delta = 0
+        look, take = it.paths._lead_on, it.paths.take_delta
+
+        def counted_look(node: TreeNode, num_before: int, is_whole: bool) -> tuple[int, bool]:
+            self.num_looks += 1
+            return look(node, num_before, is_whole)
+
+        def counted_take() -> dict[str, object] | None:
+            before = self.num_looks
+            delta = take()
+            self.max_for_a_delta = max(self.max_for_a_delta, self.num_looks - before)
+            return delta
+
+        monkeypatch.setattr(it.paths, "_lead_on", counted_look)
+        monkeypatch.setattr(it.paths, "take_delta", counted_take)
+
+
+def compute(it: CacheController, num_documents: int) -> tuple[list[int], tuple[PromptSegment, ...], list[bytes]]:
+    """Let documents of one block each be computed, one behind the other; return tokens, segments and keys."""
+    tokens = list(range((num_documents + 1) * BLOCK))
+    tiled = segments(("", BLOCK), *((f"d{i}", (i + 2) * BLOCK) for i in range(num_documents)))
+    keys = [str(i).encode() for i in range(num_documents + 1)]
+    it.on_new_request("r", RequestMetadata(tiled), keys, len(tokens), 0.0)
+    deepest = it.tree.locate(keys[-1])
+    assert deepest is not None
+    for node in deepest.node.path():
+        it.tree.add(node, node.full_mask, Tier.GPU)
+    return tokens, tiled, keys
+
+
+def test_nobody_looks_at_thousands_of_documents_behind_the_last_that_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it, mirror = controller(), CachedPaths()
+    tokens, tiled, keys = compute(it, 2000)
+    it.paths.track(tokens, tiled, keys)
+    assert len(it.paths) == MAX_PATH_DOCUMENTS + 1
+    looks = CountedLooks(it, monkeypatch)
+    while it.paths.has_news:
+        mirror.apply(it.paths.take_delta() or {})
+    assert looks.num_looks < 40 * MAX_PATH_DOCUMENTS
+    prefix = static_prefix_digest(tokens, tiled)
+    assert prefix is not None
+    shown = tuple(f"d{i}" for i in range(MAX_PATH_DOCUMENTS))
+    assert mirror.num_cached_tokens(prefix, shown) == (MAX_PATH_DOCUMENTS + 1) * BLOCK
+
+
+def test_thousands_of_documents_are_looked_at_piece_by_piece_where_another_path_ends_as_far_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_documents = 3000
+    it = controller()
+    tokens, _, _ = compute(it, num_documents)
+    others = [f"x{i}".encode() for i in range(num_documents + 1)]
+    it.paths.track(tokens, segments(("", BLOCK), ("long", len(tokens))), others)
+    looks = CountedLooks(it, monkeypatch)
+    while it.paths.has_news:
+        it.paths.take_delta()
+    assert looks.max_for_a_delta <= 2 * max(_MAX_VISITS_PER_DELTA, num_documents + 1)
+    assert looks.num_looks < 60 * num_documents, "once each, and a way down for some"
 
 
 def test_what_is_lost_while_nobody_tracks_it_is_told_of_what_stands_on_it() -> None:
@@ -241,10 +308,10 @@ def test_nothing_waits_to_be_looked_at_where_no_document_is_known() -> None:
     st.sampled_from([1, 2, 512]),
 )
 def test_whatever_happens_the_mirror_says_what_the_tree_would(
-    steps: list[Any], ghost_size: int, nodes_per_delta: int
+    steps: list[Any], ghost_size: int, visits_per_delta: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ragcache_core.vllm_plugin.mirroring._MAX_NODES_PER_DELTA", nodes_per_delta)
+        patched.setattr("ragcache_core.vllm_plugin.mirroring._MAX_VISITS_PER_DELTA", visits_per_delta)
         run_steps(Engine(ghost_size=ghost_size), steps)
 
 
