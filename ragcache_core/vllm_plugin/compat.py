@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SUPPORTED_VLLM = "0.32"
-_CONFIRM = "ragcache_confirm"
+_CONFIRM, _REPORT = "ragcache_confirm", "ragcache_report"
 
 __all__ = [
     "SUPPORTED_VLLM",
@@ -134,9 +134,10 @@ __all__ = [
     "TransferJob",
     "TransferResult",
     "adopt_chunks",
-    "attach_confirm",
+    "attach_utilities",
     "cached_copies",
     "call_confirm",
+    "call_report",
     "connector_of_this_worker",
     "end_quiet_step",
     "get_block_hash",
@@ -238,22 +239,33 @@ def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadat
     return NothingToCopy()
 
 
-def attach_confirm() -> None:
-    """Let the server's process call ``confirm`` of this process's scheduler, as it calls vLLM's own utilities."""
+def attach_utilities() -> None:
+    """Let the server's process call ``confirm`` and ``report`` of this one's scheduler, as vLLM's own utilities."""
 
     def ragcache_confirm(core: EngineCore, speculation_id: str) -> dict[str, object] | None:
         report: dict[str, object] | None = core.scheduler.confirm(speculation_id)
         return report
 
+    def ragcache_report(core: EngineCore) -> dict[str, object]:
+        report: dict[str, object] = core.scheduler.report()
+        return report
+
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
+    setattr(EngineCore, _REPORT, ragcache_report)
 
 
 async def call_confirm(engine_client: Any, speculation_id: str) -> dict[str, Any] | None:
-    """Call what :func:`attach_confirm` attached in the engine's process; it answers when the running step is done.
+    """Call what :func:`attach_utilities` attached in the engine's process; it answers when the running step is done.
 
     Of several data-parallel engines the answer is the first one's.
     """
     report: dict[str, Any] | None = await engine_client.engine_core.call_utility_async(_CONFIRM, speculation_id)
+    return report
+
+
+async def call_report(engine_client: Any) -> dict[str, Any]:
+    """Return the report of the engine's scheduler, as :func:`call_confirm` gets one."""
+    report: dict[str, Any] = await engine_client.engine_core.call_utility_async(_REPORT)
     return report
 
 

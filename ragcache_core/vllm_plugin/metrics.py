@@ -174,7 +174,7 @@ class Received:
         self._lock = threading.Lock()
 
     def begin(self, settings: PluginSettings, observe: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Have an empty report until an engine sends one, which it does with its first request.
+        """Have an empty report until the first engine is asked for one, when the server is nearly ready.
 
         ``observe`` takes in what the first engine says otherwise than with a step, and calls :meth:`add`.
         """
@@ -191,7 +191,7 @@ class Received:
         }
 
     def tell(self, report: dict[str, Any]) -> None:
-        """Take in a report of the first engine that came without a step."""
+        """Take in a report of the first engine that came without a step, because it was asked for or nothing ran."""
         self._observe({"engine": report})
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
+from vllm.logger import init_logger
 
-from ragcache_core.vllm_plugin.compat import call_confirm
+from ragcache_core.vllm_plugin.compat import call_confirm, call_report
 from ragcache_core.vllm_plugin.input_processor import SendingInputProcessor
 from ragcache_core.vllm_plugin.metrics import received
+
+logger = init_logger(f"vllm.{__name__}")
 
 _PATIENCE_S = 0.5
 
@@ -102,6 +105,14 @@ class RAGCacheEndpoint:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the way to the engine, for confirmations; the other routes answer from what it has sent already."""
+        """Keep the way to the engine, for confirmations; the other routes answer from what it has sent already.
+
+        The first report is asked for: an engine sends one with a step, and takes none before its first request.
+        """
         state.ragcache_engine_client = engine_client
         SendingInputProcessor.take_over(engine_client.input_processor)
+        if received.engine() is not None:
+            try:
+                received.tell(await call_report(engine_client))
+            except Exception as error:  # somebody else's scheduler: its first step tells
+                logger.warning("The tiers are not in the statistics until the first request: %s", error)

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import collect_rarely
 from ragcache_core.vllm_plugin.block_pool import TreeBlockPool
-from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_confirm
+from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_utilities
 from ragcache_core.vllm_plugin.request_queue import CacheAwareRequestQueue
 
 if TYPE_CHECKING:
@@ -121,6 +121,10 @@ class _TreeScheduling:
             if self._queue is not None and self._queue.confirm(self.requests[request_id]):
                 self._controller.on_waiting(request_id)
         return self._controller.report() if self._controller.is_idle else None
+
+    def report(self) -> dict[str, object]:
+        """Return what the engine has cached and counted, also where there was no step yet with which to send it."""
+        return self._controller.report()
 
     def has_room(self) -> bool:
         """Return whether a speculation that came now would be admitted at once."""
@@ -234,7 +238,7 @@ class AsyncTreeScheduler(_TreeScheduling, AsyncScheduler):
 
 def RAGCacheScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 (vLLM takes it for a class)
     """Return the scheduler for vLLM's setting of ``async_scheduling``; the name to give to ``--scheduler-cls``."""
-    attach_confirm()
+    attach_utilities()
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     kind = AsyncTreeScheduler if vllm_config.scheduler_config.async_scheduling else SyncTreeScheduler
     scheduler: Scheduler = kind(*args, **kwargs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,11 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin import routes
 from ragcache_core.vllm_plugin.chunk_library import ChunkLibrary
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats, Received
+from ragcache_core.vllm_plugin.routes import RAGCacheEndpoint
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -74,6 +78,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Received:
     """This process's memory of requests, new for each test."""
     new = Received()
     monkeypatch.setattr("ragcache_core.vllm_plugin.metrics.received", new)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.routes.received", new)
     return new
 
 
@@ -97,6 +102,52 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 2
     assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Awaitable[None]]:
+    """Begin to serve, with an engine that answers our utility calls so."""
+    monkeypatch.setattr("ragcache_core.vllm_plugin.routes.SendingInputProcessor.take_over", lambda processor: None)
+
+    async def with_engine(answer: Callable[[], object]) -> None:
+        async def call_utility_async(name: str) -> object:
+            assert name == "ragcache_report"
+            return answer()
+
+        engine_client = SimpleNamespace(
+            engine_core=SimpleNamespace(call_utility_async=call_utility_async), input_processor=None
+        )
+        await RAGCacheEndpoint().init_state(engine_client, SimpleNamespace(), Namespace())
+
+    return with_engine
+
+
+async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(
+    begin: Callable[[Callable[[], object]], Awaitable[None]], received: Received
+) -> None:
+    engine, server = Engine(), Server()
+    engine.controller.tiers[Tier.DISK].is_enabled = False
+    await begin(engine.controller.report)
+    assert (await routes.stats())["tiers"] == engine.controller.report()["tiers"]
+    assert server.value("ragcache_tier_capacity_bytes", tier="gpu") == 1000
+    assert server.value("ragcache_tier_enabled", tier="disk") == 0
+    assert server.value("ragcache_requests_total") == 0
+    engine.serve("r1", 4, 0)
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_requests_total") == 1
+
+
+async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_same(
+    begin: Callable[[Callable[[], object]], Awaitable[None]], received: Received
+) -> None:
+    def fail() -> object:
+        raise RuntimeError("Call to ragcache_report method failed: somebody else's scheduler")
+
+    await begin(fail)
+    assert received.engine() is None, "a server without RAGCache does not ask"
+    Server()
+    await begin(fail)
+    assert (await routes.stats())["tiers"] == []
 
 
 def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:

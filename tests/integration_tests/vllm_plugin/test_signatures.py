@@ -169,9 +169,9 @@ def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> No
     assert vllm_facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
 
 
-def test_a_confirmation_reaches_the_scheduler_as_a_utility_call(vllm_facts: dict[str, object]) -> None:
+def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(vllm_facts: dict[str, object]) -> None:
     assert vllm_facts["utility"] == [True, ["self", "method", "args"], ["scheduler"], ["engine_core"]], (
-        "compat.attach_confirm() adds a method to EngineCore, compat.call_confirm() calls it: find the new way"
+        "compat.attach_utilities() adds methods to EngineCore, others there call them: find the new way"
     )
 
 
@@ -229,7 +229,7 @@ def test_the_offloading_spec_has_what_ours_builds_from(vllm_facts: dict[str, obj
     }
     missing -= set(vllm_facts["offload_config"])
     assert not missing, "kv_identity() puts them into the identity of a cache on disk: find their new names"
-    assert vllm_facts["identity"] == [[], [], [], [], [], True, [], True], (
+    assert vllm_facts["identity"] == [[], [], [], [], [], True, [], True, True], (
         "identity.py puts these into the identity of a cache on disk: find their new names"
     )
 

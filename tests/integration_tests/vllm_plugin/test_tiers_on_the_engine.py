@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
 from ragcache_core.client import Engine
-from ragcache_core.errors import EngineStartError
+from ragcache_core.errors import EngineError, EngineStartError
 from ragcache_core.types import Tier
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.waiting import until
@@ -131,6 +131,23 @@ def empty_the_gpu(engine: Engine) -> None:
     """Make vLLM forget its own KV memory, and nothing else."""
     url = f"{server(engine)}/reset_prefix_cache"
     assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200, PATIENCE_S)
+
+
+def are_enabled(engine: Engine) -> dict[str, bool]:
+    """Return which tiers the engine tells of, and whether they work; none while it starts again."""
+    try:
+        return {tier.name: tier.is_enabled for tier in engine.stats().tiers}
+    except EngineError:
+        return {}
+
+
+def test_a_server_that_is_ready_tells_of_its_tiers_before_anybody_asks(tiers: Engine) -> None:
+    assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
+    found = series(tiers)
+    assert {tier.label: found["ragcache_tier_enabled", tier.label] for tier in Tier} == dict.fromkeys(
+        ("gpu", "host", "disk"), 1
+    )
+    assert found["ragcache_tier_capacity_bytes", "disk"] == 256 << 20
 
 
 def test_every_tier_serves_the_answers_that_were_computed(tiers: Engine, answers: Answers) -> None:
@@ -341,6 +358,9 @@ def test_an_engine_that_comes_back_and_finds_no_disk_goes_on_without(
     cache.directory.rename(cache.directory.with_name("taken away"))
     cache.directory.write_text("no directory")
     kill_the_core(tiers)
+    assert until(lambda: are_enabled(tiers) == {"gpu": True, "host": True, "disk": False}, PATIENCE_S), (
+        "a tier that is out of service can be seen before anybody asks"
+    )
     again = Answers(tiers)
     again.texts = answers.texts
     for mark in [f"tier {i}" for i in range(4)] * 2:
