@@ -113,6 +113,14 @@ def checksum(key: bytes, payload: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(key)) - _INT64
 
 
+def place_checksum(key: bytes, parent: bytes | None, doc_id: bytes | None, position: int) -> int:
+    """Return the XXH3 of what is noted about a chunk's place as a signed 64-bit integer.
+
+    A tree that grew with a chunk in two places would not know which of them goes.
+    """
+    return xxhash.xxh3_64_intdigest(repr((key, parent, doc_id, position)).encode()) - _INT64
+
+
 def _is_short_text(value: object) -> bool:
     try:
         return isinstance(value, str) and len(value.encode("utf-8")) <= _MAX_DOC_ID_BYTES

@@ -17,12 +17,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote
+from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, place_checksum
 from ragcache_core.errors import CacheLockedError, CacheTierError, CacheWriteError
 
 _SCHEMA = (
     "CREATE TABLE chunks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, parent BLOB, "
-    "doc_id TEXT, position INTEGER NOT NULL, frequency REAL NOT NULL, cost REAL NOT NULL)"
+    "doc_id TEXT, position INTEGER NOT NULL, place_checksum INTEGER NOT NULL, frequency REAL NOT NULL, "
+    "cost REAL NOT NULL)"
 )
 _DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
@@ -30,7 +31,7 @@ _TRANSIENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
 _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # the latter when a message quotes a damaged file
 _ROWS_PER_FETCH = 1000
 _MAX_WORTH = 1e12
-_SOUND_TYPES = {(bytes, p, d, int, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
+_SOUND_TYPES = {(bytes, p, d, int, int, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
 
 
 class IndexDamagedError(Exception):
@@ -100,14 +101,15 @@ class ChunkIndex:
     def entries(self) -> Iterator[list[tuple[int, bytes, ChunkEntry | None]]]:
         """Yield slot, key and chunk in lists, by position, as they are when the first list is taken.
 
-        None stands for a chunk about which impossible values are noted.
+        None stands for a chunk about which impossible values are noted, or another place than was written.
 
         Raises:
             CacheTierError: the index can no longer be read.
         """
         try:
             rows = self._connection.execute(  # sorted before the first row comes, so later changes do not show
-                "SELECT slot, key, parent, doc_id, position, frequency, cost FROM chunks ORDER BY position, slot"
+                "SELECT slot, key, parent, doc_id, position, place_checksum, frequency, cost FROM chunks "
+                "ORDER BY position, slot"
             )
             self._listings.add(rows)
             while batch := rows.fetchmany(_ROWS_PER_FETCH):
@@ -120,9 +122,9 @@ class ChunkIndex:
         with self._changing() as connection:
             connection.executemany(
                 # A row that a failed change left behind gives way: nothing in memory points to it.
-                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (slot, key, digest, note.parent, note.doc_id, note.position, *_worth(note.frequency, note.cost))
+                    (slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost))
                     for slot, key, digest, note in rows
                 ),
             )
@@ -213,14 +215,26 @@ def write_error(path: Path, error: Exception) -> CacheWriteError:
     )
 
 
+def _place(key: bytes, note: ChunkNote) -> tuple[bytes | None, str | None, int, int]:
+    doc_id = None if note.doc_id is None else note.doc_id.encode()
+    return note.parent, note.doc_id, note.position, place_checksum(key, note.parent, doc_id, note.position)
+
+
 def _worth(frequency: float, cost: float) -> tuple[float, float]:
     return float(frequency), float(cost)  # NumPy's float32 is no float to SQLite
 
 
 def _entry(
-    key: bytes, parent: bytes | None, doc_id: bytes | None, position: int, frequency: float, cost: float
+    key: bytes,
+    parent: bytes | None,
+    doc_id: bytes | None,
+    position: int,
+    place_digest: int,
+    frequency: float,
+    cost: float,
 ) -> ChunkEntry | None:
-    if (type(key), type(parent), type(doc_id), type(position), type(frequency), type(cost)) not in _SOUND_TYPES:
+    types = tuple(map(type, (key, parent, doc_id, position, place_digest, frequency, cost)))
+    if types not in _SOUND_TYPES or place_checksum(key, parent, doc_id, position) != place_digest:
         return None
     if not (position >= 0 and 0.0 <= frequency <= _MAX_WORTH and 0.0 <= cost <= _MAX_WORTH):
         return None  # nor are these, whatever wrote them

@@ -56,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 _DATA_NAME = "chunks.data"
 _INDEX_NAME = "index.sqlite"
+_MAX_BATCH = 64
+_MAX_BATCH_BYTES = 16 << 20
 
 
 class ChunkStore:
@@ -138,6 +140,11 @@ class ChunkStore:
         return self._file.slot_bytes
 
     @property
+    def chunks_per_batch(self) -> int:
+        """How many chunks to read or write at once: 64, or those that 16 MiB hold, but one at least."""
+        return min(max(_MAX_BATCH_BYTES // self.chunk_bytes, 1), _MAX_BATCH)
+
+    @property
     def num_free_slots(self) -> int:
         """Chunks that can be written before some must be deleted."""
         return self._residents.slots.num_free
@@ -164,8 +171,8 @@ class ChunkStore:
     def entries(self) -> Iterator[ChunkEntry]:
         """Yield every chunk by position, so that parents come before their children.
 
-        Chunks that are deleted meanwhile may be in it, those that are written meanwhile are not. What is noted
-        about a chunk has no checksum: one with impossible values is dropped, a wrong parent may not exist.
+        Chunks that are deleted meanwhile may be in it, those that are written meanwhile are not. One about which
+        another place is noted than was written, or impossible values, is dropped.
 
         Raises:
             CacheTierError: the index can no longer be read.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.bench.killpoints import run_damage
-from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
 
 from .conftest import CHUNK_BYTES, Opening, aligned, keys, payload, read, writes
 
@@ -204,12 +204,15 @@ def test_a_row_that_cannot_be_right_is_dropped_and_its_slot_is_free(opening: Ope
     assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
 
 
-@pytest.mark.parametrize(
-    "change", ["parent = 7", "doc_id = x'ff'", "doc_id = CAST(x'ff' AS TEXT)", "position = 'x'", "cost = 'x'"]
-)
-def test_a_chunk_with_an_impossible_note_is_dropped_when_it_is_listed(opening: Opening, change: str) -> None:
+IMPOSSIBLE = ["parent = 7", "doc_id = x'ff'", "doc_id = CAST(x'ff' AS TEXT)", "position = 'x'", "cost = 'x'"]
+OTHER_PLACES = ["parent = x'6b65792033'", "parent = NULL", "doc_id = 'b'", "doc_id = NULL", "position = 7"]
+
+
+@pytest.mark.parametrize("change", [*IMPOSSIBLE, *OTHER_PLACES, "place_checksum = 7", "place_checksum = 'x'"])
+def test_a_chunk_with_another_note_than_was_written_is_dropped_when_it_is_listed(opening: Opening, change: str) -> None:
     with opening() as store:
-        store.write_many(writes(keys(4)))
+        note = ChunkNote(parent=b"key 0", doc_id="a", position=1)
+        store.write_many([ChunkWrite(key, payload(key), note) for key in keys(4)])
     with sqlite3.connect(store.path / "index.sqlite") as connection:
         connection.execute(f"UPDATE chunks SET {change} WHERE slot = 2")
     connection.close()
