@@ -100,9 +100,13 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the machine did; None if there is none."""
+    """Return when a process started, in clock ticks since the machine did; None if there is none, or its end is due.
+
+    One that ended stays listed until its parent takes note, which in a container may be never.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[19])
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in {"Z", "X"} else int(fields[18])

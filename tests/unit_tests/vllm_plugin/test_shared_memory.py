@@ -46,6 +46,15 @@ def test_regions_of_dead_owners_go_and_those_of_living_ones_stay(
     assert (theirs.exists(), ours.exists()) == (False, True)
 
 
+def test_an_owner_that_ended_and_that_nobody_has_taken_note_of_is_dead(
+    tmp_path: Path, owner: subprocess.Popen[bytes]
+) -> None:
+    theirs = region(tmp_path, new_engine_id(owner.pid))
+    owner.kill()
+    os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays a zombie
+    assert sweep_shared_memory(folder=tmp_path) == [theirs]
+
+
 @pytest.mark.parametrize("suffix", [".mmap", "_dp0.mmap", "_dp13.mmap", ".mmap.kept"])
 def test_every_file_of_a_dead_engine_goes(tmp_path: Path, owner: subprocess.Popen[bytes], suffix: str) -> None:
     path = region(tmp_path, new_engine_id(owner.pid), suffix)
