@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from ragcache_core.chunkstore.regrowing import note_of
@@ -32,6 +33,8 @@ FIRST_GROUP = bytes(4)
 
 ADAPTED = "ragcache_adapted"
 """Marks, in its ``kv_transfer_params``, a request whose KV an adapter (LoRA) computes."""
+_MAX_FLEETING = 100_000
+"""Keys of adapters that are remembered, besides those that are here."""
 
 
 def is_adapted(req_context: ReqContext) -> bool:
@@ -60,7 +63,7 @@ class TreeCachePolicy(CachePolicy):
         self._num_promises: Counter[OffloadKey] = Counter()
         self._looking_up: set[OffloadKey] | None = None
         self._unknown: dict[OffloadKey, None] = {}
-        self._fleeting: set[OffloadKey] = set()
+        self._fleeting: dict[OffloadKey, None] = {}
         self._chosen: list[EvictedUnit] = []
         self._arriving: list[Location] | None = None
         self._settling: list[Location] | None = None
@@ -155,9 +158,16 @@ class TreeCachePolicy(CachePolicy):
         """Do nothing: the tree counts accesses once a request."""
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Take note of what must not outlive the engine."""
+        """Take note of what must not outlive the engine.
+
+        vLLM says so once for a request, which may store a chunk much later, and after others stored and lost it: what
+        is an adapter's stays noted when it goes.
+        """
         if is_adapted(req_context):
-            self._fleeting.update(keys)
+            self._fleeting.update(dict.fromkeys(keys))
+            surplus = len(self._fleeting) - _MAX_FLEETING
+            for key in [key for key in islice(self._fleeting, max(surplus, 0)) if key not in self._chunks]:
+                del self._fleeting[key]
 
     def on_request_finished(
         self,
@@ -218,7 +228,6 @@ class TreeCachePolicy(CachePolicy):
 
     def _give_up(self, key: OffloadKey) -> ChunkStatus:
         chunk = self._chunks.pop(key)
-        self._fleeting.discard(key)
         if self.journal is not None:
             self.journal.unseal(chunk.chunk_id)
         return chunk

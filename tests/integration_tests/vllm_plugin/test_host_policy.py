@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.kv_offload.base import OffloadKey
 
+from ragcache_core.vllm_plugin.host_journal import HostJournal
+from ragcache_core.vllm_plugin.host_policy import ADAPTED
 from tests.integration_tests.vllm_plugin.host_scene import Asker, Host
 
 
@@ -191,3 +196,59 @@ def test_storing_what_is_there_changes_nothing(num_keys: int) -> None:
     asker = host.ask("B")
     assert host.prepare_store(asker, asker.keys[:num_keys]) == []
     assert set(host.refs) == set(old.keys)
+
+
+def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_them_before(tmp_path: Path) -> None:
+    """vLLM says once for a request that it will store them, and it may do so after others did."""
+    host = Host(num_chunks=6)
+    rows = np.random.default_rng(0).integers(0, 256, (6, 64), dtype=np.uint8)
+    host.policy.journal = HostJournal.open("me", rows, {"weights": "one"}, tmp_path)
+
+    def ask(documents: str) -> Asker:
+        asker = host.ask(documents)
+        asker.context.kv_transfer_params = {ADAPTED: True} if documents == "B" else {}
+        return asker
+
+    def store(asker: Asker) -> list[OffloadKey] | None:
+        output = host.manager.prepare_store(asker.keys, asker.context)
+        if output is None:
+            return None
+        new = list(output.keys_to_store)
+        host.manager.complete_store(new, asker.context)
+        return new
+
+    busy = ask("D")
+    filling = store(busy)
+    assert filling == busy.keys
+    host.manager.prepare_load(filling, busy.context)
+    first = ask("B")
+    assert store(first) is None, "there is no room"
+    host.manager.complete_load(filling, busy.context)
+    host.manager.on_request_finished(busy.context)
+    second = ask("B")
+    assert store(second) == first.keys
+    host.manager.on_request_finished(second.context)
+    for _ in range(4):
+        other = ask("D")
+        store(other)
+        host.manager.on_request_finished(other.context)
+    assert not host.policy._chunks.keys() & set(first.keys), "they went for others"
+    assert store(first) == first.keys
+    host.policy.journal.close()
+    again = HostJournal.open("me", rows, {"weights": "one"}, tmp_path)
+    again.close()
+    left = {entry.key for _, entry in again.restored}
+    assert left
+    assert not left & {key[:-4] for key in first.keys}
+
+
+def test_what_is_remembered_of_adapters_is_bounded_but_for_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.vllm_plugin.host_policy._MAX_FLEETING", 4)
+    host = Host(num_chunks=6)
+    asker = host.ask("B")
+    asker.context.kv_transfer_params = {ADAPTED: True}
+    host.manager.prepare_store(asker.keys, asker.context)
+    for i in range(50):
+        host.policy.on_store_miss([OffloadKey(bytes([i]) * 36)], asker.context)
+    assert set(asker.keys) <= set(host.policy._fleeting)
+    assert len(host.policy._fleeting) == len(asker.keys) + 4
