@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import vllm
 from vllm.platforms import current_platform
 
@@ -22,6 +23,7 @@ _NUM_SAMPLES = 512
 _SAMPLE_BYTES = 4096
 _CHUNK_LAYOUT = 1  # of a page: layer by layer, K without RoPE and V
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_CODE = ("*.py", "*processor_config.json")
 
 
 def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
@@ -50,7 +52,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
         "keys": f"{algorithm} {seed}",
         "draft": _draft(vllm_config),
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size} "
-        f"dp{parallel.data_parallel_index}",
+        f"dp{parallel.data_parallel_index} {_split(vllm_config)}",
     }
 
 
@@ -78,19 +80,45 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
     Some models compute otherwise for longer contexts, whatever the prompt: LongRoPE turns keys by other factors, and
     Llama 4 tunes its attention. A length that vLLM fits to the memory is known only after the model was loaded.
     """
-    model = vllm_config.model_config
+    model, load = vllm_config.model_config, vllm_config.load_config
+    folder = _weights_folder(model, load.download_dir)
     return {
         "vllm": str(vllm.__version__),
-        "platform": f"{current_platform.device_type} {current_platform.get_device_name()}",
-        "weights": _weights_digest(_weights_folder(model, vllm_config.load_config.download_dir)),
+        "platform": _platform(),
+        "weights": _weights_digest(folder),
+        "code": _code_digest(folder),
         "model_config": _digest(_json(model.hf_config.to_dict()).encode()),
         "implementation": f"{model.model_impl} {_json(model.model_class_overrides)} {model.disable_sliding_window}",
         "context": f"{model.max_model_len}{' fitted' if model.original_max_model_len == -1 else ''}",
         "dtype": str(model.dtype),
         "quantization": f"{model.quantization} {_json(model.quantization_config)}",
-        "load_format": f"{vllm_config.load_config.load_format} {model.seed}",
+        "load_format": f"{load.load_format} {_json(load.model_loader_extra_config)} {model.seed}",
         "attention_backend": str(vllm_config.attention_config.backend),
     }
+
+
+def _platform() -> str:
+    """Return the device; of a processor what it can, because vLLM packs KV for the instructions that are there."""
+    device = f"{current_platform.device_type} {current_platform.get_device_name()}"
+    if not current_platform.is_cpu():
+        return device
+    can = torch.cpu.get_capabilities()
+    return (
+        f"{device} {can.get('architecture')} {_digest(_json(sorted(k for k, v in can.items() if v is True)).encode())}"
+    )
+
+
+def _split(vllm_config: VllmConfig) -> str:
+    """Return how layers and tokens are divided among workers, where that can be chosen."""
+    return f"{vllm_config.parallel_config.cp_kv_cache_interleave_size} {os.environ.get('VLLM_PP_LAYER_PARTITION', '')}"
+
+
+def _code_digest(folder: Path) -> str:
+    """Return a digest of what a model brings besides weights that changes its KV: code, and how it reads images."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _CODE for path in folder.glob(pattern)}):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _draft(vllm_config: VllmConfig) -> str:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.building import building
@@ -40,7 +41,8 @@ class Engine:
                 original_max_model_len=None,
                 seed=0,
             ),
-            load_config=SimpleNamespace(load_format="auto", download_dir=None),
+            load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),
+            parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
             attention_config=SimpleNamespace(backend=None),
             speculative_config=None,
         )
@@ -102,6 +104,10 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
     "tokens per key": lambda it: it.set("offloading.cache.tokens_per_hash", 16),
     "a draft": lambda it: it.set("vllm.speculative_config", SimpleNamespace(method="eagle", draft_model_config=None)),
     "tensor parallel": lambda it: it.set("offloading.parallel.tp_size", 2),
+    "tokens of a rank": lambda it: it.set("vllm.parallel_config.cp_kv_cache_interleave_size", 16),
+    "other files": lambda it: it.set("vllm.load_config.model_loader_extra_config", {"pattern": "b*"}),
+    "code": lambda it: it.weights[0].with_name("modeling_x.py").write_text("x = 1"),
+    "what is made of images": lambda it: it.weights[0].with_name("preprocessor_config.json").write_text("{}"),
     "data parallel": lambda it: it.set("offloading.parallel.data_parallel_index", 1),
 }
 
@@ -137,6 +143,17 @@ def test_another_vllm_and_another_machine_are_other_identities(tmp_path: Path, m
     monkeypatch.setattr("vllm.__version__", "0.99")
     assert engine.identity() == {**before, "vllm": "0.99"}
     assert before["platform"]
+    real = torch.cpu.get_capabilities()
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {**real, "amx_tile": not real["amx_tile"]})
+    assert engine.identity() == {**before, "vllm": "0.99", "platform": engine.identity()["platform"]}
+    assert engine.identity()["platform"] != before["platform"], "vLLM packs KV for the instructions that are there"
+
+
+def test_layers_of_other_stages_are_another_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    assert engine.identity() != before
 
 
 def test_what_does_not_change_the_bytes_does_not_change_the_identity(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from vllm.config import (
     CacheConfig,
     LoadConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
@@ -273,7 +274,8 @@ def facts() -> dict[str, object]:
                 - set(ModelConfig.__dataclass_fields__)
             ),
             "original_max_model_len" in inspect.getsource(ModelConfig.__post_init__),
-            sorted({"load_format", "download_dir"} - set(LoadConfig.__dataclass_fields__)),
+            sorted({"load_format", "download_dir", "model_loader_extra_config"} - set(LoadConfig.__dataclass_fields__)),
+            "cp_kv_cache_interleave_size" in ParallelConfig.__dataclass_fields__,
             "backend" in AttentionConfig.__dataclass_fields__,
         ],
         "tier_init": parameters(compat.SecondaryTierManager.__init__),
