@@ -133,13 +133,24 @@ class SlotFile:
 
 
 def _open_direct(path: Path, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
+    """Open past the page cache.
+
+    Raises:
+        OSError: the file system cannot. Some refuse a read or a write only, and none of an empty file: so a page is
+            written beside it and read again.
+    """
+    probe = path.with_name(f"{path.name}.probe")
+    descriptor = os.open(probe, flags | os.O_DIRECT | os.O_TRUNC, 0o666)
     try:
-        os.preadv(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)  # some file systems refuse only here
-    except OSError:
+        os.pwritev(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
+        os.preadv(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk says nothing of it
+            raise
+    finally:
         os.close(descriptor)
-        raise
-    return descriptor
+        probe.unlink(missing_ok=True)
+    return os.open(path, flags | os.O_DIRECT, 0o666)
 
 
 def _address(buffer: memoryview) -> int:

@@ -20,14 +20,14 @@ def test_direct_and_buffered_input_and_output_are_both_tested_here(store: ChunkS
     assert store.is_direct == direct
 
 
-@pytest.mark.parametrize("function", ["open", "preadv"])
+@pytest.mark.parametrize("function", ["open", "preadv", "pwritev"])
 def test_where_the_file_system_has_no_direct_input_and_output_it_is_buffered(
     folder: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     real: Any = getattr(os, function)
 
     def refusing(*arguments: Any) -> Any:
-        if function == "preadv" or arguments[1] & os.O_DIRECT:
+        if function != "open" or arguments[1] & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(*arguments)
 
