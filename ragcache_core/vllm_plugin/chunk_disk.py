@@ -41,9 +41,6 @@ from ragcache_core.vllm_plugin.chunk_pages import (
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-_MAX_BATCH = 64
-_MAX_BATCH_BYTES = 16 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class DiskPlace:
@@ -175,7 +172,7 @@ class ChunkDisk:
     # Inside
 
     def _batches(self, pages: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-        size = min(max(_MAX_BATCH_BYTES // self.page_bytes, 1), _MAX_BATCH)
+        size = self._pages.chunks_per_batch
         for first in range(0, len(pages), size):
             yield first, pages[first : first + size]
 

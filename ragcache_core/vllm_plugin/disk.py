@@ -7,8 +7,9 @@ The scheduler's thread decides what is kept and never waits for the disk. The wo
                       lets go of host memory    writes, commits
     get_finished_jobs  <-----------------------------------------------------  submit_load
 
-A store that falls behind drops what it cannot take; a disk that fails, or does not answer in time, takes the tier out
-of service, not the engine.
+The copier has few buffers; host memory, which vLLM holds until a job has ended, waits for them. A disk that is too slow
+for that drops what it cannot take; one that fails, or does not answer in time, takes the tier out of service, not the
+engine.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from ragcache_core.vllm_plugin.compat import (
     get_offload_block_hash,
 )
 from ragcache_core.vllm_plugin.controller import TierReport
-from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
+from ragcache_core.vllm_plugin.disk_io import DiskIO
+from ragcache_core.vllm_plugin.disk_jobs import Load, PendingChunk
 from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, is_adapted
 from ragcache_core.vllm_plugin.identity import kv_identity
 
@@ -111,6 +113,10 @@ class DiskTier(SecondaryTierManager):
         evicted: list[Key] = []
         if self._is_enabled and not is_adapted(job_metadata.req_context):
             new = self._new_chunks(job_metadata)
+            if new and not self._io.has_room:
+                self._io.warn_of_slowness(len(new))
+                self._controller.counters.num_dropped_chunks += len(new)
+                new.clear()
             evicted = self._make_room(new)
             pending = [self._admit(key, chunk_id) for key, chunk_id in new.items()]
         self._io.store(job_metadata.job_id, pending, evicted)
@@ -195,7 +201,7 @@ class DiskTier(SecondaryTierManager):
         for _, key, before, chunk_id in sorted(places, key=lambda place: place[0]):
             if self._is_here(key):
                 continue
-            if (before is None or self._is_here(before) or before in new) and self._io.reserve():
+            if before is None or self._is_here(before) or before in new:
                 new[key] = chunk_id
             else:
                 self._controller.counters.num_dropped_chunks += 1
@@ -214,7 +220,6 @@ class DiskTier(SecondaryTierManager):
         self._stored.difference_update(evicted)
         for _ in range(num_missing - len(evicted)):
             new.popitem()
-            self._io.unreserve()
             self._controller.counters.num_dropped_chunks += 1
         return evicted
 
@@ -235,12 +240,13 @@ class DiskTier(SecondaryTierManager):
                 if location is None or not self._is_enabled:
                     continue
                 self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
-                if outcome.error is None:
+                if outcome.error is None and not outcome.is_dropped:
                     self._stored.add(key)
                 else:
                     self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
-            if outcome.error is not None:
+            if outcome.is_dropped or outcome.error is not None:
                 self._controller.counters.num_dropped_chunks += len(outcome.keys)
+            if outcome.error is not None:
                 self._disable(str(outcome.error))
 
     def _finish_load(self, load: Load) -> JobResult:
@@ -279,6 +285,7 @@ class DiskTier(SecondaryTierManager):
         if self._is_enabled:
             logger.error("RAGCache's disk tier is out of service until the next start: %s", why)
         self._is_enabled = self._report.is_enabled = False
+        self._io.hurry()
         self._stored.clear()
         self._tree.clear_tier(Tier.DISK)
         self._controller.note_change()

@@ -8,98 +8,31 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, aligned_rows
+from ragcache_core.chunkstore import ChunkStore, ChunkWrite, aligned_rows
+from ragcache_core.vllm_plugin.disk_jobs import Load, Outcome, PendingChunk, StoreJob, WriteBatch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _NUM_READERS = 4
 _NUM_BUFFERED_BYTES = 256 << 20
-_MAX_BATCH = 64
+_PATIENCE_S = 10.0
+_SLOWEST_BYTES_PER_S = 64 << 20
 _CLOSE_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class PendingChunk:
-    """A chunk of host memory on its way to the disk, and what is noted about it."""
-
-    key: bytes
-    chunk_id: int
-    note: ChunkNote
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of chunks that were to be written: they are on the disk, or there was an ``error``."""
-
-    keys: list[bytes]
-    error: Exception | None = None
-
-
-@dataclass(slots=True)
-class Load:
-    """A batch of chunks on its way into host memory. Whoever gives up waiting abandons it: then nothing is written."""
-
-    job_id: int
-    keys: list[bytes]
-    submitted_s: float
-    progressed_s: float | None = None
-    """When its latest part was begun; ``None`` while it waits for its turn."""
-    is_abandoned: bool = False
-    _found: list[bool] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def is_finished(self) -> bool:
-        """Return whether the reader is done."""
-        return len(self._found) == len(self.keys)
-
-    def abandon(self) -> bool:
-        """Give up; False if the reader was faster."""
-        with self._lock:
-            if not self.is_finished():
-                self.is_abandoned = True
-            return self.is_abandoned
-
-    def outcome(self) -> list[bool]:
-        """Return for each key whether its bytes are in host memory."""
-        return self._found if self.is_finished() and not self.is_abandoned else [False] * len(self.keys)
-
-    def deliver(self, rows: np.ndarray, chunk_ids: list[int], buffers: np.ndarray, found: list[bool]) -> bool:
-        """Copy what was found of the next chunks into host memory; False if nobody waits any more."""
-        with self._lock:
-            if self.is_abandoned:
-                return False
-            for i, is_found in enumerate(found):
-                if is_found:
-                    np.copyto(rows[chunk_ids[i]], buffers[i])
-            self._found += found
-            return True
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What the writer does at once: give slots back, then fill some; or forget everything."""
-
-    evicted: list[bytes]
-    chunks: list[PendingChunk]
-    payloads: list[np.ndarray]
-    error: Exception | None = None
-    worths: list[tuple[bytes, float, float]] = field(default_factory=list)
-    clears: bool = False
-
-
-_Kind = Literal["copies", "writes", "reads"]
+_Kind = Literal["writes", "reads"]
 
 
 class DiskIO:
     """Owns the store and the threads that use it.
 
-    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier lets go of host memory as soon as a
-    payload is in a buffer of its own. Buffers are reserved before; ``num_buffered_bytes`` at most wait for the disk.
+    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``. The copier lets go of a job's chunks when all of
+    them are in buffers, of which there are ``num_buffered_bytes``. When those are full it waits: for as long as a disk
+    of 64 MiB/s would need for all that waits, and 10 s more. Then it drops the rest of the job and what stands on it.
     """
 
     def __init__(
@@ -107,9 +40,12 @@ class DiskIO:
     ) -> None:
         self._store = store
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
-        self._room = threading.BoundedSemaphore(max(num_buffered_bytes // store.chunk_bytes, 1))
-        self._jobs: queue.SimpleQueue[tuple[int, list[PendingChunk], list[bytes]] | None] = queue.SimpleQueue()
-        self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._num_free_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
+        self._copied_at_once = min(self._num_free_buffers, store.chunks_per_batch)
+        self._jobs: queue.SimpleQueue[StoreJob | Outcome | None] = queue.SimpleQueue()
+        self._held: set[StoreJob] = set()
+        self._has_been_slow = False
+        self._batches: queue.SimpleQueue[WriteBatch | None] = queue.SimpleQueue()
         self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
         self._loads: queue.SimpleQueue[tuple[Load, list[int]] | None] = queue.SimpleQueue()
@@ -130,26 +66,45 @@ class DiskIO:
 
     # The scheduler's side
 
-    def reserve(self) -> bool:
-        """Reserve a buffer for a chunk that is to be stored; False where too many wait for the disk."""
-        return self._room.acquire(blocking=False)
-
-    def unreserve(self) -> None:
-        """Undo :meth:`reserve`."""
-        self._room.release()
+    @property
+    def has_room(self) -> bool:
+        """Whether another job may wait: not while more than half of host memory is held, and cannot be evicted."""
+        return self._num_held() <= len(self._rows) // 2
 
     def store(self, job_id: int, chunks: list[PendingChunk], evicted: list[bytes]) -> None:
-        """Write chunks for which buffers are reserved, after those that gave way to them are deleted."""
+        """Write chunks, parents first, after those that gave way to them are deleted."""
         if not chunks and not evicted:
             self._copied.append(job_id)
             return
-        self._begin("copies")
+        waiting_bytes = (self._num_held() + len(chunks)) * self._store.chunk_bytes
+        ends_s = time.monotonic() + _PATIENCE_S + waiting_bytes / _SLOWEST_BYTES_PER_S
+        job = StoreJob(job_id, chunks, evicted, ends_s)
+        with self._is_done:
+            self._held.add(job)
         self._begin("writes")
-        self._jobs.put((job_id, chunks, evicted))
+        self._jobs.put(job)
+
+    def hurry(self) -> None:
+        """Have host memory let go without waiting for the disk: what no buffer is free for is dropped."""
+        with self._is_done:
+            for job in self._held:
+                job.is_hurried = True
+            self._is_done.notify_all()
+
+    def warn_of_slowness(self, num_chunks: int) -> None:
+        """Log, the first time, that chunks are not written as the disk is too slow."""
+        if not self._has_been_slow:
+            self._has_been_slow = True
+            logger.warning(
+                "RAGCache's disk tier is slower than what is computed: %d chunks are not written to %s, and further "
+                "ones are only counted",
+                num_chunks,
+                self._store.path,
+            )
 
     def delete(self, keys: list[bytes]) -> None:
         """Have chunks forgotten that the store may still hold, before whatever is stored from now on."""
-        self._write(_Batch(keys, [], []))
+        self._write(WriteBatch(evicted=keys))
 
     def load(self, load: Load, chunk_ids: list[int]) -> None:
         """Read the chunks of ``load`` into the rows ``chunk_ids`` of host memory."""
@@ -164,23 +119,26 @@ class DiskIO:
     def take_written(self) -> Iterator[Outcome]:
         """Yield what became of chunks."""
         while self._written:
-            yield self._written.popleft()
+            outcome = self._written.popleft()
+            if outcome.is_dropped:
+                self._jobs.put(outcome)  # jobs behind it were made knowing of it
+            yield outcome
 
     def update_notes(self, worths: list[tuple[bytes, float, float]]) -> None:
         """Have frequencies and costs noted anew: key, frequency, cost."""
-        self._write(_Batch([], [], [], worths=worths))
+        self._write(WriteBatch(worths=worths))
 
     def clear(self) -> None:
         """Have every chunk forgotten, after what was asked for before; a disk that hangs does it when it answers."""
-        self._wait_for("copies", None)
-        self._write(_Batch([], [], [], clears=True))
+        self._finish_copies()
+        self._write(WriteBatch(clears=True))
 
     def finish_reads(self, timeout_s: float) -> bool:
-        """Wait until host memory is copied and the disk has brought what was asked for; return whether it has in time.
+        """Let go of host memory, and wait until the disk has brought what was asked for; return whether it has in time.
 
         Whoever still waits for a read then abandons it.
         """
-        self._wait_for("copies", None)  # they wait for no disk
+        self._finish_copies()
         return self._wait_for("reads", timeout_s)
 
     def finish_writes(self, timeout_s: float) -> bool:
@@ -200,9 +158,19 @@ class DiskIO:
             thread.join(max(ends_s - time.monotonic(), 0.0))
         if any(thread.is_alive() for thread in self._threads):
             logger.error("RAGCache leaves %s, which has not answered in %g s", self._store.path, _CLOSE_TIMEOUT_S)
+            self._finish_copies()
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
 
-    def _write(self, batch: _Batch) -> None:
+    def _num_held(self) -> int:
+        with self._is_done:
+            return sum(len(job.chunks) for job in self._held)
+
+    def _finish_copies(self) -> None:
+        self.hurry()
+        with self._is_done:
+            self._is_done.wait_for(lambda: not self._held)  # they wait for no disk any more
+
+    def _write(self, batch: WriteBatch) -> None:
         self._begin("writes")
         self._batches.put(batch)
 
@@ -215,35 +183,79 @@ class DiskIO:
             self._num_pending[kind] -= 1
             self._is_done.notify_all()
 
-    def _wait_for(self, kind: _Kind, timeout_s: float | None) -> bool:
+    def _wait_for(self, kind: _Kind, timeout_s: float) -> bool:
         with self._is_done:
             return self._is_done.wait_for(lambda: not self._num_pending[kind], timeout_s)
 
     # The threads' side
 
     def _copy_jobs(self) -> None:
+        dropped: set[bytes] = set()  # of which the scheduler may not know yet
         while (job := self._jobs.get()) is not None:
-            job_id, chunks, evicted = job
-            batch = _Batch(evicted, chunks, [])
+            if isinstance(job, Outcome):
+                dropped.difference_update(job.keys)
+                continue
             try:
-                batch.payloads = list(aligned_rows(len(chunks), self._store.chunk_bytes)) if chunks else []
-                for chunk, payload in zip(chunks, batch.payloads, strict=True):
-                    np.copyto(payload, self._rows[chunk.chunk_id])
-            except Exception as error:  # whatever it is, the writer reports it, and nobody waits for this thread
-                batch.error = error
+                self._copy(job, dropped)
             finally:
-                self._copied.append(job_id)
-                self._batches.put(batch)
-                self._end("copies")
+                self._copied.append(job.job_id)
+                with self._is_done:
+                    self._held.discard(job)
+                self._end("writes")
         self._batches.put(None)
+
+    def _copy(self, job: StoreJob, dropped: set[bytes]) -> None:
+        """Copy a job's chunks into buffers part by part; add to ``dropped`` what is not, and what stands on it."""
+        if job.evicted:
+            self._write(WriteBatch(evicted=job.evicted, job=job))
+        chunks, late = [], []
+        for chunk in job.chunks:
+            if chunk.note.parent in dropped:
+                dropped.add(chunk.key)
+                late.append(chunk.key)
+            else:
+                chunks.append(chunk)
+        while chunks:
+            num_chunks = self._take_buffers(job, min(len(chunks), self._copied_at_once))
+            if not num_chunks:
+                late += [chunk.key for chunk in chunks]
+                break
+            part, chunks = chunks[:num_chunks], chunks[num_chunks:]
+            batch = WriteBatch(chunks=part, job=job)
+            try:
+                batch.payloads = self._payloads_of(part)
+            except Exception as error:  # whatever it is, the writer reports it, and nobody waits for this thread
+                job.error = error
+            self._write(batch)
+        if late:
+            dropped.update(late)
+            if not job.is_hurried:
+                self.warn_of_slowness(len(late))
+            self._written.append(Outcome(late, is_dropped=True))
+
+    def _payloads_of(self, chunks: list[PendingChunk]) -> list[np.ndarray]:
+        payloads = list(aligned_rows(len(chunks), self._store.chunk_bytes))
+        for chunk, payload in zip(chunks, payloads, strict=True):
+            np.copyto(payload, self._rows[chunk.chunk_id])
+        return payloads
+
+    def _take_buffers(self, job: StoreJob, num_wanted: int) -> int:
+        """Wait for buffers and return how many there are; fewer than wanted when the job must not wait any more."""
+        with self._is_done:
+            self._is_done.wait_for(
+                lambda: self._num_free_buffers >= num_wanted or job.is_hurried, max(job.ends_s - time.monotonic(), 0.0)
+            )
+            num_taken = min(self._num_free_buffers, num_wanted)
+            self._num_free_buffers -= num_taken
+            return num_taken
 
     def _write_batches(self) -> None:
         has_failed = False
         while (batch := self._batches.get()) is not None:
             keys = [chunk.key for chunk in batch.chunks]
             try:
-                if batch.error is not None:
-                    raise batch.error
+                if batch.job is not None and batch.job.error is not None:
+                    raise batch.job.error
                 self.changing_since_s = time.monotonic()
                 if batch.clears:
                     self._store.clear()
@@ -251,28 +263,28 @@ class DiskIO:
                 self._store.delete_many(batch.evicted)
                 if batch.worths:
                     self._store.update_notes(batch.worths)
-                for first in range(0, len(keys), _MAX_BATCH):
-                    part = slice(first, first + _MAX_BATCH)
-                    self.changing_since_s = time.monotonic()
+                if keys:
                     self._store.write_many(
                         [
                             ChunkWrite(chunk.key, payload.data, chunk.note)
-                            for chunk, payload in zip(batch.chunks[part], batch.payloads[part], strict=True)
+                            for chunk, payload in zip(batch.chunks, batch.payloads, strict=True)
                         ]
                     )
-                    self._written.append(Outcome(keys[part]))
+                    self._written.append(Outcome(keys))
             except Exception as error:
                 if batch.clears:
                     logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
                 elif not has_failed:  # at once: the scheduler hears of it with its next step, which may be far away
                     logger.error("RAGCache's disk tier could not be written to: %s", error)
                 has_failed = True
-                done = {key for key in keys if key in self._store}
-                self._written.append(Outcome([key for key in keys if key not in done], error))
+                if batch.job is not None:
+                    batch.job.error = error  # its later chunks would stand on nothing
+                self._written.append(Outcome(keys, error))
             finally:
                 self.changing_since_s = None
-                for _ in keys:
-                    self._room.release()
+                batch.payloads.clear()
+                with self._is_done:
+                    self._num_free_buffers += len(keys)
                 self._end("writes")
         self._store.close()
 
@@ -286,11 +298,12 @@ class DiskIO:
                 self._end("reads")
 
     def _read(self, load: Load, chunk_ids: list[int]) -> None:
-        for first in range(0, len(chunk_ids), _MAX_BATCH):
+        size = self._store.chunks_per_batch
+        for first in range(0, len(chunk_ids), size):
             if load.is_abandoned:
                 return
             load.progressed_s = time.monotonic()
-            keys, ids = load.keys[first : first + _MAX_BATCH], chunk_ids[first : first + _MAX_BATCH]
+            keys, ids = load.keys[first : first + size], chunk_ids[first : first + size]
             buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)
             found = [False] * len(keys)
             try:

@@ -97,8 +97,8 @@ class Scene:
 
     def settle(self) -> None:
         """Wait until the disk has done everything that it was asked for."""
-        assert self.tier._io.finish_reads(30)
         assert self.tier._io.finish_writes(30)
+        assert self.tier._io.finish_reads(30)
 
     def end_step(self) -> None:
         """Do what vLLM does at the end of every step."""

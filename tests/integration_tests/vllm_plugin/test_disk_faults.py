@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
+from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import disk, disk_io
@@ -20,6 +21,13 @@ from tests.integration_tests.vllm_plugin.disk_scene import (
     failing,
     payload,
 )
+from tests.waiting import until
+
+
+def buffer_chunks(monkeypatch: pytest.MonkeyPatch, num_chunks: int) -> None:
+    """Let so many chunks wait for the disk outside of host memory."""
+    settings = {"num_buffered_bytes": num_chunks * CHUNK_BYTES}
+    monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", settings)
 
 
 def test_a_damaged_chunk_is_a_miss_and_counted_and_the_others_are_served(opening: Opening) -> None:
@@ -228,7 +236,7 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs_while_it_is_emptied(
 def test_a_long_read_that_gets_on_is_waited_for(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = opening()
     keys = scene.store("D")
-    monkeypatch.setattr(disk_io, "_MAX_BATCH", 1)
+    monkeypatch.setattr(ChunkStore, "chunks_per_batch", 1)
     monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 2.0)
     read = SlotFile.read
     # Six parts of half a second: more than the time-out together, and each far less.
@@ -243,14 +251,15 @@ def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A document with a hole would keep its beginning in host memory for ever: it is the base of what is on disk."""
-    monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", {"num_buffered_bytes": 4 * CHUNK_BYTES})
+    buffer_chunks(monkeypatch, 4)
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
     scene = opening()
     go_on, write = threading.Event(), SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
     keys = scene.announce("DBD")
     parts = [keys[:3], keys[3:8], keys[8:]]
     for part in parts[:2]:
-        assert scene.result(scene.submit_store(part)).success, "host memory is free at once"
+        assert scene.result(scene.submit_store(part)).success, "host memory is free in time"
     go_on.set()
     scene.settle()
     assert scene.result(scene.submit_store(parts[2])).success
@@ -263,6 +272,99 @@ def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
     for _ in range(3):
         scene.store("DBD")
     assert scene.hits(keys) == keys, "what was dropped is stored when it comes again"
+
+
+def test_what_follows_what_is_dropped_is_dropped_though_it_was_taken_before(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer_chunks(monkeypatch, 4)
+    scene = opening()
+    go_on, write = threading.Event(), SlotFile.write
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    keys = scene.announce("DBD")
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    scene.submit_store(keys[:9])
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 30.0)
+    scene.submit_store(keys[9:])
+    time.sleep(0.2)
+    go_on.set()
+    scene.settle()
+    assert len(list(scene.tier.get_finished_jobs())) == 2
+    assert [key for key in keys if scene.tier.lookup(key, scene.context) is LookupResult.HIT] == keys[:4]
+    assert scene.controller.counters.num_dropped_chunks == len(keys) - 4
+    scene.check()
+    scene.store("DBD")
+    assert scene.hits(keys) == keys, "what was dropped is stored when it comes again"
+
+
+def test_a_job_finds_no_room_while_others_hold_half_of_host_memory(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer_chunks(monkeypatch, 1)
+    scene = opening()
+    go_on, write = threading.Event(), SlotFile.write
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    keys = scene.announce("DDD")
+    first = scene.submit_store(keys)
+    try:
+        for name in "CB":
+            others = scene.announce(name)
+            assert scene.result(scene.submit_store(others)).job_id > first, "it is answered at once"
+    finally:
+        go_on.set()
+    scene.settle()
+    assert scene.result(first).success
+    assert (scene.hits(keys), scene.num_hits("C"), scene.num_hits("B")) == (keys, 0, 0)
+    assert scene.controller.counters.num_dropped_chunks == 5
+    assert caplog.text.count("slower than what is computed") == 1
+    scene.check()
+
+
+def test_a_disk_that_hangs_with_jobs_open_lets_go_of_host_memory(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer_chunks(monkeypatch, 1)
+    scene = opening()
+    is_writing, go_on, write = threading.Event(), threading.Event(), SlotFile.write
+
+    def hang(self: SlotFile, *args: Any) -> None:
+        is_writing.set()
+        go_on.wait(10)
+        write(self, *args)
+
+    monkeypatch.setattr(SlotFile, "write", hang)
+    jobs = [scene.submit_store(scene.announce(name)) for name in "BC"]
+    try:
+        assert is_writing.wait(10)
+        assert list(scene.tier.get_finished_jobs()) == []
+        time.sleep(0.1)  # the write is older than the time-out that comes next
+        monkeypatch.setattr(disk, "_WRITE_TIMEOUT_S", 0.05)
+        scene.end_step()
+        assert not scene.controller.tiers[Tier.DISK].is_enabled
+        ended: list[int] = []
+        assert until(lambda: ended.extend(r.job_id for r in scene.tier.get_finished_jobs()) or ended == jobs, 10.0)
+    finally:
+        go_on.set()
+    scene.settle()
+
+
+def test_a_reset_amid_a_store_lets_go_of_host_memory_at_once(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer_chunks(monkeypatch, 1)
+    scene = opening()
+    go_on, write = threading.Event(), SlotFile.write
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    job = scene.submit_store(scene.announce("D"))
+    try:
+        scene.tier.drain_jobs()
+        (result,) = scene.tier.get_finished_jobs()  # vLLM asks once, and then wants none left
+        assert result.job_id == job
+        monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+        scene.tier.clear()
+    finally:
+        go_on.set()
+    scene.settle()
+    scene.close()
+    assert opening().num_hits("D") == 0
 
 
 def test_closing_twice_is_no_error_and_waits_for_what_is_on_its_way(opening: Opening) -> None:

@@ -15,15 +15,18 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.cpu import shared_offload_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
+from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin import disk_io
 from ragcache_core.vllm_plugin.disk import DiskTier
 from tests.integration_tests.vllm_plugin.disk_scene import (
     CHUNK_BYTES,
@@ -61,6 +64,16 @@ def test_chunks_are_not_there_before_they_are_on_the_disk(opening: Opening, monk
     scene.settle()
     assert list(scene.tier.get_finished_jobs()) == []
     assert scene.hits(keys) == keys
+    scene.check()
+
+
+def test_a_job_larger_than_the_buffers_is_stored_in_full(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", {"num_buffered_bytes": 2 * CHUNK_BYTES})
+    scene = opening()
+    keys = scene.store("DBDD")
+    assert scene.hits(keys) == keys
+    assert scene.controller.counters.num_dropped_chunks == 0
+    assert scene.load(keys) == set(keys)
     scene.check()
 
 
@@ -217,6 +230,49 @@ def test_vllm_gets_its_host_memory_back_when_the_tiers_are_shut_down(
     TieringOffloadingManager(primary, [tier]).shutdown()
     assert failures == []
     assert not Path(region.mmap_path).exists()
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset(
+    identity: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reset: bool
+) -> None:
+    """What vLLM does with it: a store that finds no room meanwhile is passed over, nobody waits."""
+    monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", {"num_buffered_bytes": CHUNK_BYTES})
+    go_on, write = threading.Event(), SlotFile.write
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    scene = Scene(tmp_path / "other")
+    region = SharedOffloadRegion(f"test-{secrets.token_hex(4)}", 8, None, CHUNK_BYTES, CHUNK_BYTES)
+    module = "ragcache_core.vllm_plugin.host_policy"
+    primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
+    primary._policy.controller = scene.controller
+    spec: Any = SimpleNamespace(controller=scene.controller, config=None)
+    tier = DiskTier(spec, primary.get_kv_memoryview(), "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
+    manager = TieringOffloadingManager(primary, [tier])
+    manager.on_new_request(scene.context)
+    keys, others = scene.announce("D"), scene.announce("B")
+    try:
+        assert manager.prepare_store(keys, scene.context) is not None
+        manager.complete_store(keys, scene.context)
+        manager.on_schedule_end(ScheduleEndContext((), ()))
+        assert manager.has_pending_work()
+        assert manager.prepare_store(others, scene.context) is None
+        if is_reset:
+            manager.reset_cache()
+        else:
+            go_on.set()
+            assert until(lambda: manager.on_schedule_end(ScheduleEndContext((), ())) or not manager.has_pending_work())
+        assert manager.prepare_store(others, scene.context) is not None
+    finally:
+        go_on.set()
+        manager.shutdown()
+        scene.close()
+    with ChunkStore(
+        tmp_path / "cache",
+        {"model": "demo", "weights": "5f3a"},
+        chunk_bytes=CHUNK_BYTES,
+        capacity_bytes=8 * CHUNK_BYTES,
+    ) as store:
+        assert len(store) == (1 if is_reset else 6)
 
 
 # A cap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ from ragcache_core.chunkstore import ChunkNote, ChunkStore
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError
 from ragcache_core.vllm_plugin import disk_io
-from ragcache_core.vllm_plugin.disk_io import DiskIO, Load, PendingChunk
+from ragcache_core.vllm_plugin.disk_io import DiskIO
+from ragcache_core.vllm_plugin.disk_jobs import Load, Outcome, PendingChunk
 
 CHUNK_BYTES = 4096
 NUM_ROWS = 300
@@ -38,13 +40,14 @@ class Scene:
         )
         self.io = DiskIO(self.store, memoryview(self.memory), num_buffered_bytes=num_buffers * CHUNK_BYTES)
 
-    def write(self, keys: list[bytes], *, job_id: int = 1, evicted: list[bytes] | None = None) -> None:
-        """Ask for chunks to be stored from the first rows of memory."""
+    def write(
+        self, keys: list[bytes], *, job_id: int = 1, evicted: list[bytes] | None = None, parent: bytes | None = None
+    ) -> None:
+        """Ask for chunks to be stored from the first rows of memory, each standing on the one before it."""
         chunks = []
         for row, key in enumerate(keys):
-            assert self.io.reserve()
             self.memory[row] = payload(key)
-            chunks.append(PendingChunk(key, row, ChunkNote(keys[row - 1] if row else None, "doc", row)))
+            chunks.append(PendingChunk(key, row, ChunkNote(keys[row - 1] if row else parent, "doc", row)))
         self.io.store(job_id, chunks, evicted or [])
 
     def read(self, keys: list[bytes], rows: list[int]) -> Load:
@@ -54,15 +57,19 @@ class Scene:
 
     def settle(self) -> None:
         """Wait until everything that was asked for has been done."""
-        assert self.io.finish_reads(30)
         assert self.io.finish_writes(30)
+        assert self.io.finish_reads(30)
 
     def written(self) -> tuple[list[bytes], list[bytes], list[Exception]]:
         """Return the keys that were stored, those that were not, and why."""
         outcomes = list(self.io.take_written())
-        stored = [key for outcome in outcomes if outcome.error is None for key in outcome.keys]
-        lost = [key for outcome in outcomes if outcome.error is not None for key in outcome.keys]
+        stored = [key for outcome in outcomes if is_stored(outcome) for key in outcome.keys]
+        lost = [key for outcome in outcomes if not is_stored(outcome) for key in outcome.keys]
         return stored, lost, [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+def is_stored(outcome: Outcome) -> bool:
+    return outcome.error is None and not outcome.is_dropped
 
 
 Opening = Callable[..., Scene]
@@ -153,15 +160,116 @@ def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: thre
     assert (scene.memory[1] == payload(b"k1")).all()
 
 
-def test_no_more_than_the_buffers_wait_for_the_disk(opening: Opening, gate: threading.Event) -> None:
+def test_a_job_larger_than_the_buffers_is_stored_in_full(opening: Opening, gate: threading.Event) -> None:
     scene = opening(num_buffers=3)
-    scene.write(keys(3))
-    assert not scene.io.reserve()
+    scene.write(keys(200))
+    until(lambda: not scene.io._num_free_buffers)
+    time.sleep(0.05)
+    assert list(scene.io.take_copied()) == [], "host memory is held: the buffers take three chunks"
+    gate.set()
+    assert scene.io.finish_writes(30)
+    assert list(scene.io.take_copied()) == [1]
+    assert scene.written() == (keys(200), [], [])
+    load = scene.read(keys(200), list(range(200)))
+    scene.settle()
+    assert load.outcome() == [True] * 200
+    assert all((scene.memory[row] == payload(key)).all() for row, key in enumerate(keys(200)))
+
+
+def test_no_more_than_the_buffers_is_allocated(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening(num_buffers=3)
+    held: list[weakref.ref[Any]] = []
+    most, aligned_rows, write = 0, disk_io.aligned_rows, SlotFile.write
+
+    def allocate(num_rows: int, num_bytes: int) -> np.ndarray:
+        rows = aligned_rows(num_rows, num_bytes)
+        held.extend([weakref.ref(rows.base)] * num_rows)
+        return rows
+
+    def count(self: SlotFile, *args: Any) -> None:
+        nonlocal most
+        most = max(most, sum(1 for rows in held if rows() is not None))
+        write(self, *args)
+
+    monkeypatch.setattr(disk_io, "aligned_rows", allocate)
+    monkeypatch.setattr(SlotFile, "write", count)
+    scene.write(keys(100))
+    scene.settle()
+    assert scene.written() == (keys(100), [], [])
+    assert 1 <= most <= 3
+
+
+def test_a_disk_that_is_too_slow_drops_the_rest_of_a_job_and_what_stands_on_it(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    scene = opening(num_buffers=3)
+    scene.write(keys(5))
+    scene.write(keys(2, "child"), job_id=2, parent=b"k4")
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 30.0)
+    scene.write(keys(2, "grandchild"), job_id=3, parent=b"child1")
+    scene.write(keys(2, "other"), job_id=4)
+    copied: list[int] = []
+    until(lambda: copied.extend(scene.io.take_copied()) or len(copied) == 3)
+    assert copied == [1, 2, 3], "host memory is let go"
+    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "child"), *keys(2, "grandchild")], [])
+    scene.write([b"k3", b"k4"], job_id=5, parent=b"k2")
+    scene.write(keys(2, "child"), job_id=6, parent=b"k4")
     gate.set()
     scene.settle()
-    assert [scene.io.reserve() for _ in range(4)] == [True, True, True, False]
-    for _ in range(3):
-        scene.io.unreserve()
+    assert scene.written() == ([*keys(3), *keys(2, "other"), b"k3", b"k4", *keys(2, "child")], [], [])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "slower than what is computed: 2 chunks are not written" in message
+
+
+def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(disk_io, "_SLOWEST_BYTES_PER_S", CHUNK_BYTES)
+    write = SlotFile.write
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (time.sleep(0.1), write(self, *args))[1])
+    scene = opening(num_buffers=1)
+    scene.write(keys(6))
+    scene.settle()
+    assert scene.written() == (keys(6), [], []), "twelve times the patience, and less than a chunk a second needs"
+
+
+def test_more_jobs_wait_until_half_of_host_memory_is_held(opening: Opening, gate: threading.Event) -> None:
+    scene = opening(num_buffers=1)
+    scene.write(keys(NUM_ROWS // 2))
+    assert scene.io.has_room
+    scene.write(keys(1, "more"), job_id=2)
+    assert not scene.io.has_room
+    gate.set()
+    assert scene.io.finish_writes(30)
+    assert scene.io.has_room
+
+
+def test_draining_lets_go_of_host_memory_without_the_disk(
+    opening: Opening, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = opening(num_buffers=3)
+    scene.write(keys(5))
+    scene.write(keys(2, "n"), job_id=2)
+    assert scene.io.finish_reads(0.0)
+    assert list(scene.io.take_copied()) == [1, 2]
+    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "n")], [])
+    gate.set()
+    scene.settle()
+    assert scene.written() == (keys(3), [], [])
+    assert not caplog.records, "a reset says nothing of the disk"
+
+
+def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_io, "_CLOSE_TIMEOUT_S", 0.05)
+    scene = opening(num_buffers=3)
+    scene.write(keys(5))
+    scene.io.close()
+    assert list(scene.io.take_copied()) == [1]
+    assert scene.written() == ([], [b"k3", b"k4"], [])
 
 
 def test_there_is_room_for_one_chunk_however_large_it_is(opening: Opening) -> None:
@@ -218,12 +326,14 @@ def test_a_write_error_half_way_reports_exactly_what_is_stored(
         write(self, *args)
 
     monkeypatch.setattr(SlotFile, "write", fail_the_third)
-    asked = keys(disk_io._MAX_BATCH * 4)
+    size = scene.store.chunks_per_batch
+    asked = keys(size * 4)
     scene.write(asked)
     scene.settle()
-    stored, lost, (error,) = scene.written()
-    assert stored == asked[: 2 * disk_io._MAX_BATCH]
-    assert lost == asked[2 * disk_io._MAX_BATCH :]
+    stored, lost, (error, *others) = scene.written()
+    assert stored == asked[: 2 * size]
+    assert lost == asked[2 * size :], "what stands on what was lost is not written"
+    assert set(others) == {error}
     assert isinstance(error, CacheTierError)
     assert [key for key in asked if key in scene.store] == stored
     scene.write(keys(2, "later"), job_id=2)
@@ -412,3 +522,27 @@ def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: py
     load = scene.read(keys(2), [8, 9])
     scene.settle()
     assert load.outcome() == [True, True]
+
+
+def test_large_chunks_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an 8B model in blocks of 128 tokens a chunk is 16 MiB: 64 of them for each reader would be 4 GiB."""
+    chunk_bytes, num_chunks = 6 << 20, 5
+    memory = np.zeros((2 * num_chunks, chunk_bytes), dtype=np.uint8)
+    memory[:num_chunks] = np.arange(1, num_chunks + 1)[:, None]
+    store = ChunkStore(
+        tmp_path, {"model": "demo"}, chunk_bytes=chunk_bytes, capacity_bytes=num_chunks * (chunk_bytes + 4096)
+    )
+    io = DiskIO(store, memoryview(memory))
+    try:
+        io.store(1, [PendingChunk(key, row, ChunkNote()) for row, key in enumerate(keys(num_chunks))], [])
+        assert io.finish_writes(30)
+        taken, aligned_rows = [], disk_io.aligned_rows
+        monkeypatch.setattr(disk_io, "aligned_rows", lambda *shape: (taken.append(shape), aligned_rows(*shape))[1])
+        load = Load(2, keys(num_chunks), time.monotonic())
+        io.load(load, list(range(num_chunks, 2 * num_chunks)))
+        assert io.finish_reads(30)
+    finally:
+        io.close()
+    assert load.outcome() == [True] * num_chunks
+    assert (memory[num_chunks:] == memory[:num_chunks]).all()
+    assert [num_rows for num_rows, _ in taken] == [2, 2, 1], "16 MiB at most"
