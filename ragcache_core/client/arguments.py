@@ -69,6 +69,7 @@ def cache_arguments(
     engine_id: str,
     profile: Path | None = None,
     alphas: Sequence[AlphaPoint] = (),
+    is_host_optional: bool = False,
 ) -> list[str]:
     """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
 
@@ -77,6 +78,8 @@ def cache_arguments(
         engine_id: names the host tier's region of shared memory, so that a restart finds it.
         profile: measured prefill times of the model.
         alphas: measured qualities of chunk reuse on the model.
+        is_host_optional: nobody chose the size of host memory, so that where it holds no block of the model's KV, the
+            engine goes on without. With a disk tier it cannot: what goes there passes through.
     """
     if cache is None:
         return []
@@ -84,7 +87,7 @@ def cache_arguments(
         return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
     worker = "quiet_worker.QuietWorker" if cache.chunk_reuse is None else "chunk_worker.RAGCacheWorker"
     arguments = [
-        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas))),
+        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, is_host_optional))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
         *("--worker-cls", f"{_PLUGIN}.{worker}"),
     ]
@@ -96,7 +99,11 @@ def cache_arguments(
 
 
 def _transfer_config(
-    cache: CacheConfig, engine_id: str, profile: Path | None, alphas: Sequence[AlphaPoint]
+    cache: CacheConfig,
+    engine_id: str,
+    profile: Path | None,
+    alphas: Sequence[AlphaPoint],
+    is_host_optional: bool = False,
 ) -> dict[str, object]:
     """Return vLLM's ``kv_transfer_config``: our connector, and what lies below the GPU."""
     settings: dict[str, object] = {
@@ -120,6 +127,7 @@ def _transfer_config(
     if host_bytes:
         extra |= {
             "cpu_bytes_to_use": host_bytes,
+            "is_host_optional": is_host_optional and not disk_bytes,
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload",
             "eviction_policy": "TreeCachePolicy",

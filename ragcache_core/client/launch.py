@@ -83,6 +83,7 @@ def launch_server(
     if "served_model_name" not in vllm_args:
         settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
     engine_id = new_engine_id(os.getpid())
+    is_host_optional = isinstance(cache, CacheConfig) and cache.host_bytes is None
     if isinstance(cache, CacheConfig):
         sweep_shared_memory()  # what engines left whose owners died is free again
         cache = cache.resolved()
@@ -90,7 +91,13 @@ def launch_server(
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
         "--disable-uvicorn-access-log",
-        *cache_arguments(cache, engine_id=engine_id, profile=find_profile(model), alphas=alphas),
+        *cache_arguments(
+            cache,
+            engine_id=engine_id,
+            profile=find_profile(model),
+            alphas=alphas,
+            is_host_optional=is_host_optional,
+        ),
         *settings,
         *extra_args,
     ]

@@ -331,6 +331,10 @@ def _progress(output: SchedulerOutput) -> Mapping[str, tuple[int, int]]:
 class ChunkRAGCacheConnector(ChunkReuse, RAGCacheConnector):
     """GPU, host and disk, with chunk reuse."""
 
+    @classmethod
+    def without_host(cls) -> type[DocumentConnector]:
+        return ChunkDocumentConnector
+
 
 class ChunkDocumentConnector(ChunkReuse, DocumentConnector):
     """The GPU tier alone, with chunk reuse."""

@@ -36,6 +36,7 @@ from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.disk import DiskTier
 from ragcache_core.vllm_plugin.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
+from ragcache_core.vllm_plugin.offload import why_no_host
 from ragcache_core.vllm_plugin.records import arrived_s
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.vllm_plugin.storing import StoringSteps
@@ -205,7 +206,23 @@ class _DocumentAware:
 
 
 class RAGCacheConnector(_DocumentAware, OffloadingConnector):
-    """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.RAGCacheSpec`."""
+    """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.RAGCacheSpec`.
+
+    Where the host tier's size was nobody's choice and holds no block, a :class:`DocumentConnector` is made instead.
+    """
+
+    def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
+        why = why_no_host(vllm_config, kv_cache_config)
+        if why is None:
+            return super().__new__(cls)
+        if role == KVConnectorRole.SCHEDULER:
+            logger.warning("RAGCache keeps nothing in host memory: %s", why)
+        return cls.without_host()(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def without_host(cls) -> type[DocumentConnector]:
+        """Return the connector for the GPU tier alone."""
+        return DocumentConnector
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None

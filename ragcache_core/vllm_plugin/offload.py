@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -25,6 +25,7 @@ from ragcache_core.vllm_plugin.compat import (
     TieringOffloadingManager,
     TieringOffloadingSpec,
     adopt_chunks,
+    build_offloading_config,
     host_policy_of,
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
@@ -34,7 +35,26 @@ from ragcache_core.vllm_plugin.host_policy import FIRST_GROUP, SelectiveHostTier
 from ragcache_core.vllm_plugin.identity import kv_identity
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 logger = init_logger(f"vllm.{__name__}")
+
+
+def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why there can be no host tier, with the cure, where nobody chose its size; None where there can be."""
+    assert vllm_config.kv_transfer_config is not None
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if not extra_config.get("is_host_optional"):
+        return None
+    spec = TieringOffloadingSpec(build_offloading_config(vllm_config, kv_cache_config))
+    if spec.num_chunks:
+        return None
+    return (
+        f"its default size here is {extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
+        f"{spec.kv_bytes_per_chunk}: enlarge /dev/shm (docker run --shm-size), or set host_bytes"
+    )
 
 
 class RAGCacheSpec(TieringOffloadingSpec):
@@ -57,7 +77,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
         if self.num_chunks < 1:
             raise ConfigError(
                 f"host_bytes is {self.extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
-                f"{self.kv_bytes_per_chunk}: raise host_bytes, or set it to 0"
+                f"{self.kv_bytes_per_chunk}: raise host_bytes (docker run --shm-size), or leave host and disk out with "
+                "host_bytes=0"
             )
         self.controller: CacheController | None = None
         self._worker: OffloadingWorker | None = None

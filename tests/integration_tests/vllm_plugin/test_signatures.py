@@ -276,6 +276,9 @@ def test_the_copying_worker_stands_in_for_vllms(vllm_facts: dict[str, object]) -
     assert vllm_facts["caches"] == ["tensors", "group_data_refs"], "CopyingWorker makes its views from them"
     assert vllm_facts["cache"] == [["page_size_bytes", "tensor"], True], "and copies rows of them, for each layer's ref"
     assert vllm_facts["gpu_spec"] == ["self", "block_ids", "group_sizes", "block_indices"], "see _transfers()"
+    assert vllm_facts["offloading_config"] == ["vllm_config", "kv_cache_config"], (
+        "offload.why_no_host() asks with it how many blocks a host tier would hold: find the new way"
+    )
     assert vllm_facts["region"] == [
         ["self", "engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size"],
         ["self", "tensor_page_size"],

@@ -316,6 +316,7 @@ def facts() -> dict[str, object]:
         ],
         "worker_meta": "kv_connector_worker_meta" in names(KVConnectorOutput),
         "gpu_spec": parameters(compat.GPULoadStoreSpec.__init__),
+        "offloading_config": parameters(compat.build_offloading_config),
         "region": [
             parameters(compat.SharedOffloadRegion.__init__)[:6],
             parameters(compat.SharedOffloadRegion.create_next_worker_view),

@@ -95,6 +95,18 @@ def test_a_server_that_is_started_again_keeps_what_it_was_given_whatever_is_free
     assert owner.extra_config["cpu_bytes_to_use"] == 8 * GIB
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_optional"), [({}, True), ({"host_bytes": "1GiB"}, False), ({"disk_bytes": "1GiB"}, False)]
+)
+def test_an_engine_may_do_without_host_memory_only_where_nobody_chose_it_and_nothing_needs_it(
+    owner: Owner, tmp_path: Path, settings: dict[str, object], is_optional: bool
+) -> None:
+    directory = {"directory": tmp_path} if "disk_bytes" in settings else {}
+    owner.launch(CacheConfig(**settings, **directory))
+    assert owner.extra_config["cpu_bytes_to_use"] == GIB
+    assert owner.extra_config["is_host_optional"] is is_optional
+
+
 def test_what_an_engine_left_whose_owner_died_is_free_before_memory_is_counted(
     owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
