@@ -315,9 +315,10 @@ def _default_host_bytes(kv_bytes: int, memory: Memory) -> int:
 def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
     """Refuse more than is free: all of the host tier is taken at the start, and the kernel cannot take it back."""
     has = f"{memory.whose} {_shown(memory.total)} of memory, {_shown(memory.available)} of it free"
-    for name, num_bytes in (("host_bytes", host_bytes), ("kv_cache_bytes", kv_bytes)):
+    for num_bytes, cure in ((host_bytes, "lower host_bytes"), (kv_bytes, "lower kv_cache_bytes")):
         if num_bytes > memory.available:
-            raise ConfigError(f"CacheConfig.{name} is {_shown(num_bytes)}, {has}: lower {name}, or make room")
+            name = cure.removeprefix("lower ")
+            raise ConfigError(f"CacheConfig.{name} is {_shown(num_bytes)}, {has}: {cure}, or make room")
     if kv_bytes + host_bytes > memory.available:
         raise ConfigError(
             f"CacheConfig.kv_cache_bytes and host_bytes are {_shown(kv_bytes + host_bytes)} together, {has}: lower one "

@@ -19,6 +19,7 @@ _AS_TYPED = {
     "leave disk_bytes out": "leave --disk-bytes out",
     "set host_bytes": "set --host-bytes",
     "lower host_bytes": "lower --host-bytes",
+    "lower kv_cache_bytes": "lower --kv-cache-bytes",
     "leave directory out": "leave --cache-dir out",
     "choose another directory": "choose another --cache-dir",
 }
