@@ -151,6 +151,7 @@ __all__ = [
     "in_forward",
     "keep_from_storing",
     "kv_bytes_per_block",
+    "needs_steps",
     "platform_worker",
     "resolve_kv_cache_block_sizes",
     "stores_from",
@@ -239,6 +240,22 @@ def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadat
     if connector.scheduler._jobs:  # copies that workers have not told the end of
         return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
     return NothingToCopy()
+
+
+def needs_steps(connector: OffloadingConnector) -> bool:
+    """Return whether the offloading has something to do that only an engine's step does, with requests or without.
+
+    vLLM steps as well while chunks of host memory wait for a tier below to take them. That may be a slow disk: what
+    becomes of them is taken in with the next step, and no step brings it nearer.
+    """
+    offloading = connector.scheduler
+    manager = offloading.manager
+    return bool(
+        offloading._jobs
+        or any(job.transfer_job.is_promotion for job in manager._jobs.values())
+        or any(state.pending_cascade_keys for state in manager._req_state.values())
+        or any(tier.has_pending_work() for tier in manager.secondary_tiers)
+    )
 
 
 def attach_utilities() -> None:

@@ -30,6 +30,7 @@ from ragcache_core.vllm_plugin.compat import (
     end_quiet_step,
     host_policy_of,
     kv_bytes_per_block,
+    needs_steps,
     resolve_kv_cache_block_sizes,
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
@@ -144,13 +145,15 @@ class _DocumentAware:
             return None
         now_s = time.monotonic()
         pending, has_room = load = controller.num_pending_prefills, controller.has_room()
-        is_report_due = controller.is_idle or now_s - self._reported_s > _REPORT_EVERY_S
+        is_time = now_s - self._reported_s > _REPORT_EVERY_S
+        is_report_due = controller.is_idle or is_time
         if not (is_report_due or controller.has_news or load != self._reported_load):
             return None  # as after most steps of an answer: those must cost next to nothing
         report = below = None
         if is_report_due:
-            self._reported_s = now_s
-            report, below = controller.take_report(), self._stats_below()
+            report = controller.take_report()
+            if report is not None or is_time:  # an engine may step a thousand times a second for nothing but copies
+                self._reported_s, below = now_s, self._stats_below()
         delta = controller.paths.take_delta()
         num_reported, reported_room = self._reported_load
         self._reported_load = load
@@ -258,6 +261,9 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
+
+    def has_pending_push_work(self) -> bool:
+        return needs_steps(self)
 
     def reset_cache(self) -> bool | None:
         self._storing.clear()

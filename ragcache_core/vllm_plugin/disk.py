@@ -113,7 +113,7 @@ class DiskTier(SecondaryTierManager):
         evicted: list[Key] = []
         if self._is_enabled and not is_adapted(job_metadata.req_context):
             new = self._new_chunks(job_metadata)
-            if new and not self._io.has_room:
+            if new and not self._io.has_room_for(len(new)):
                 self._io.warn_of_slowness(len(new))
                 self._controller.counters.num_dropped_chunks += len(new)
                 new.clear()
@@ -157,7 +157,7 @@ class DiskTier(SecondaryTierManager):
             self._io.update_notes(worths)
 
     def has_pending_work(self) -> bool:
-        return False  # vLLM steps as long as its own jobs are in flight; writes behind them need no steps
+        return False  # neither what waits for the disk nor what is being written needs steps: see needs_steps()
 
     def drain_jobs(self) -> None:
         """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""

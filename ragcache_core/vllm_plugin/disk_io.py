@@ -66,10 +66,13 @@ class DiskIO:
 
     # The scheduler's side
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another job may wait: not while more than half of host memory is held, and cannot be evicted."""
-        return self._num_held() <= len(self._rows) // 2
+    def has_room_for(self, num_chunks: int) -> bool:
+        """Return whether a job may wait, alone or beside others that hold half of host memory with it at most.
+
+        What is held cannot be evicted.
+        """
+        num_held = self._num_held()
+        return not num_held or num_held + num_chunks <= len(self._rows) // 2
 
     def store(self, job_id: int, chunks: list[PendingChunk], evicted: list[bytes]) -> None:
         """Write chunks, parents first, after those that gave way to them are deleted."""

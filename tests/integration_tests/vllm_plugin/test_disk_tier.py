@@ -27,6 +27,7 @@ from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import disk_io
+from ragcache_core.vllm_plugin.compat import needs_steps
 from ragcache_core.vllm_plugin.disk import DiskTier
 from tests.integration_tests.vllm_plugin.disk_scene import (
     CHUNK_BYTES,
@@ -255,6 +256,8 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
         manager.complete_store(keys, scene.context)
         manager.on_schedule_end(ScheduleEndContext((), ()))
         assert manager.has_pending_work()
+        offloading: Any = SimpleNamespace(scheduler=SimpleNamespace(manager=manager, _jobs={}))
+        assert not needs_steps(offloading), "no step brings the disk nearer"
         assert manager.prepare_store(others, scene.context) is None
         if is_reset:
             manager.reset_cache()
@@ -273,6 +276,21 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
         capacity_bytes=8 * CHUNK_BYTES,
     ) as store:
         assert len(store) == (1 if is_reset else 6)
+
+
+@pytest.mark.parametrize("what", ["a copy of the GPU's", "a promotion", "a store that is to come", "of a tier"])
+def test_an_engine_goes_on_stepping_for_what_only_steps_do(what: str) -> None:
+    def job(is_promotion: bool) -> SimpleNamespace:
+        return SimpleNamespace(transfer_job=SimpleNamespace(is_promotion=is_promotion))
+
+    manager = SimpleNamespace(
+        _jobs={1: job(False), **({2: job(True)} if what == "a promotion" else {})},
+        _req_state={"r": SimpleNamespace(pending_cascade_keys={"key"} if what == "a store that is to come" else set())},
+        secondary_tiers=[SimpleNamespace(has_pending_work=lambda: what == "of a tier")],
+    )
+    jobs = {3: "copy"} if what == "a copy of the GPU's" else {}
+    offloading: Any = SimpleNamespace(scheduler=SimpleNamespace(manager=manager, _jobs=jobs))
+    assert needs_steps(offloading)
 
 
 # A cap

@@ -76,3 +76,18 @@ def test_the_collector_does_not_stop_the_scheduler_for_every_hundredth_request()
         assert gc.get_threshold() == (10_000, 10, 10)
     finally:
         gc.set_threshold(*thresholds)
+
+
+def test_an_idle_engine_that_steps_for_nothing_but_copies_says_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    stage.ask("A")
+    stage.finish_all()
+    asked: list[int] = []
+    monkeypatch.setattr(stage.scheduler.connector, "_stats_below", lambda: asked.append(1))
+    assert [stage.scheduler.connector.get_kv_connector_stats() for _ in range(50)] == [None] * 50
+    assert asked == []
+    stage.controller.note_change()
+    stats = stage.scheduler.connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["engine"] is not None, "what happens meanwhile is told at once"
+    assert asked == [1]

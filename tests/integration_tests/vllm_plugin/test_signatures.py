@@ -308,6 +308,7 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         "reads": True,
         "shown": True,
         "states": ["_req_status", "config", "_jobs"],
+        "pending": [["_jobs", "manager"], ["_jobs", "_req_state", "secondary_tiers"]],
         "limits": [True, True, True, True],
         "group": [True, True, True],
         "news": ["_current_batch_allocated_block_ids", "_current_batch_jobs_to_flush", "_current_batch_load_jobs"],
@@ -340,7 +341,8 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         ],
     }, (
         "StoringSteps says which requests, and which steps, build_connector_meta need not look into; end_quiet_step() "
-        "holds that where there are no secondary tiers the manager has nothing to do at a step's end"
+        "holds that where there are no secondary tiers the manager has nothing to do at a step's end; needs_steps() is "
+        "what vLLM has pending, without stores that wait for a tier"
     )
     assert vllm_facts["worker_meta"], "update_connector_output() looks there for copies that have ended: find it again"
     assert vllm_facts["quiet_worker"] == [

@@ -358,6 +358,13 @@ def facts() -> dict[str, object]:
             "end_of_manager": sorted(
                 set(re.findall(r"self\.(\w+)", inspect.getsource(compat.TieringOffloadingManager.on_schedule_end)))
             ),
+            "pending": [
+                sorted(set(re.findall(r"self\.(\w+)", inspect.getsource(pending))))
+                for pending in (
+                    offloading.OffloadingConnectorScheduler.has_pending_push_work,
+                    compat.TieringOffloadingManager.has_pending_work,
+                )
+            ],
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
                 "offload_prompt_only" in offloading.SchedulerOffloadConfig.__annotations__,

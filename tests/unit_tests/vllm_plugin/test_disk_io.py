@@ -237,13 +237,13 @@ def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
 
 def test_more_jobs_wait_until_half_of_host_memory_is_held(opening: Opening, gate: threading.Event) -> None:
     scene = opening(num_buffers=1)
-    scene.write(keys(NUM_ROWS // 2))
-    assert scene.io.has_room
-    scene.write(keys(1, "more"), job_id=2)
-    assert not scene.io.has_room
+    assert scene.io.has_room_for(NUM_ROWS), "alone a job may be of any size"
+    scene.write(keys(NUM_ROWS // 2 - 1))
+    assert scene.io.has_room_for(1)
+    assert not scene.io.has_room_for(2)
     gate.set()
     assert scene.io.finish_writes(30)
-    assert scene.io.has_room
+    assert scene.io.has_room_for(2)
 
 
 def test_draining_lets_go_of_host_memory_without_the_disk(
