@@ -78,7 +78,8 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
     """Return what any KV depends on.
 
     Some models compute otherwise for longer contexts, whatever the prompt: LongRoPE turns keys by other factors, and
-    Llama 4 tunes its attention. A length that vLLM fits to the memory is known only after the model was loaded.
+    Llama 4 tunes its attention. A length that vLLM fits to the memory (-1) differs from start to start, and is known
+    only after the model was loaded, with the longest that it has.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     folder = _weights_folder(model, load.download_dir)
@@ -89,10 +90,10 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
         "code": _code_digest(folder),
         "model_config": _digest(_json(model.hf_config.to_dict()).encode()),
         "implementation": f"{model.model_impl} {_json(model.model_class_overrides)} {model.disable_sliding_window}",
-        "context": f"{model.max_model_len}{' fitted' if model.original_max_model_len == -1 else ''}",
+        "context": "fitted" if model.original_max_model_len == -1 else str(model.max_model_len),
         "dtype": str(model.dtype),
         "quantization": f"{model.quantization} {_json(model.quantization_config)}",
-        "load_format": f"{load.load_format} {_json(load.model_loader_extra_config)} {model.seed}",
+        "load_format": f"{load.load_format} {_digest(_json(load.model_loader_extra_config).encode())} {model.seed}",
         "attention_backend": str(vllm_config.attention_config.backend),
     }
 
@@ -116,7 +117,7 @@ def _split(vllm_config: VllmConfig) -> str:
 def _code_digest(folder: Path) -> str:
     """Return a digest of what a model brings besides weights that changes its KV: code, and how it reads images."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _CODE for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in _CODE for path in folder.glob(pattern) if path.is_file()}):
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

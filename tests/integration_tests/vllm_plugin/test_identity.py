@@ -149,6 +149,14 @@ def test_another_vllm_and_another_machine_are_other_identities(tmp_path: Path, m
     assert engine.identity()["platform"] != before["platform"], "vLLM packs KV for the instructions that are there"
 
 
+def test_a_context_that_is_fitted_to_the_memory_is_the_same_at_every_start(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.set("vllm.model_config.original_max_model_len", -1)
+    before = engine.identity()
+    engine.set("vllm.model_config.max_model_len", 2017)
+    assert engine.identity() == before
+
+
 def test_layers_of_other_stages_are_another_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tmp_path)
     before = engine.identity()
