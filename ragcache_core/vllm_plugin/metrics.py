@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import (
@@ -276,7 +277,8 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        received.begin(PluginSettings.from_extra_config(extra_config), self.observe)
+        first = min(per_engine_labelvalues)  # one server of several may have none but a later engine
+        received.begin(PluginSettings.from_extra_config(extra_config), partial(self.observe, engine_idx=first))
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config

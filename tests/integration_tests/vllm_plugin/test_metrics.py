@@ -57,13 +57,15 @@ class Engine:
 class Server:
     """The series of ``/metrics`` in a registry of this test's own."""
 
-    def __init__(self, *, num_engines: int = 1, has_tiers: bool = False, reuses_chunks: bool = False) -> None:
+    def __init__(
+        self, *, num_engines: int = 1, first: int = 0, has_tiers: bool = False, reuses_chunks: bool = False
+    ) -> None:
         self.registry = CollectorRegistry()
         kinds = {kind: self._in_registry(kind) for kind in (Counter, Gauge, Histogram)}
         spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload"}
         extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {"host_bytes": 1}} if reuses_chunks else {}}
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-        labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(num_engines)}
+        labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(first, first + num_engines)}
         self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)
 
     def _in_registry(self, kind: Any) -> Any:
@@ -320,3 +322,19 @@ def test_the_newest_requests_are_remembered() -> None:
         received.add({"requests": {f"chatcmpl-{i}-1a2b3c4d": {"num_gpu_tokens": i}}}, 0)
     assert [received.request(f"chatcmpl-{i}") is not None for i in range(5)] == [False, False, True, True, True]
     assert received.engine() is None
+
+
+def test_a_server_of_a_later_engine_shows_what_that_engine_says_last(received: Received) -> None:
+    """Of several servers, each has one engine, which keeps its number."""
+    engine, server = Engine(), Server(first=3)
+    received.tell(engine.controller.report())
+    first = received.engine()
+    assert first is not None
+    assert first["num_requests"] == 0
+    engine.serve("r1", 4, 0)
+    server.metrics.observe(engine.stats().data, 3)
+    latest = received.engine()
+    assert latest is not None
+    assert latest["num_requests"] == 1
+    labels = {"model_name": "demo", "engine": "3"}
+    assert server.registry.get_sample_value("ragcache_requests_total", labels) == 1
