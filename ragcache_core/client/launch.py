@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -32,6 +33,10 @@ from ragcache_core.client.tokenizer import ModelTokenizer, preload
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.prompt import PromptTokenizer
+
+_ENDING_S = 20.0
+"""An engine whose owner was killed has noticed and ended by then."""
+_LOOKS_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +90,7 @@ def launch_server(
     engine_id = new_engine_id(os.getpid())
     is_host_optional = isinstance(cache, CacheConfig) and cache.host_bytes is None
     if isinstance(cache, CacheConfig):
-        sweep_shared_memory()  # what engines left whose owners died is free again
-        cache = cache.resolved()
+        cache = _resolved(cache, cancel or threading.Event())
     alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
@@ -130,6 +134,24 @@ def launch_server(
             raise
         raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error
     return LaunchedServer(f"{address}/v1", api_key, supervisor, loading, log)
+
+
+def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
+    """Return ``cache`` for this machine, after what engines left whose owners died is free again.
+
+    Such an engine may still be about to end, and has its memory until then.
+
+    Raises:
+        ConfigError: it cannot work here.
+    """
+    patience_s = _ENDING_S if sweep_shared_memory() else 0.0
+    ends_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return cache.resolved()
+        except ConfigError:
+            if time.monotonic() >= ends_s or cancel.wait(_LOOKS_EVERY_S):
+                raise
 
 
 def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:

@@ -122,3 +122,27 @@ def test_what_an_engine_left_whose_owner_died_is_free_before_memory_is_counted(
     monkeypatch.setattr("ragcache_core.config.read_memory", lambda: Memory(64 * GIB, (2 - left.exists()) * GIB))
     owner.launch(CacheConfig(host_bytes="2GiB"))
     assert (left.exists(), ours.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_engine_that_is_about_to_end_is_waited_for_before_its_memory_is_missed(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Its owner was killed, and it has not noticed yet."""
+    looks = 0
+
+    def read() -> Memory:
+        nonlocal looks
+        looks += 1
+        return Memory(64 * GIB, 2 * GIB if ends and looks > 4 else GIB)
+
+    monkeypatch.setattr("ragcache_core.config.read_memory", read)
+    monkeypatch.setattr("ragcache_core.client.launch._LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr("ragcache_core.client.launch._ENDING_S", 30.0 if ends else 0.1)
+    monkeypatch.setattr("ragcache_core.client.launch.sweep_shared_memory", lambda: [Path("left")])
+    if ends:
+        owner.launch(CacheConfig(host_bytes="2GiB"))
+    else:
+        with pytest.raises(ConfigError, match=r"host_bytes is 2\.0GiB"):
+            owner.launch(CacheConfig(host_bytes="2GiB"))
+    assert looks > 4
