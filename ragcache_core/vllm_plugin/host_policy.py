@@ -64,6 +64,7 @@ class TreeCachePolicy(CachePolicy):
         self._looking_up: set[OffloadKey] | None = None
         self._unknown: dict[OffloadKey, None] = {}
         self._fleeting: dict[OffloadKey, None] = {}
+        self._max_fleeting = _MAX_FLEETING + cache_capacity
         self._chosen: list[EvictedUnit] = []
         self._arriving: list[Location] | None = None
         self._settling: list[Location] | None = None
@@ -164,10 +165,13 @@ class TreeCachePolicy(CachePolicy):
         is an adapter's stays noted when it goes.
         """
         if is_adapted(req_context):
-            self._fleeting.update(dict.fromkeys(keys))
-            surplus = len(self._fleeting) - _MAX_FLEETING
-            for key in [key for key in islice(self._fleeting, max(surplus, 0)) if key not in self._chunks]:
+            for key in keys:
+                self._note_fleeting(key)
+            surplus = len(self._fleeting) - self._max_fleeting
+            for key in list(islice(self._fleeting, max(surplus, 0))):
                 del self._fleeting[key]
+                if key in self._chunks:
+                    self._note_fleeting(key)
 
     def on_request_finished(
         self,
@@ -222,6 +226,10 @@ class TreeCachePolicy(CachePolicy):
     def _add(self, node: TreeNode, units: int) -> None:
         self.controller.tree.hold(node, units, Tier.HOST)
         self.controller.tree.add(node, units, Tier.HOST)
+
+    def _note_fleeting(self, key: OffloadKey) -> None:
+        self._fleeting.pop(key, None)  # it comes last again
+        self._fleeting[key] = None
 
     def _is_idle(self, key: OffloadKey) -> bool:
         return self._chunks[key].ref_cnt == 0 and key not in self._num_promises
