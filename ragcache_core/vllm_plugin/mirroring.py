@@ -153,7 +153,7 @@ class PathTracker:
         location = self._tree.locate(node.keys[0])
         if location is None or location.node is not node:
             self._look_for(node.keys, changes)
-            return num_left - 1
+            return num_left - _visits_of(node)
         path = node.path()
         num_before, is_whole = 0, True  # of what is cached before `node`
         for step in path[:-1]:
@@ -172,8 +172,8 @@ class PathTracker:
             num_leading, is_whole = self._lead_on(node, num_before, is_whole)
             if node.start < self._max_units and self._say(node, num_leading, changes):
                 following += [(child, num_leading, is_whole) for child in node.iter_children()]
-            num_left -= 1
-            num_following -= 1
+            num_left -= _visits_of(node)
+            num_following -= _visits_of(node)
             if num_following <= 0:
                 break
         self._changed.update(node for node, *_ in following)
@@ -215,6 +215,11 @@ class PathTracker:
         num_sent, path.num_sent_tokens = path.num_sent_tokens or 0, num_tokens
         if num_tokens != num_sent:
             changes.append(PathChange(path.prefix, path.documents, num_tokens))
+
+
+def _visits_of(node: TreeNode) -> int:
+    """Return how many visits it counts as to look at a node: its units are looked up."""
+    return 1 + len(node.keys) // 8
 
 
 class _Reader:
