@@ -140,16 +140,17 @@ def _open_direct(path: Path, flags: int) -> int:
             written beside it and read again.
     """
     probe = path.with_name(f"{path.name}.probe")
-    descriptor = os.open(probe, flags | os.O_DIRECT | os.O_TRUNC, 0o666)
     try:
-        os.pwritev(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
-        os.preadv(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
+        descriptor = os.open(probe, flags | os.O_DIRECT | os.O_TRUNC, 0o666)
+        try:
+            os.pwritev(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
+            os.preadv(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
+        finally:
+            os.close(descriptor)
+            probe.unlink(missing_ok=True)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk says nothing of it
             raise
-    finally:
-        os.close(descriptor)
-        probe.unlink(missing_ok=True)
     return os.open(path, flags | os.O_DIRECT, 0o666)
 
 
