@@ -296,6 +296,10 @@ class DiskTier(SecondaryTierManager):
         self._stored.update(found)
         if orphans:
             store.delete_many(orphans)
-            self._controller.counters.num_lost_chunks += len(orphans)
+        counters, stats = self._controller.counters, store.stats
+        counters.num_lost_chunks += len(orphans) + stats.num_missing
+        counters.num_corrupt_chunks += stats.num_damaged
+        if num_given_up := len(orphans) + stats.num_missing + stats.num_damaged:
+            logger.warning("RAGCache gave up %d damaged or useless blocks of KV in %s", num_given_up, store.path)
         if self._stored:
             logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)

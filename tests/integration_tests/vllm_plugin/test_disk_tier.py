@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -163,6 +164,27 @@ def test_a_new_start_finds_the_chunks_and_the_documents_numbers(opening: Opening
     assert location.node.frequency == 2
     assert location.node.avg_cost_s > 0
     assert again.controller.report()["num_lost_chunks"] == 0
+
+
+@pytest.mark.parametrize("damage", ["parent = NULL", "position = 0", "doc_id = 'another'"])
+def test_a_chunk_that_is_said_to_stand_elsewhere_is_given_up_at_the_start_and_ends_nothing(
+    opening: Opening, damage: str
+) -> None:
+    """A tree with a chunk in two places would let go of one for the other."""
+    scene = opening()
+    keys = scene.store("D")
+    scene.close()
+    (index,) = scene.directory.glob("*/index.sqlite")
+    with sqlite3.connect(index) as connection:
+        connection.execute(f"UPDATE chunks SET {damage} WHERE key = ?", (keys[3][:-4],))
+    connection.close()
+    again = opening()
+    assert again.hits(keys) == keys[:3]
+    assert (again.controller.counters.num_corrupt_chunks, again.controller.counters.num_lost_chunks) == (1, 2)
+    assert again.store("D") == keys, "it is computed and stored again"
+    for documents in ("BC", "CB", "AD", "DA", "D"):
+        again.store(documents)
+    again.check()
 
 
 def test_chunks_whose_prefix_is_gone_are_given_up_at_the_start(opening: Opening) -> None:
