@@ -32,7 +32,7 @@ _COUNTERS = {
     "num_stored_bytes": ("ragcache_stored_bytes", "Bytes of KV copied out of GPU memory."),
     "num_ignored_metadata": ("ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."),
     "num_corrupt_chunks": ("ragcache_corrupt_chunks", "Chunks on disk with wrong content; each was a miss."),
-    "num_lost_chunks": ("ragcache_lost_chunks", "Chunks that were cut off, or whose prefix was gone, at the start; each is a miss."),
+    "num_lost_chunks": ("ragcache_lost_chunks", "Chunks found cut off, or without their prefix, at the start."),
     "num_dropped_chunks": ("ragcache_dropped_chunks", "Chunks that were not written to disk: it was full or slow."),
     "num_reordered_prompts": ("ragcache_reordered_prompts", "Requests whose documents do not stand as retrieved."),
     "num_reordered_requests": ("ragcache_reordered_requests", "Requests that were served before an earlier one."),
