@@ -152,6 +152,8 @@ __all__ = [
     "keep_from_storing",
     "kv_bytes_per_block",
     "needs_steps",
+    "newest_copy_below",
+    "num_open_copies",
     "platform_worker",
     "resolve_kv_cache_block_sizes",
     "stores_from",
@@ -256,6 +258,17 @@ def needs_steps(connector: OffloadingConnector) -> bool:
         or any(state.pending_cascade_keys for state in manager._req_state.values())
         or any(tier.has_pending_work() for tier in manager.secondary_tiers)
     )
+
+
+def num_open_copies(connector: OffloadingConnector) -> int:
+    """Return how many copies between the tiers are under way, as far as the scheduler was told."""
+    return len(connector.scheduler._jobs) + len(connector.scheduler.manager._jobs)
+
+
+def newest_copy_below(connector: OffloadingConnector) -> int | None:
+    """Return the number of the latest open copy between host memory and a tier below; None where there is none."""
+    newest: int | None = max(connector.scheduler.manager._jobs, default=None)
+    return newest
 
 
 def attach_utilities() -> None:

@@ -31,6 +31,8 @@ from ragcache_core.vllm_plugin.compat import (
     host_policy_of,
     kv_bytes_per_block,
     needs_steps,
+    newest_copy_below,
+    num_open_copies,
     resolve_kv_cache_block_sizes,
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 _REPORT_EVERY_S = 1.0
+_STEPS_FOR_DISK_S = 2.0
 _TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
 
 
@@ -77,6 +80,7 @@ class _DocumentAware:
     """The first and the last moment of the engine's last step, which the scheduler tells."""
     _num_local_tokens: dict[str, int]
     _reported_s = 0.0
+    _reported_copies = 0
     _reported_load = (0, True)
     """The prefills that wait and whether there is room for speculation, as the server's process knows them."""
 
@@ -152,8 +156,9 @@ class _DocumentAware:
         report = below = None
         if is_report_due:
             report = controller.take_report()
-            if report is not None or is_time:  # an engine may step a thousand times a second for nothing but copies
-                self._reported_s, below = now_s, self._stats_below()
+            num_copies = self._num_copies()  # an engine may step a thousand times a second for nothing but those
+            if report is not None or is_time or num_copies != self._reported_copies:
+                self._reported_s, self._reported_copies, below = now_s, num_copies, self._stats_below()
         delta = controller.paths.take_delta()
         num_reported, reported_room = self._reported_load
         self._reported_load = load
@@ -197,6 +202,10 @@ class _DocumentAware:
     def _stats_below(self) -> KVConnectorStats | None:
         return None
 
+    def _num_copies(self) -> int:
+        """Return how many copies are under way, of which :meth:`_stats_below` tells."""
+        return 0
+
     def _finish(
         self, request: Request, outcome: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -213,6 +222,9 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     Where the host tier's size was nobody's choice and holds no block, a :class:`DocumentConnector` is made instead.
     """
+
+    _waits_for: int | None = None
+    _waits_since_s = 0.0
 
     def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
         why = why_no_host(vllm_config, kv_cache_config)
@@ -263,7 +275,13 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
 
     def has_pending_push_work(self) -> bool:
-        return needs_steps(self)
+        """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
+        if needs_steps(self):
+            return True
+        newest, now_s = newest_copy_below(self), time.monotonic()
+        if newest != self._waits_for:
+            self._waits_for, self._waits_since_s = newest, now_s
+        return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
 
     def reset_cache(self) -> bool | None:
         self._storing.clear()
@@ -331,6 +349,9 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     def _stats_below(self) -> KVConnectorStats | None:
         return OffloadingConnector.get_kv_connector_stats(self)
+
+    def _num_copies(self) -> int:
+        return num_open_copies(self)
 
 
 class DocumentConnector(_DocumentAware, KVConnectorBase_V1, SupportsHMA):

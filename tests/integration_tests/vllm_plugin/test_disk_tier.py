@@ -29,6 +29,7 @@ from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheL
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import disk_io
 from ragcache_core.vllm_plugin.compat import needs_steps
+from ragcache_core.vllm_plugin.connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk import DiskTier
 from tests.integration_tests.vllm_plugin.disk_scene import (
     CHUNK_BYTES,
@@ -313,6 +314,23 @@ def test_an_engine_goes_on_stepping_for_what_only_steps_do(what: str) -> None:
     jobs = {3: "copy"} if what == "a copy of the GPU's" else {}
     offloading: Any = SimpleNamespace(scheduler=SimpleNamespace(manager=manager, _jobs=jobs))
     assert needs_steps(offloading)
+
+
+def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("ragcache_core.vllm_plugin.connector.time.monotonic", lambda: clock[0])
+    job = SimpleNamespace(transfer_job=SimpleNamespace(is_promotion=False))
+    manager = SimpleNamespace(_jobs={}, _req_state={}, secondary_tiers=[])
+    engine: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(manager=manager, _jobs={}), _waits_for=None, _waits_since_s=0.0
+    )
+    asked = []
+    for clock[0], jobs in ((100.0, [7]), (101.9, [7]), (102.1, [7]), (200.0, [7, 8]), (203.0, [])):
+        manager._jobs = dict.fromkeys(jobs, job)
+        asked.append(RAGCacheConnector.has_pending_push_work(engine))
+    assert asked == [True, True, False, True, False]
 
 
 # A cap

@@ -86,6 +86,10 @@ def test_an_idle_engine_that_steps_for_nothing_but_copies_says_nothing_of_them(m
     monkeypatch.setattr(stage.scheduler.connector, "_stats_below", lambda: asked.append(1))
     assert [stage.scheduler.connector.get_kv_connector_stats() for _ in range(50)] == [None] * 50
     assert asked == []
+    monkeypatch.setattr(stage.scheduler.connector, "_num_copies", lambda: 3)
+    assert [stage.scheduler.connector.get_kv_connector_stats() for _ in range(50)] == [None] * 50
+    assert asked == [1], "vLLM's gauges of them would stay as they were"
+    asked.clear()
     stage.controller.note_change()
     stats = stage.scheduler.connector.get_kv_connector_stats()
     assert stats is not None
