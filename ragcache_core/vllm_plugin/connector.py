@@ -63,6 +63,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 _REPORT_EVERY_S = 1.0
 _STEPS_FOR_DISK_S = 2.0
+"""An idle engine steps so long for chunks that wait for the disk, so that the gauges of a usual one come to rest."""
 _TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
 
 

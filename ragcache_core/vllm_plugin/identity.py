@@ -117,7 +117,7 @@ def _split(vllm_config: VllmConfig) -> str:
 def _code_digest(folder: Path) -> str:
     """Return a digest of what a model brings besides weights that changes its KV: code, and how it reads images."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _CODE for path in folder.glob(pattern) if path.is_file()}):
+    for path in _files(folder, _CODE):
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
@@ -152,7 +152,7 @@ def _weights_folder(model: ModelConfig, download_dir: str | None) -> Path:
 
 def _weights_digest(folder: Path) -> str:
     digest = hashlib.sha256()
-    paths = sorted({path for pattern in _WEIGHTS for path in folder.glob(pattern)})
+    paths = _files(folder, _WEIGHTS)
     if not paths:
         raise ConfigError(f"{folder} holds no weights ({', '.join(_WEIGHTS)}): leave disk_bytes out")
     for path in paths:
@@ -166,6 +166,10 @@ def _weights_digest(folder: Path) -> str:
             file.seek(max(status.st_size - _SAMPLE_BYTES, 0), os.SEEK_SET)
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
 def _json(value: object) -> str:

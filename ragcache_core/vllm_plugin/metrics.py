@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import (
@@ -171,14 +170,22 @@ class Received:
         self._num_pending: dict[int, int] = {}
         self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
-        self._observe: Callable[[dict[str, Any]], None] = lambda data: self.add(data, 0)
+        self._first_engine = 0
+        self._observe: Callable[[dict[str, Any], int], None] = self.add
         self._lock = threading.Lock()
 
-    def begin(self, settings: PluginSettings, observe: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def begin(
+        self,
+        settings: PluginSettings,
+        observe: Callable[[dict[str, Any], int], None] | None = None,
+        first_engine: int = 0,
+    ) -> None:
         """Have an empty report until the first engine is asked for one, when the server is nearly ready.
 
-        ``observe`` takes in what the first engine says otherwise than with a step, and calls :meth:`add`.
+        ``observe`` takes in what the first engine says otherwise than with a step, and calls :meth:`add`. One server of
+        several may have none but a later engine, which then is its ``first_engine``.
         """
+        self._first_engine = first_engine
         if observe is not None:
             self._observe = observe
         zeros = dict.fromkeys([*_COUNTERS, *_GAUGES], 0)
@@ -193,11 +200,11 @@ class Received:
 
     def tell(self, report: dict[str, Any]) -> None:
         """Take in a report of the first engine that came without a step, because it was asked for or nothing ran."""
-        self._observe({"engine": report})
+        self._observe({"engine": report}, self._first_engine)
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:
         """Take in the statistics of a step."""
-        if engine_index == 0 and data.get("paths"):
+        if engine_index == self._first_engine and data.get("paths"):
             self.paths.add(data["paths"])
         with self._lock:
             if data.get("engine"):
@@ -277,8 +284,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        first = min(per_engine_labelvalues)  # one server of several may have none but a later engine
-        received.begin(PluginSettings.from_extra_config(extra_config), partial(self.observe, engine_idx=first))
+        received.begin(PluginSettings.from_extra_config(extra_config), self.observe, min(per_engine_labelvalues))
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config

@@ -30,6 +30,19 @@ def buffer_chunks(monkeypatch: pytest.MonkeyPatch, num_chunks: int) -> None:
     monkeypatch.setattr(disk_io.DiskIO.__init__, "__kwdefaults__", settings)
 
 
+def hanging(monkeypatch: pytest.MonkeyPatch, what: str) -> tuple[threading.Event, threading.Event]:
+    """Let the disk hang at a read or write; return what says that it does, and what lets it go on."""
+    is_busy, go_on, real = threading.Event(), threading.Event(), getattr(SlotFile, what)
+
+    def hang(self: SlotFile, *args: Any) -> None:
+        is_busy.set()
+        go_on.wait(10)
+        real(self, *args)
+
+    monkeypatch.setattr(SlotFile, what, hang)
+    return is_busy, go_on
+
+
 def test_a_damaged_chunk_is_a_miss_and_counted_and_the_others_are_served(opening: Opening) -> None:
     scene = opening()
     keys = scene.store("D")
@@ -157,14 +170,7 @@ def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_a
 ) -> None:
     scene = opening()
     keys = scene.store("B")
-    is_reading, go_on, read = threading.Event(), threading.Event(), SlotFile.read
-
-    def hang(self: SlotFile, *args: Any) -> None:
-        is_reading.set()
-        go_on.wait(10)
-        read(self, *args)
-
-    monkeypatch.setattr(SlotFile, "read", hang)
+    is_reading, go_on = hanging(monkeypatch, "read")
     monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
     job = scene.submit_load(keys)
     try:
@@ -183,15 +189,8 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
     opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene = opening()
-    is_writing, go_on, write = threading.Event(), threading.Event(), SlotFile.write
-
-    def hang(self: SlotFile, *args: Any) -> None:
-        is_writing.set()
-        go_on.wait(10)
-        write(self, *args)
-
     stored = scene.store("B")
-    monkeypatch.setattr(SlotFile, "write", hang)
+    is_writing, go_on = hanging(monkeypatch, "write")
     try:
         assert scene.result(scene.submit_store(scene.announce("D"))).success, "host memory is free at once"
         assert is_writing.wait(10)
@@ -286,7 +285,7 @@ def test_what_follows_what_is_dropped_is_dropped_though_it_was_taken_before(
     scene.submit_store(keys[:9])
     monkeypatch.setattr(disk_io, "_PATIENCE_S", 30.0)
     scene.submit_store(keys[9:])
-    time.sleep(0.2)
+    time.sleep(0.2)  # the first job's patience ends, while the second is patient
     go_on.set()
     scene.settle()
     assert len(list(scene.tier.get_finished_jobs())) == 2
@@ -325,14 +324,7 @@ def test_a_disk_that_hangs_with_jobs_open_lets_go_of_host_memory(
 ) -> None:
     buffer_chunks(monkeypatch, 1)
     scene = opening()
-    is_writing, go_on, write = threading.Event(), threading.Event(), SlotFile.write
-
-    def hang(self: SlotFile, *args: Any) -> None:
-        is_writing.set()
-        go_on.wait(10)
-        write(self, *args)
-
-    monkeypatch.setattr(SlotFile, "write", hang)
+    is_writing, go_on = hanging(monkeypatch, "write")
     jobs = [scene.submit_store(scene.announce(name)) for name in "BC"]
     try:
         assert is_writing.wait(10)

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
+from ragcache_core.ordering import PathChange, encode_delta
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -336,5 +337,8 @@ def test_a_server_of_a_later_engine_shows_what_that_engine_says_last(received: R
     latest = received.engine()
     assert latest is not None
     assert latest["num_requests"] == 1
+    delta = encode_delta([PathChange(b"p" * 16, ("a",), 16)], is_reset=True)
+    server.metrics.observe(RAGCacheStats.of(requests={}, engine=None, offload=None, paths=[delta]).data, 3)
+    assert len(received.paths) == 1
     labels = {"model_name": "demo", "engine": "3"}
     assert server.registry.get_sample_value("ragcache_requests_total", labels) == 1

@@ -21,6 +21,7 @@ from ragcache_core.errors import CacheCapacityError, CacheTierError
 from ragcache_core.vllm_plugin import disk_io
 from ragcache_core.vllm_plugin.disk_io import DiskIO
 from ragcache_core.vllm_plugin.disk_jobs import Load, Outcome, PendingChunk
+from tests.waiting import until
 
 CHUNK_BYTES = 4096
 NUM_ROWS = 300
@@ -103,13 +104,6 @@ def keys(num_keys: int, mark: str = "k") -> list[bytes]:
     return [f"{mark}{i}".encode() for i in range(num_keys)]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.002)
-
-
 @contextmanager
 def waiting(call: Callable[[], object]) -> Iterator[None]:
     """Hold that ``call`` waits when the context begins, and ends after it."""
@@ -149,7 +143,7 @@ def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: thre
     scene = opening()
     scene.write(keys(3))
     copied: list[int] = []
-    until(lambda: copied.extend(scene.io.take_copied()) or copied)
+    assert until(lambda: copied.extend(scene.io.take_copied()) or copied)
     assert scene.written() == ([], [], [])
     scene.memory[:] = 0xAA  # it belongs to another chunk by now
     gate.set()
@@ -163,8 +157,8 @@ def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: thre
 def test_a_job_larger_than_the_buffers_is_stored_in_full(opening: Opening, gate: threading.Event) -> None:
     scene = opening(num_buffers=3)
     scene.write(keys(200))
-    until(lambda: not scene.io._num_free_buffers)
-    time.sleep(0.05)
+    assert until(lambda: not scene.io._num_free_buffers)
+    time.sleep(0.05)  # for a copier that would not wait to go on
     assert list(scene.io.take_copied()) == [], "host memory is held: the buffers take three chunks"
     gate.set()
     assert scene.io.finish_writes(30)
@@ -210,7 +204,7 @@ def test_a_disk_that_is_too_slow_drops_the_rest_of_a_job_and_what_stands_on_it(
     scene.write(keys(2, "grandchild"), job_id=3, parent=b"child1")
     scene.write(keys(2, "other"), job_id=4)
     copied: list[int] = []
-    until(lambda: copied.extend(scene.io.take_copied()) or len(copied) == 3)
+    assert until(lambda: copied.extend(scene.io.take_copied()) or len(copied) == 3)
     assert copied == [1, 2, 3], "host memory is let go"
     assert scene.written() == ([], [b"k3", b"k4", *keys(2, "child"), *keys(2, "grandchild")], [])
     scene.write([b"k3", b"k4"], job_id=5, parent=b"k2")
@@ -228,7 +222,7 @@ def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
     monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(disk_io, "_SLOWEST_BYTES_PER_S", CHUNK_BYTES)
     write = SlotFile.write
-    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (time.sleep(0.1), write(self, *args))[1])
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (time.sleep(0.1), write(self, *args))[1])  # a slow disk
     scene = opening(num_buffers=1)
     scene.write(keys(6))
     scene.settle()
@@ -488,7 +482,7 @@ def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Openin
     assert scene.io.finish_reads(0.0), "nothing is read"
     assert list(scene.io.take_copied()) == [1]
     assert not scene.io.finish_writes(0.05)
-    until(lambda: scene.io.changing_since_s is not None)
+    assert until(lambda: scene.io.changing_since_s is not None)
     gate.set()
     scene.settle()
     assert scene.io.changing_since_s is None
