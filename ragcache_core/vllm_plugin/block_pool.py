@@ -35,11 +35,13 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     """vLLM's queue of free blocks, with the tree's order of eviction.
 
     ``num_free_blocks`` can be handed out: vLLM reads it for each request of each step, so it is counted, not computed.
+    What comes back is looked at when the scheduler has time (:meth:`settle`), or when something else is asked before.
     """
 
     def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
         self._spare: OrderedDict[int, KVCacheBlock] = OrderedDict()
         self._cached: dict[int, KVCacheBlock] = {}
+        self._returned: list[KVCacheBlock] = []
         super().__init__([])
         self._spare.update((block.block_id, block) for block in blocks)
         self.num_free_blocks = len(blocks)
@@ -60,6 +62,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Hand ``n`` blocks out: spare ones, then those that the tree gives up."""
         assert self.num_free_blocks >= n
+        self.settle()
         self.num_free_blocks -= n
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
         num_missing = n - len(blocks)
@@ -77,8 +80,14 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take blocks back that nobody uses any more."""
         self.num_free_blocks += len(blocks)
-        for node, units in by_node(filter(None, map(self._take_back, blocks))):
-            self._tree.let_go(node, units, Tier.GPU)
+        self._returned += blocks
+
+    def settle(self) -> None:
+        """Find out which of the blocks that came back are worth keeping, and let the tree choose among them."""
+        if self._returned:
+            returned, self._returned = self._returned, []
+            for node, units in by_node(filter(None, map(self._take_back, returned))):
+                self._tree.let_go(node, units, Tier.GPU)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take blocks without content back; they are handed out next."""
@@ -89,6 +98,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def remove(self, block: KVCacheBlock) -> None:
         """Let a request use what a free block holds."""
+        self.settle()
         if self._cached.pop(block.block_id, None) is not None:
             assert block.block_hash is not None
             self._block_ids.pop(get_block_hash(block.block_hash), None)
@@ -100,6 +110,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Return the free blocks; the order of the cached ones says nothing."""
+        self.settle()
         return [*self._spare.values(), *self._cached.values()]
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
@@ -121,6 +132,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def spare_copy(self, key: Key) -> None:
         """Take a free block for a spare one, if it holds ``key``: a request computed that again, and keeps it."""
+        self.settle()
         if (block_id := self._block_ids.pop(key, None)) is not None:
             self._spare[block_id] = self._cached.pop(block_id)
 
@@ -180,13 +192,14 @@ class TreeBlockPool(BlockPool):
     free_block_queue: TreeFreeBlockQueue
 
     @classmethod
-    def take_over(cls, pool: BlockPool, controller: CacheController) -> None:
-        """Make ``pool`` one of this class, before its first request."""
+    def take_over(cls, pool: BlockPool, controller: CacheController) -> TreeFreeBlockQueue:
+        """Make ``pool`` one of this class, before its first request; return its queue."""
         free = pool.free_block_queue.get_all_free_blocks()
         pool.__class__ = cls
         assert isinstance(pool, cls)
         pool.controller = controller
         pool.free_block_queue = TreeFreeBlockQueue(free, pool, controller)
+        return pool.free_block_queue
 
     def cache_full_blocks(
         self,
@@ -215,6 +228,7 @@ class TreeBlockPool(BlockPool):
             self.free_block_queue.spare_copy(request.block_hashes[i])
 
     def reset_prefix_cache(self) -> bool:
+        self.free_block_queue.settle()  # while they have their content
         is_reset: bool = super().reset_prefix_cache()
         if is_reset:
             self.free_block_queue.forget_contents()
@@ -222,6 +236,7 @@ class TreeBlockPool(BlockPool):
         return is_reset
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
+        self.free_block_queue.settle()  # while they have their content
         block_hash = block.block_hash
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
         if block_hash is None:

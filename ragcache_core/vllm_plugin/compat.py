@@ -79,11 +79,13 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
 
 SUPPORTED_VLLM = "0.32"
 _CONFIRM, _REPORT = "ragcache_confirm", "ragcache_report"
 
 __all__ = [
+    "NOTHING_TO_COPY",
     "SUPPORTED_VLLM",
     "AsyncScheduler",
     "BlockPool",
@@ -145,6 +147,7 @@ __all__ = [
     "get_block_hash",
     "get_forward_context",
     "get_offload_block_hash",
+    "has_loaded",
     "has_offloading_news",
     "hash_seed",
     "host_policy_of",
@@ -223,11 +226,25 @@ def has_offloading_news(connector: OffloadingConnector, output: SchedulerOutput)
     )
 
 
+def has_loaded(connector: OffloadingConnector, output: KVConnectorOutput) -> bool:
+    """Return whether a copy into the engine's KV memory is among those that workers say have ended."""
+    jobs = connector.scheduler._jobs
+    ended = (jobs.get(job_id) for job_id in output.kv_connector_worker_meta.completed_jobs)
+    return any(job is not None and not job.is_store for job in ended)  # a reset has forgotten the jobs before it
+
+
 class NothingToCopy(OffloadingConnectorMetadata):
     """What workers get in a step in which nothing is copied, or was and is still to be told of."""
 
     def __init__(self) -> None:
         super().__init__(load_jobs={}, store_jobs={}, jobs_to_flush=None)
+
+    def __reduce__(self) -> str:
+        return "NOTHING_TO_COPY"  # by name: it goes to the workers in nearly every step of an answer
+
+
+NOTHING_TO_COPY = NothingToCopy()
+"""The one there is."""
 
 
 def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadata:
@@ -241,7 +258,7 @@ def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadat
         manager.on_schedule_end(ScheduleEndContext((), ()))
     if connector.scheduler._jobs:  # copies that workers have not told the end of
         return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
-    return NothingToCopy()
+    return NOTHING_TO_COPY
 
 
 def needs_steps(connector: OffloadingConnector) -> bool:

@@ -18,16 +18,17 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.building import building
 from ragcache_core.vllm_plugin.compat import (
+    NOTHING_TO_COPY,
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
-    NothingToCopy,
     OffloadingConnector,
     SupportsHMA,
     end_quiet_step,
+    has_loaded,
     host_policy_of,
     kv_bytes_per_block,
     needs_steps,
@@ -42,6 +43,7 @@ from ragcache_core.vllm_plugin.metrics import RAGCachePromMetrics, RAGCacheStats
 from ragcache_core.vllm_plugin.offload import why_no_host
 from ragcache_core.vllm_plugin.records import arrived_s
 from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.vllm_plugin.step_news import StepNews
 from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-_REPORT_EVERY_S = 1.0
 _STEPS_FOR_DISK_S = 2.0
 """An idle engine steps so long for chunks that wait for the disk, so that the gauges of a usual one come to rest."""
 _TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
@@ -80,13 +81,11 @@ class _DocumentAware:
     last_step = (0.0, 0.0)
     """The first and the last moment of the engine's last step, which the scheduler tells."""
     _num_local_tokens: dict[str, int]
-    _reported_s = 0.0
-    _reported_copies = 0
-    _reported_load = (0, True)
-    """The prefills that wait and whether there is room for speculation, as the server's process knows them."""
+    _news: StepNews | None = None
 
     def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
         self.controller = controller
+        self._news = StepNews(controller, lambda: self._stats_below(), lambda: self._num_copies())
         self._num_local_tokens = {}
         block_bytes = kv_bytes_per_block(kv_cache_config)
         controller.tiers[Tier.GPU] = TierReport(kv_cache_config.num_blocks * block_bytes, block_bytes)
@@ -95,6 +94,11 @@ class _DocumentAware:
     @property
     def requires_kv_delivery(self) -> bool:
         return False
+
+    def use_lull(self) -> None:
+        """Do what no answer waits for: the scheduler calls this in each step, while the model computes it."""
+        assert self._news is not None
+        self._news.prepare()
 
     def on_new_request(self, request: Request) -> None:
         """Read the request's documents."""
@@ -140,39 +144,8 @@ class _DocumentAware:
         return self._finish(request, self._finish_below(request, block_ids))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what the server's process should know: of requests that ended at once, of the tiers now and then.
-
-        What vLLM's offloading counts goes with the tiers: it has gauges to say in each step, which would cost every
-        step 0.1 ms in each of the two processes.
-        """
-        controller = self.controller
-        if controller is None:
-            return None
-        now_s = time.monotonic()
-        pending, has_room = load = controller.num_pending_prefills, controller.has_room()
-        is_time = now_s - self._reported_s > _REPORT_EVERY_S
-        is_report_due = controller.is_idle or is_time
-        if not (is_report_due or controller.has_news or load != self._reported_load):
-            return None  # as after most steps of an answer: those must cost next to nothing
-        report = below = None
-        if is_report_due:
-            report = controller.take_report()
-            num_copies = self._num_copies()  # an engine may step a thousand times a second for nothing but those
-            if report is not None or is_time or num_copies != self._reported_copies:
-                self._reported_s, self._reported_copies, below = now_s, num_copies, self._stats_below()
-        delta = controller.paths.take_delta()
-        num_reported, reported_room = self._reported_load
-        self._reported_load = load
-        stats = RAGCacheStats.of(
-            requests=controller.take_finished(),
-            engine=report,
-            offload=below,
-            paths=() if delta is None else (delta,),
-            waited_s=controller.speculations.take_waited_s(),
-            num_pending_prefills=None if pending == num_reported else pending,
-            has_room=None if has_room == reported_room else has_room,
-        )
-        return None if stats.is_empty() else stats
+        """Return what the server's process should know."""
+        return None if self._news is None else self._news.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -243,6 +216,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
         self._storing = StoringSteps(self)
+        self._ended: list[KVConnectorOutput] = []
         with building(vllm_config) as built:
             super().__init__(vllm_config, role, kv_cache_config)
         events = vllm_config.kv_events_config
@@ -268,9 +242,17 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
         return meta
 
+    def use_lull(self) -> None:
+        self._take_in_stores()
+        super().use_lull()
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if connector_output.kv_connector_worker_meta is not None:  # else no copy has ended: vLLM takes 10 us to see it
-            super().update_connector_output(connector_output)
+        if connector_output.kv_connector_worker_meta is None:
+            return  # no copy has ended: vLLM takes 10 us to see it
+        assert self._news is not None
+        self._ended.append(connector_output)
+        if not self._news.is_prepared or has_loaded(self, connector_output):
+            self._take_in_stores()  # else the next lull does: nobody waits for what was stored
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
@@ -291,6 +273,11 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             if isinstance(tier, DiskTier):
                 tier.clear()
         return is_reset
+
+    def _take_in_stores(self) -> None:
+        ended, self._ended = self._ended, []
+        for connector_output in ended:
+            super().update_connector_output(connector_output)
 
     @property
     def _block_bytes(self) -> int:
@@ -373,7 +360,7 @@ class DocumentConnector(_DocumentAware, KVConnectorBase_V1, SupportsHMA):
             self._begin(controller, kv_cache_config)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return NothingToCopy()
+        return NOTHING_TO_COPY
 
     # Worker side: nothing to move
 

@@ -275,6 +275,11 @@ class CacheController:
         return not self._requests
 
     @property
+    def has_finished(self) -> bool:
+        """Whether requests ended and nobody was told yet."""
+        return bool(self._finished)
+
+    @property
     def has_news(self) -> bool:
         """Whether requests ended, speculations were admitted, or what is cached changed, and nobody was told yet."""
         return bool(self._finished or self.paths.has_news or self.speculations.has_waited)

@@ -17,12 +17,12 @@ from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import collect_rarely
-from ragcache_core.vllm_plugin.block_pool import TreeBlockPool
+from ragcache_core.vllm_plugin.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_utilities
 from ragcache_core.vllm_plugin.request_queue import CacheAwareRequestQueue
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -71,8 +71,9 @@ class _TreeScheduling:
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
         self._speculates_beside_answers = not current_platform.is_cpu()
+        self._tree_queue: TreeFreeBlockQueue | None = None
         if len(self.kv_cache_config.kv_cache_groups) == 1:
-            TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
+            self._tree_queue = TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
         else:
             logger.warning("This model has several groups of KV caches: its GPU tier keeps vLLM's own LRU order")
         settings = controller.settings
@@ -96,6 +97,14 @@ class _TreeScheduling:
             self.max_num_scheduled_tokens = limit
         self._count_speculation(output)
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Use the lull as well: vLLM asks this when the model has begun to compute a step."""
+        bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        self.connector.use_lull()
+        if self._tree_queue is not None:
+            self._tree_queue.settle()
+        return bitmask
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -134,6 +134,10 @@ class Pool:
             is_full = (i + 1) * BLOCK <= request.num_computed_tokens
             self.content[block_ids[i]] = request.block_hashes[i] if is_full else None
 
+    def settle(self) -> None:
+        """Do what the scheduler does while a step is computed."""
+        self.queue.settle()
+
     def cached_keys(self) -> set[bytes]:
         """Return the content that the pool can serve."""
         return {get_block_hash(block.block_hash) for block in self.pool.blocks if block.block_hash is not None}
@@ -154,18 +158,20 @@ class Pool:
     def check(self) -> None:
         """Assert what holds between steps."""
         blocks = [block for block in self.pool.blocks if not block.is_null]
-        free = self.queue.get_all_free_blocks()
+        queue = self.queue
+        free = [*queue._spare.values(), *queue._cached.values(), *queue._returned]  # asking for them would settle them
         assert sorted(block.block_id for block in free) == [b.block_id for b in blocks if b.ref_cnt == 0]
         assert self.pool.get_num_free_blocks() == len(free)
-        assert not set(self.queue._spare) & set(self.queue._cached), "a block in two states"
-        for key, block_id in self.queue._block_ids.items():
-            block_hash = self.queue._cached[block_id].block_hash
+        assert not set(queue._spare) & set(queue._cached), "a block in two states"
+        for key, block_id in queue._block_ids.items():
+            block_hash = queue._cached[block_id].block_hash
             assert block_hash is not None
             assert get_block_hash(block_hash) == key
-        assert len(self.queue._block_ids) == len(self.queue._cached)
+        assert len(queue._block_ids) == len(queue._cached)
         check_invariants(self.tree, is_connected=False)
         used = {get_block_hash(b.block_hash) for b in blocks if b.ref_cnt > 0 and b.block_hash is not None}
-        assert self.held_keys() <= used, "held, and nobody uses it"
+        returned = {get_block_hash(b.block_hash) for b in queue._returned if b.block_hash is not None}
+        assert self.held_keys() <= used | returned, "held, and nobody uses it"
         assert used & self.resident_keys() <= self.held_keys(), "used, and nobody holds it"
         assert self.resident_keys() <= self.cached_keys(), "the tree knows of content that no block has"
         for block in blocks:
@@ -174,6 +180,7 @@ class Pool:
 
     def check_nothing_leaks(self) -> None:
         """Assert that every block can be had, one by one, and that nothing is left in the tree then."""
+        self.settle()
         assert self.held_keys() == set()
         taken = self.pool.get_new_blocks(self.num_blocks - 1)
         assert len({block.block_id for block in taken}) == self.num_blocks - 1

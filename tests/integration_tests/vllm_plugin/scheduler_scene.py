@@ -152,6 +152,7 @@ class Stage:
         """Schedule a step and run it, or the one before where two are in flight; return what was scheduled."""
         output = self.scheduler.schedule()
         self.steps.append(dict(output.num_scheduled_tokens))
+        self.scheduler.get_grammar_bitmask(output)
         self.running.append((output, self._run(output)))
         if len(self.running) > int(self.is_async):
             self._finish()

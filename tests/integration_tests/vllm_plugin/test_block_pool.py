@@ -71,6 +71,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.waiting.remove(request)
         self.it.controller.on_finished(request.request_id)
 
+    @rule()
+    def settle(self) -> None:
+        """A step is computed meanwhile; until then a block that came back is in use as far as the tree knows."""
+        self.it.settle()
+
     @rule(data=st.data())
     def lose_blocks(self, data: st.DataObject) -> None:
         """A transfer into these blocks failed."""
@@ -170,15 +175,40 @@ def test_copies_of_the_same_content_are_one_unit_and_the_last_copy_keeps_it() ->
     it.manager.cache_blocks(two, two.num_computed_tokens)
     assert len(it.resident_keys()) == 3
     it.finish(one)
+    it.settle()
     it.check()
     assert len(it.held_keys()) == 3, "the other request still uses this content"
     it.finish(two)
+    it.settle()
     it.check()
     assert it.held_keys() == set()
     hit = it.new("B", question=1)
     assert it.start(hit) == 12
     it.check()
     it.finish(hit)
+    it.check_nothing_leaks()
+
+
+def test_a_block_that_came_back_is_hit_evicted_and_counted_before_anybody_has_looked_at_it() -> None:
+    it = Pool(6)
+    request = it.new("B", question=1)
+    it.start(request)
+    it.finish(request)
+    assert len(it.held_keys()) == 3, "nobody has looked"
+    assert it.pool.get_num_free_blocks() == 5
+    hit = it.new("B", question=1)
+    assert it.start(hit) == 12
+    it.check()
+    it.finish(hit)
+    taken = it.pool.get_new_blocks(5)
+    assert it.resident_keys() == it.held_keys() == set()
+    it.pool.free_blocks(taken)
+    again = it.new("B", question=1)
+    it.start(again)
+    it.finish(again)
+    assert it.pool.reset_prefix_cache()
+    it.check()
+    assert it.resident_keys() == it.held_keys() == set()
     it.check_nothing_leaks()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from ragcache_core.vllm_plugin.compat import NothingToCopy, OffloadingConnectorMetadata
+from ragcache_core.vllm_plugin.compat import NOTHING_TO_COPY, OffloadingConnectorMetadata
 from ragcache_core.vllm_plugin.quiet_worker import QuietModelRunner
 
 
@@ -46,7 +46,7 @@ def test_the_connector_is_asked_in_a_step_with_copies_and_left_alone_in_one_with
     QuietModelRunner.take_over(runner)
     assert isinstance(runner, Runner)
     assert runner.weights == 7
-    assert output_of(runner, NothingToCopy()) is None
+    assert output_of(runner, NOTHING_TO_COPY) is None
     assert asked == []
     assert output_of(runner, OffloadingConnectorMetadata({}, {}, set())) == "asked"
     assert asked == [False]
@@ -55,11 +55,11 @@ def test_the_connector_is_asked_in_a_step_with_copies_and_left_alone_in_one_with
 def test_the_connector_knows_a_step_whose_end_vllm_tells_it_later(asked: list[bool]) -> None:
     runner = Runner()
     QuietModelRunner.take_over(runner)
-    assert output_of(runner, NothingToCopy(), defer_finalize=True) == "asked"
+    assert output_of(runner, NOTHING_TO_COPY, defer_finalize=True) == "asked"
     assert asked == [True]
 
 
 def test_runners_that_are_not_taken_over_ask_in_every_step(asked: list[bool]) -> None:
     QuietModelRunner.take_over(Runner())
-    assert output_of(Runner(), NothingToCopy()) == "asked"
+    assert output_of(Runner(), NOTHING_TO_COPY) == "asked"
     assert asked == [False]

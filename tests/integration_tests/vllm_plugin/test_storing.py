@@ -39,7 +39,7 @@ from ragcache_core.client import arguments
 from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.compat import NothingToCopy, end_quiet_step
+from ragcache_core.vllm_plugin.compat import NOTHING_TO_COPY, end_quiet_step
 from ragcache_core.vllm_plugin.scheduler import SyncTreeScheduler
 from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import encode_kv_transfer_params, tile
@@ -72,6 +72,10 @@ class Served:
     """Of blocks that came to host memory or left it, as vLLM publishes them."""
     num_asked_for_events: int = 0
     """Steps in which vLLM's offloading was asked for them."""
+    ended_late: list[bool] = field(default_factory=list)
+    """Of each time that vLLM's offloading was told of copies that ended: whether an answer waited for that."""
+    ended_loads: list[bool] = field(default_factory=list)
+    """And whether a load was among them."""
 
 
 @contextmanager
@@ -132,6 +136,8 @@ def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events
         build = scheduler.connector.scheduler.build_connector_meta
         end = scheduler.connector.scheduler.manager.on_schedule_end
         take_events = scheduler.connector.scheduler.take_events
+        take_ended = scheduler.connector.scheduler.update_connector_output
+        is_lull = False
 
         def listen(output: SchedulerOutput) -> Any:
             served.num_looked_at += 1
@@ -148,7 +154,13 @@ def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events
             served.num_events += len(events)
             return events
 
+        def listen_to_ended(output: KVConnectorOutput) -> None:
+            served.ended_late.append(not is_lull)
+            served.ended_loads.append(bool(output.finished_recving))
+            take_ended(output)
+
         scheduler.connector.scheduler.take_events = listen_to_events
+        scheduler.connector.scheduler.update_connector_output = listen_to_ended
         scheduler.connector.scheduler.build_connector_meta = listen
         scheduler.connector.scheduler.manager.on_schedule_end = listen_to_end
         waiting = [_request(i, dice) for i in range(40)]
@@ -160,12 +172,15 @@ def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events
             if step == _CLEARED_AT:
                 scheduler.connector.reset_cache()
             output = scheduler.schedule()
+            is_lull = True
+            scheduler.get_grammar_bitmask(output)
+            is_lull = False
             meta = output.kv_connector_metadata
             done, jobs = (
                 jobs,
                 {**dict.fromkeys(meta.store_jobs), **{i: job.req_id for i, job in meta.load_jobs.items()}},
             )
-            if isinstance(meta, NothingToCopy):  # nothing to begin, and nothing of the step before to be told of
+            if meta is NOTHING_TO_COPY:  # nothing to begin, and nothing of the step before to be told of
                 assert [*done, *jobs, *(meta.jobs_to_flush or ())] == []
                 served.num_left_alone += 1
             served.stored += [
@@ -199,6 +214,7 @@ def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events
                 served.num_said += bool(said and said.get("offload"))
         assert not scheduler.requests
         assert not scheduler.connector._storing
+        assert not scheduler.connector._ended, "the engine went to rest before it knew what was stored"
     served.stored.sort()
     return served
 
@@ -230,7 +246,7 @@ def test_the_end_of_a_quiet_step_is_told_where_a_tier_lies_below_host_memory(mon
         told: list[ScheduleEndContext] = []
         manager = scheduler.connector.scheduler.manager
         manager.on_schedule_end = told.append
-        assert isinstance(end_quiet_step(scheduler.connector), NothingToCopy)
+        assert end_quiet_step(scheduler.connector) is NOTHING_TO_COPY
         assert told == []
         with monkeypatch.context() as patched:
             patched.setattr(manager, "secondary_tiers", [object()])
@@ -239,9 +255,24 @@ def test_the_end_of_a_quiet_step_is_told_where_a_tier_lies_below_host_memory(mon
 
 
 def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.vllm_plugin.connector._REPORT_EVERY_S", 3600.0)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.step_news._REPORT_EVERY_S", 3600.0)
     served = _serve(400, 0)
     assert 1 <= served.num_said < served.num_steps / 10
+
+
+@pytest.mark.parametrize("num_blocks", [400, 40])
+def test_what_was_stored_is_taken_in_while_the_model_computes_and_what_was_loaded_at_once(num_blocks: int) -> None:
+    served = _serve(num_blocks, 0)
+    assert not all(served.ended_loads)
+    assert any(served.ended_loads) == (num_blocks < 400)
+    waited = {
+        is_load: [late for late, load in zip(served.ended_late, served.ended_loads, strict=True) if load == is_load]
+        for is_load in (False, True)
+    }
+    assert all(waited[True])
+    assert not all(waited[False])
+    if num_blocks == 400:  # else stores that ended before a load go with it
+        assert not any(waited[False])
 
 
 def test_vllms_events_of_blocks_are_told_where_they_are_published_and_cost_nothing_elsewhere() -> None:

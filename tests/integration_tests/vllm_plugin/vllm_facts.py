@@ -186,6 +186,13 @@ def facts() -> dict[str, object]:
             parameters(SchedulerConfig.get_scheduler_cls),
             {"scheduler_cls", "async_scheduling"} <= set(names(SchedulerConfig)),
         ],
+        "lull": [
+            parameters(compat.Scheduler.get_grammar_bitmask),
+            [
+                re.findall(r"scheduler\.schedule\(|\.execute_model\(|\.get_grammar_bitmask\(|future\.result\(", source)
+                for source in map(inspect.getsource, (compat.EngineCore.step, compat.EngineCore.step_with_batch_queue))
+            ],
+        ],
         "scheduler_stats": "self.connector.get_kv_connector_stats()" in inspect.getsource(compat.Scheduler),
         "manager_sets": sets(KVCacheManager, "block_pool"),
         "kv_cache_config": sorted({"num_blocks", "kv_cache_tensors", "kv_cache_groups"} & set(names(KVCacheConfig))),
