@@ -76,6 +76,8 @@ class TreeCachePolicy(CachePolicy):
 
         What has to go for them is chosen, and goes with the :meth:`evict` that follows.
         """
+        if len(keys) <= num_free:
+            return list(keys)
         new = [key for key in keys if key not in self._chunks]
         num_spare = sum(1 for key in self._unknown if self._is_idle(key) and key not in keys)
         admission = admit(
