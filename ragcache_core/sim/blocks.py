@@ -252,7 +252,10 @@ class BlockCache(SimulatedCache):
         return self._tree.match_prefix([PathSegment(keys, len(keys) * self._block_size)]).num_units
 
     def _explore(self, request: TracedRequest, chosen: tuple[int, ...], num_cached: int, paths: CachedPaths) -> None:
-        """Tell ``paths`` of all orders of documents that are cached further than ``num_cached`` after those chosen."""
+        """Tell ``paths`` of all orders of documents that are cached further than ``num_cached`` after those chosen.
+
+        A document that fills no block of its own ends where the one before it does, and others may follow it.
+        """
         for i in range(len(request.doc_ids)):
             if i in chosen:
                 continue
@@ -261,10 +264,11 @@ class BlockCache(SimulatedCache):
             shown = TracedRequest(0.0, doc_ids, tuple(request.doc_tokens[k] for k in order), 0, 1)
             keys = self._cut(shown, None).keys
             num_units = self._num_cached_units(keys)
-            if num_units > num_cached:
+            is_whole = num_units == len(keys)
+            if num_units > num_cached or is_whole:
                 paths.set(PathChange(_NO_STATIC_PREFIX, doc_ids, num_units * self._block_size))
-                if num_units == len(keys):
-                    self._explore(request, order, num_units, paths)
+            if is_whole:
+                self._explore(request, order, num_units, paths)
 
     def _check_fits(self, prompt: PromptBlocks, number: int) -> None:
         num_needed = -(-prompt.num_tokens // self._block_size)

@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError
@@ -142,6 +142,7 @@ def test_asking_changes_nothing(requests: list[TracedRequest], host: int, policy
 
 
 @given(requests=REQUESTS, host=st.sampled_from((0, 30)), last=st.permutations("abcdef"), k=st.integers(1, 3))
+@example(requests=[asked("bdc")], host=0, last=list("bcdaef"), k=3)  # "d" fills no block of its own
 @settings(max_examples=50, deadline=None)
 def test_the_best_order_has_the_longest_cached_prefix(
     requests: list[TracedRequest], host: int, last: list[str], k: int
