@@ -35,7 +35,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     """vLLM's queue of free blocks, with the tree's order of eviction.
 
     ``num_free_blocks`` can be handed out: vLLM reads it for each request of each step, so it is counted, not computed.
-    What comes back is looked at when the scheduler has time (:meth:`settle`), or when something else is asked before.
+    What comes back is looked at when the scheduler has time (:meth:`place_returned`), or when something else is asked
+    before.
     """
 
     def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
@@ -62,7 +63,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Hand ``n`` blocks out: spare ones, then those that the tree gives up."""
         assert self.num_free_blocks >= n
-        self.settle()
+        self.place_returned()
         self.num_free_blocks -= n
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
         num_missing = n - len(blocks)
@@ -82,7 +83,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks += len(blocks)
         self._returned += blocks
 
-    def settle(self) -> None:
+    def place_returned(self) -> None:
         """Find out which of the blocks that came back are worth keeping, and let the tree choose among them."""
         if self._returned:
             returned, self._returned = self._returned, []
@@ -98,7 +99,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def remove(self, block: KVCacheBlock) -> None:
         """Let a request use what a free block holds."""
-        self.settle()
+        self.place_returned()
         if self._cached.pop(block.block_id, None) is not None:
             assert block.block_hash is not None
             self._block_ids.pop(get_block_hash(block.block_hash), None)
@@ -110,7 +111,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Return the free blocks; the order of the cached ones says nothing."""
-        self.settle()
+        self.place_returned()
         return [*self._spare.values(), *self._cached.values()]
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
@@ -132,7 +133,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def spare_copy(self, key: Key) -> None:
         """Take a free block for a spare one, if it holds ``key``: a request computed that again, and keeps it."""
-        self.settle()
+        self.place_returned()
         if (block_id := self._block_ids.pop(key, None)) is not None:
             self._spare[block_id] = self._cached.pop(block_id)
 
@@ -228,7 +229,7 @@ class TreeBlockPool(BlockPool):
             self.free_block_queue.spare_copy(request.block_hashes[i])
 
     def reset_prefix_cache(self) -> bool:
-        self.free_block_queue.settle()  # while they have their content
+        self.free_block_queue.place_returned()  # while they have their content
         is_reset: bool = super().reset_prefix_cache()
         if is_reset:
             self.free_block_queue.forget_contents()
@@ -236,7 +237,7 @@ class TreeBlockPool(BlockPool):
         return is_reset
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
-        self.free_block_queue.settle()  # while they have their content
+        self.free_block_queue.place_returned()  # while they have their content
         block_hash = block.block_hash
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
         if block_hash is None:

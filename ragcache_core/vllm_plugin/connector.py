@@ -227,11 +227,14 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             self._begin(built.controller, kv_cache_config)
 
     def shutdown(self) -> None:
+        self._take_in_ended()  # for the next start to find it
         if self._policy is not None and self._policy.journal is not None:
             self._policy.journal.close()
         super().shutdown()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._take_in_ended()  # where two steps are in flight, one that computes nothing has no lull
         output = self._storing.concerning(scheduler_output)
         if output is None:
             return end_quiet_step(self)
@@ -243,7 +246,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         return meta
 
     def use_lull(self) -> None:
-        self._take_in_stores()
+        self._take_in_ended()
         super().use_lull()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -252,7 +255,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         assert self._news is not None
         self._ended.append(connector_output)
         if not self._news.is_prepared or has_loaded(self, connector_output):
-            self._take_in_stores()  # else the next lull does: nobody waits for what was stored
+            self._take_in_ended()  # else the next lull does, or whoever wants it before
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
@@ -274,7 +277,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
                 tier.clear()
         return is_reset
 
-    def _take_in_stores(self) -> None:
+    def _take_in_ended(self) -> None:
         ended, self._ended = self._ended, []
         for connector_output in ended:
             super().update_connector_output(connector_output)
@@ -297,6 +300,15 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             request.kv_transfer_params = params
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched = self._look_up(request, num_computed_tokens)
+        if matched[0] is None and self._ended:  # it waits for what is being stored, which may have ended
+            self._take_in_ended()
+            matched = self._look_up(request, num_computed_tokens)
+        if matched[0] == 0:
+            self._forget_promises(request)
+        return matched
+
+    def _look_up(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._policy is not None:
             self._policy.begin_lookup(request.request_id)
         try:
@@ -306,8 +318,6 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         finally:
             if self._policy is not None:
                 self._policy.end_lookup()
-        if matched[0] == 0:
-            self._forget_promises(request)
         return matched
 
     def _forget_promises(self, request: Request) -> None:

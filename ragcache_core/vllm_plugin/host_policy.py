@@ -76,6 +76,7 @@ class TreeCachePolicy(CachePolicy):
 
         What has to go for them is chosen, and goes with the :meth:`evict` that follows.
         """
+        self._chosen = []
         if len(keys) <= num_free:
             return list(keys)
         new = [key for key in keys if key not in self._chunks]

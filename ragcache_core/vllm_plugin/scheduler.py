@@ -101,9 +101,9 @@ class _TreeScheduling:
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Use the lull as well: vLLM asks this when the model has begun to compute a step."""
         bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
-        self.connector.use_lull()
         if self._tree_queue is not None:
-            self._tree_queue.settle()
+            self._tree_queue.place_returned()
+        self.connector.use_lull()
         return bitmask
 
     def update_from_output(

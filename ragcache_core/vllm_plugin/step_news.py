@@ -45,7 +45,7 @@ class StepNews:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the step that is to end had a lull: :meth:`prepare` was called after the last :meth:`take`."""
+        """Whether there was a lull since the last :meth:`take`."""
         return self._is_prepared
 
     def prepare(self) -> None:
@@ -58,15 +58,14 @@ class StepNews:
         controller = self._controller
         prepared, self._prepared = self._prepared, None
         is_prepared, self._is_prepared = self._is_prepared, False
-        is_told = is_prepared and controller.num_pending_prefills == self._reported_load[0]
-        if is_told and not (controller.is_idle or controller.has_finished):
+        if is_prepared and not (controller.is_idle or controller.has_finished) and self._load() == self._reported_load:
             return prepared
         return _both(prepared, self._gather())
 
     def _gather(self) -> RAGCacheStats | None:
         controller = self._controller
         now_s = time.monotonic()
-        pending, has_room = load = controller.num_pending_prefills, controller.has_room()
+        pending, has_room = load = self._load()
         is_time = now_s - self._reported_s > _REPORT_EVERY_S
         is_report_due = controller.is_idle or is_time
         if not (is_report_due or controller.has_news or load != self._reported_load):
@@ -90,6 +89,9 @@ class StepNews:
             has_room=None if has_room == reported_room else has_room,
         )
         return None if stats.is_empty() else stats
+
+    def _load(self) -> tuple[int, bool]:
+        return self._controller.num_pending_prefills, self._controller.has_room()
 
 
 def _both(first: RAGCacheStats | None, then: RAGCacheStats | None) -> RAGCacheStats | None:

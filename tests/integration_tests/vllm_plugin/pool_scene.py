@@ -136,7 +136,7 @@ class Pool:
 
     def settle(self) -> None:
         """Do what the scheduler does while a step is computed."""
-        self.queue.settle()
+        self.queue.place_returned()
 
     def cached_keys(self) -> set[bytes]:
         """Return the content that the pool can serve."""
