@@ -152,7 +152,8 @@ class Stage:
         """Schedule a step and run it, or the one before where two are in flight; return what was scheduled."""
         output = self.scheduler.schedule()
         self.steps.append(dict(output.num_scheduled_tokens))
-        self.scheduler.get_grammar_bitmask(output)
+        if output.total_num_scheduled_tokens or not self.is_async:  # as vLLM's loops ask for it
+            self.scheduler.get_grammar_bitmask(output)
         self.running.append((output, self._run(output)))
         if len(self.running) > int(self.is_async):
             self._finish()

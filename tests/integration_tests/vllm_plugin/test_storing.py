@@ -5,47 +5,26 @@ Requests are, and whole steps are.
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVEventsConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.config.vllm import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
-from ragcache_core.client import arguments
-from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions
-from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.compat import NOTHING_TO_COPY, end_quiet_step
-from ragcache_core.vllm_plugin.scheduler import SyncTreeScheduler
 from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import encode_kv_transfer_params, tile
-from tests.conftest import DEMO_MODEL
+from tests.integration_tests.vllm_plugin.storing_scene import BLOCK, host_scheduler
 
-BLOCK = 16
 _CLEARED_AT = 70
 
 
@@ -78,46 +57,6 @@ class Served:
     """And whether a load was among them."""
 
 
-@contextmanager
-def _scheduler(num_blocks: int, host_bytes: str, tells_events: bool) -> Iterator[Any]:
-    """Yield our scheduler over GPU and host memory, with nobody to run its steps."""
-    init_none_hash(sha256)
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
-    engine_id = new_engine_id(os.getpid())
-    prepare_regions(engine_id)
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
-    config = VllmConfig(
-        model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
-        cache_config=cache,
-        device_config=DeviceConfig("cpu"),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
-        ),
-        kv_transfer_config=KVTransferConfig(
-            **arguments._transfer_config(Tiers(host_bytes=host_bytes).resolved(), engine_id, None, ())
-        ),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
-    )
-    config.scheduler_config.async_scheduling = False
-    cache.num_gpu_blocks = num_blocks
-    try:
-        with set_current_vllm_config(config):
-            scheduler = SyncTreeScheduler(
-                vllm_config=config,
-                kv_cache_config=KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)]),
-                structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK,
-                hash_block_size=BLOCK,
-                log_stats=True,
-            )
-        yield scheduler
-        scheduler.shutdown()
-    finally:
-        remove_regions(engine_id)
-
-
 def _request(number: int, dice: random.Random) -> Request:
     """Return a request of 20 to 150 tokens; every other one says where its document lies."""
     tokens = [dice.randrange(10, 900) for _ in range(dice.randrange(20, 150))]
@@ -132,7 +71,7 @@ def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events
     """Return what came of forty requests, in the middle of which host memory was cleared."""
     dice, served = random.Random(seed), Served()
     jobs: dict[int, str | None] = {}  # of the step before: the request that waits for what is loaded
-    with _scheduler(num_blocks, host_bytes, tells_events) as scheduler:
+    with host_scheduler(num_blocks, host_bytes, tells_events) as scheduler:
         build = scheduler.connector.scheduler.build_connector_meta
         end = scheduler.connector.scheduler.manager.on_schedule_end
         take_events = scheduler.connector.scheduler.take_events
@@ -242,7 +181,7 @@ def test_what_is_stored_and_when_is_what_vllm_would_store(
 
 
 def test_the_end_of_a_quiet_step_is_told_where_a_tier_lies_below_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _scheduler(40, "1MiB", tells_events=False) as scheduler:
+    with host_scheduler(40, "1MiB", tells_events=False) as scheduler:
         told: list[ScheduleEndContext] = []
         manager = scheduler.connector.scheduler.manager
         manager.on_schedule_end = told.append

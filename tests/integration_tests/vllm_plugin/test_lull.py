@@ -1,0 +1,85 @@
+"""What is put off to a lull is done when there is none any more, and when somebody waits for it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.host_journal import HostJournal
+from tests.integration_tests.vllm_plugin.storing_scene import Steps, host_scheduler, request
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 900), k=count)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+@pytest.mark.parametrize("store_steps", [0, 1, 2, 3])
+def test_an_engine_comes_to_rest_however_late_a_store_ends(store_steps: int, is_async: bool) -> None:
+    with host_scheduler(400, "1MiB", is_async=is_async) as scheduler:
+        for num_answers in range(1, 20):
+            steps = Steps(scheduler, is_async, store_steps)
+            scheduler.add_request(request(f"r{num_answers}", tokens(num_answers, 40), num_answers))
+            steps.rest()
+            assert scheduler.connector._ended == []
+            assert not scheduler.connector.scheduler._jobs
+        assert scheduler._controller.tree.tiers[Tier.HOST].num_units >= 19 * 2
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+@pytest.mark.parametrize("num_answers", [1, 2, 3, 4])
+def test_a_request_that_waits_for_a_store_of_another_gets_it(num_answers: int, is_async: bool) -> None:
+    shared = tokens(1, 40)
+    with host_scheduler(12, "1MiB", is_async=is_async) as scheduler:
+        steps = Steps(scheduler, is_async, store_steps=50)
+        scheduler.add_request(request("first", shared, 1))
+        for _ in range(3):
+            steps.step()
+        # it takes blocks of the first, whose store has to end before
+        scheduler.add_request(request("large", tokens(2, 150), num_answers, num_stored_tokens=0))
+        steps.step()
+        again = request("again", shared, 2)
+        scheduler.add_request(again)
+        steps.rest()
+        assert again.num_output_tokens == 2
+        assert not scheduler.requests
+        assert not scheduler.connector.scheduler._jobs
+
+
+def test_without_lulls_what_ended_is_taken_in_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with vLLM's own scheduler."""
+    with host_scheduler(400, "1MiB") as scheduler:
+        connector = scheduler.connector
+        monkeypatch.setattr(connector, "use_lull", lambda: None)
+        take_in, ended = connector.update_connector_output, []
+
+        def listen(output: Any) -> None:
+            take_in(output)
+            ended.append(bool(output.kv_connector_worker_meta))
+            assert connector._ended == []
+
+        monkeypatch.setattr(connector, "update_connector_output", listen)
+        scheduler.add_request(request("r", tokens(1, 40), 40))
+        Steps(scheduler, is_async=False).rest()
+        assert any(ended)
+        assert not connector.scheduler._jobs
+
+
+def test_what_was_stored_before_the_end_of_an_engine_is_noted_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed: list[int] = []
+    monkeypatch.setattr(HostJournal, "seal", lambda self, chunk, *note: sealed.append(chunk))
+    with host_scheduler(400, "1MiB") as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        scheduler.add_request(request("r", tokens(1, 40), 40))
+        while not scheduler.connector._ended:
+            assert steps.step()
+        scheduler.connector._policy.journal = HostJournal.__new__(HostJournal)
+        monkeypatch.setattr(HostJournal, "close", lambda self: sealed.append(-1))
+    assert sealed[-1] == -1
+    assert len(sealed) > 1
