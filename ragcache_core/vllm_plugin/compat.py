@@ -156,6 +156,7 @@ __all__ = [
     "kv_bytes_per_block",
     "needs_steps",
     "newest_copy_below",
+    "num_free_chunks",
     "num_open_copies",
     "platform_worker",
     "resolve_kv_cache_block_sizes",
@@ -275,6 +276,12 @@ def needs_steps(connector: OffloadingConnector) -> bool:
         or any(state.pending_cascade_keys for state in manager._req_state.values())
         or any(tier.has_pending_work() for tier in manager.secondary_tiers)
     )
+
+
+def num_free_chunks(connector: OffloadingConnector) -> int:
+    """Return how many chunks fit into host memory without anything going for them."""
+    num_free: int = connector.scheduler.manager.primary_tier._get_num_free_chunks()
+    return num_free
 
 
 def num_open_copies(connector: OffloadingConnector) -> int:

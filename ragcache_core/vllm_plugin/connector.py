@@ -33,6 +33,7 @@ from ragcache_core.vllm_plugin.compat import (
     kv_bytes_per_block,
     needs_steps,
     newest_copy_below,
+    num_free_chunks,
     num_open_copies,
     resolve_kv_cache_block_sizes,
 )
@@ -95,8 +96,11 @@ class _DocumentAware:
     def requires_kv_delivery(self) -> bool:
         return False
 
+    def begin_step(self) -> None:
+        """Take note that the scheduler begins with a step; it calls this before it looks at any request."""
+
     def use_lull(self) -> None:
-        """Do what no answer waits for: the scheduler calls this in each step, while the model computes it."""
+        """Do what no answer waits for: the scheduler calls this while the model computes a step."""
         assert self._news is not None
         self._news.prepare()
 
@@ -217,6 +221,10 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         self._policy: TreeCachePolicy | None = None
         self._storing = StoringSteps(self)
         self._ended: list[KVConnectorOutput] = []
+        self._had_lull = False
+        limits = vllm_config.scheduler_config
+        self._chunks_of_a_step = limits.max_num_batched_tokens // vllm_config.cache_config.block_size
+        self._chunks_of_a_step += limits.max_num_seqs
         with building(vllm_config) as built:
             super().__init__(vllm_config, role, kv_cache_config)
         events = vllm_config.kv_events_config
@@ -227,14 +235,14 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             self._begin(built.controller, kv_cache_config)
 
     def shutdown(self) -> None:
-        self._take_in_ended()  # for the next start to find it
-        if self._policy is not None and self._policy.journal is not None:
-            self._policy.journal.close()
-        super().shutdown()
+        try:
+            self._take_in_ended()  # for the next start to find it
+        finally:
+            if self._policy is not None and self._policy.journal is not None:
+                self._policy.journal.close()
+            super().shutdown()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if not scheduler_output.total_num_scheduled_tokens:
-            self._take_in_ended()  # where two steps are in flight, one that computes nothing has no lull
         output = self._storing.concerning(scheduler_output)
         if output is None:
             return end_quiet_step(self)
@@ -245,7 +253,13 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
         return meta
 
+    def begin_step(self) -> None:
+        if not self._had_lull:  # where two steps are in flight, one that computes nothing has none
+            self._take_in_ended()
+        self._had_lull = False
+
     def use_lull(self) -> None:
+        self._had_lull = True
         self._take_in_ended()
         super().use_lull()
 
@@ -254,8 +268,9 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             return  # no copy has ended: vLLM takes 10 us to see it
         assert self._news is not None
         self._ended.append(connector_output)
-        if not self._news.is_prepared or has_loaded(self, connector_output):
-            self._take_in_ended()  # else the next lull does, or whoever wants it before
+        is_wanted = has_loaded(self, connector_output) or num_free_chunks(self) < self._chunks_of_a_step
+        if is_wanted or not self._news.is_prepared:
+            self._take_in_ended()  # else the next lull does
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
@@ -300,15 +315,6 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             request.kv_transfer_params = params
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        matched = self._look_up(request, num_computed_tokens)
-        if matched[0] is None and self._ended:  # it waits for what is being stored, which may have ended
-            self._take_in_ended()
-            matched = self._look_up(request, num_computed_tokens)
-        if matched[0] == 0:
-            self._forget_promises(request)
-        return matched
-
-    def _look_up(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._policy is not None:
             self._policy.begin_lookup(request.request_id)
         try:
@@ -318,6 +324,8 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         finally:
             if self._policy is not None:
                 self._policy.end_lookup()
+        if matched[0] == 0:
+            self._forget_promises(request)
         return matched
 
     def _forget_promises(self, request: Request) -> None:

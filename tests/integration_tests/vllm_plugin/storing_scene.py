@@ -94,13 +94,13 @@ def request(name: str, tokens: list[int], num_answers: int, *, num_stored_tokens
 class Steps:
     """vLLM's ``EngineCore.step``, or ``step_with_batch_queue`` with two steps in flight, over workers that copy late.
 
-    A store ends ``store_steps`` steps after the one that asked for it, or with the step that needs it to; a load ends
-    at once.
+    A store ends ``store_steps`` steps after the one that asked for it, one at least as with vLLM's workers, or with
+    the step that needs it to; a load ends at once.
     """
 
     scheduler: Any
     is_async: bool
-    store_steps: int = 0
+    store_steps: int = 1
     num: int = 0
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     _storing: dict[int, int] = field(default_factory=dict)
@@ -131,10 +131,10 @@ class Steps:
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         meta = output.kv_connector_metadata
+        self._storing.update(dict.fromkeys(meta.store_jobs, self.num + self.store_steps))
         ended = [job for job, last in self._storing.items() if last <= self.num or job in (meta.jobs_to_flush or ())]
         for job in ended:
             del self._storing[job]
-        self._storing.update(dict.fromkeys(meta.store_jobs, self.num + self.store_steps))
         told = OffloadingWorkerMetadata()
         for job in (*ended, *meta.load_jobs):
             told.mark_completed(job)

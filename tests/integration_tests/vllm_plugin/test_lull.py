@@ -18,7 +18,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
-@pytest.mark.parametrize("store_steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("store_steps", [1, 2, 3])
 def test_an_engine_comes_to_rest_however_late_a_store_ends(store_steps: int, is_async: bool) -> None:
     with host_scheduler(400, "1MiB", is_async=is_async) as scheduler:
         for num_answers in range(1, 20):
@@ -48,6 +48,18 @@ def test_a_request_that_waits_for_a_store_of_another_gets_it(num_answers: int, i
         assert again.num_output_tokens == 2
         assert not scheduler.requests
         assert not scheduler.connector.scheduler._jobs
+
+
+@pytest.mark.parametrize(("host_bytes", "is_full"), [("1MiB", False), ("96KiB", True)])
+def test_what_was_stored_gives_way_at_once_where_host_memory_is_full(host_bytes: str, is_full: bool) -> None:
+    with host_scheduler(400, host_bytes) as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        put_off: list[bool] = []
+        for seed in range(20):
+            scheduler.add_request(request(f"r{seed}", tokens(seed, 60), 20))
+            while steps.step():
+                put_off.append(bool(scheduler.connector._ended))
+        assert any(put_off[-40:]) != is_full
 
 
 def test_without_lulls_what_ended_is_taken_in_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
