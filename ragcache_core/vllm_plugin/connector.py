@@ -266,10 +266,9 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if connector_output.kv_connector_worker_meta is None:
             return  # no copy has ended: vLLM takes 10 us to see it
-        assert self._news is not None
         self._ended.append(connector_output)
         is_wanted = has_loaded(self, connector_output) or num_free_chunks(self) < self._chunks_of_a_step
-        if is_wanted or not self._news.is_prepared:
+        if is_wanted or not self._had_lull:
             self._take_in_ended()  # else the next lull does
 
     def take_events(self) -> Iterable[KVCacheEvent]:

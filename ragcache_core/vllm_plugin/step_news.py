@@ -38,15 +38,11 @@ class StepNews:
         self._num_copies = num_copies
         self._prepared: RAGCacheStats | None = None
         self._is_prepared = False
+        """Whether there was a lull since the last :meth:`take`."""
         self._reported_s = 0.0
         self._reported_copies = 0
         self._reported_load = (0, True)
         """The prefills that wait and whether there is room for speculation, as the server's process knows them."""
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether there was a lull since the last :meth:`take`."""
-        return self._is_prepared
 
     def prepare(self) -> None:
         """Put together what there is to tell by now; :meth:`take` then looks for what came after it only."""

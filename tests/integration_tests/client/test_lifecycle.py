@@ -81,7 +81,7 @@ async def suspend_after_the_first_token(core: psutil.Process, stream: AsyncGener
     first = asyncio.ensure_future(anext(stream))
     while not first.done():
         core.resume()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # a pulse: a few steps of the 1,500 that the answer takes
         core.suspend()
         await asyncio.wait([first], timeout=0.2)
     assert first.result().text

@@ -85,7 +85,7 @@ def test_what_a_step_has_to_tell_is_put_together_while_the_model_computes_it(mon
     gathered: list[bool] = []
     take, gather = news.take, news._gather
     monkeypatch.setattr(news, "take", lambda: told.append(take()) or told[-1])
-    monkeypatch.setattr(news, "_gather", lambda: gathered.append(news.is_prepared) or gather())
+    monkeypatch.setattr(news, "_gather", lambda: gathered.append(news._is_prepared) or gather())
     request_id = stage.ask("A", num_answers=20)
     num_late = 0
     while stage.scheduler.has_unfinished_requests():
