@@ -7,8 +7,7 @@ name is for.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -77,15 +76,12 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
 
 SUPPORTED_VLLM = "0.32"
 _CONFIRM, _REPORT = "ragcache_confirm", "ragcache_report"
 
 __all__ = [
-    "NOTHING_TO_COPY",
     "SUPPORTED_VLLM",
     "AsyncScheduler",
     "BlockPool",
@@ -112,7 +108,6 @@ __all__ = [
     "LookupResult",
     "Medium",
     "MsgpackEncoder",
-    "NothingToCopy",
     "OffloadKey",
     "OffloadPolicy",
     "OffloadPromMetrics",
@@ -136,31 +131,20 @@ __all__ = [
     "TieringOffloadingSpec",
     "TransferJob",
     "TransferResult",
-    "adopt_chunks",
     "attach_utilities",
     "build_offloading_config",
     "cached_copies",
     "call_confirm",
     "call_report",
     "connector_of_this_worker",
-    "end_quiet_step",
     "get_block_hash",
     "get_forward_context",
     "get_offload_block_hash",
-    "has_loaded",
-    "has_offloading_news",
     "hash_seed",
-    "host_policy_of",
     "in_forward",
-    "keep_from_storing",
     "kv_bytes_per_block",
-    "needs_steps",
-    "newest_copy_below",
-    "num_free_chunks",
-    "num_open_copies",
     "platform_worker",
     "resolve_kv_cache_block_sizes",
-    "stores_from",
     "sum_over_workers",
 ]
 
@@ -173,126 +157,12 @@ def cached_copies(pool: BlockPool, block_hash: Any) -> list[KVCacheBlock]:
     return list(entry.values()) if isinstance(entry, dict) else [entry]
 
 
-def host_policy_of(manager: TieringOffloadingManager) -> CachePolicy:
-    """Return the policy that vLLM made for the host tier from the names in the configuration."""
-    return manager.primary_tier._policy
-
-
 def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
     """Return the bytes of a block of KV over all layers, on one worker; 0 where there is no KV memory."""
     if not kv_cache_config.num_blocks or not kv_cache_config.kv_cache_tensors:
         return 0
     total_bytes = kv_cache_config.kv_cache_tensors[0].size  # each tensor names the whole allocation's size
     return int(total_bytes // kv_cache_config.num_blocks)
-
-
-def adopt_chunks(manager: TieringOffloadingManager, chunks: Mapping[OffloadKey, int]) -> None:
-    """Make the host tier, which is empty, hold ``chunks`` of its memory: key -> number of the chunk."""
-    tier = manager.primary_tier
-    assert not tier._num_allocated_chunks
-    for key, chunk_id in chunks.items():
-        status = ChunkStatus(chunk_id)
-        status.ref_cnt = 0
-        tier._policy.insert(key, status)
-        tier._policy.mark_evictable(key)
-    if chunks:
-        used = set(chunks.values())
-        tier._num_allocated_chunks = max(used) + 1
-        tier._free_list = [chunk_id for chunk_id in range(max(used)) if chunk_id not in used]
-        tier._num_evictable_cache_chunks = len(used)
-
-
-def stores_from(connector: OffloadingConnector, request_id: str) -> float:
-    """Return at how many tokens of a running request the offloading has the next chunk to store: never is infinity."""
-    offloading = connector.scheduler
-    if (state := offloading._req_status.get(request_id)) is None:
-        return 0.0
-    limit = math.inf if state.max_offload_tokens is None else state.max_offload_tokens
-    if offloading.config.offload_prompt_only:
-        limit = min(limit, state.req.num_prompt_tokens)
-    groups = zip(offloading.config.kv_group_configs, state.group_states, strict=True)
-    ends = [(group.next_stored_chunk_idx + 1) * config.tokens_per_chunk for config, group in groups]
-    return min((end for end in ends if end <= limit), default=math.inf)
-
-
-def has_offloading_news(connector: OffloadingConnector, output: SchedulerOutput) -> bool:
-    """Return whether a step brings the offloading what no list of requests says: loads, flushes, copies of blocks."""
-    offloading, blocks = connector.scheduler, output.kv_connector_block_state
-    return bool(
-        offloading._current_batch_load_jobs
-        or offloading._current_batch_jobs_to_flush
-        or offloading._current_batch_allocated_block_ids
-        or output.kv_cache_block_copies
-        or (blocks is not None and blocks.boundary_state_offloads)
-    )
-
-
-def has_loaded(connector: OffloadingConnector, output: KVConnectorOutput) -> bool:
-    """Return whether a copy into the engine's KV memory is among those that workers say have ended."""
-    jobs = connector.scheduler._jobs
-    ended = (jobs.get(job_id) for job_id in output.kv_connector_worker_meta.completed_jobs)
-    return any(job is not None and not job.is_store for job in ended)  # a reset has forgotten the jobs before it
-
-
-class NothingToCopy(OffloadingConnectorMetadata):
-    """What workers get in a step in which nothing is copied, or was and is still to be told of."""
-
-    def __init__(self) -> None:
-        super().__init__(load_jobs={}, store_jobs={}, jobs_to_flush=None)
-
-    def __reduce__(self) -> str:
-        return "NOTHING_TO_COPY"  # by name: it goes to the workers in nearly every step of an answer
-
-
-NOTHING_TO_COPY = NothingToCopy()
-"""The one there is."""
-
-
-def end_quiet_step(connector: OffloadingConnector) -> OffloadingConnectorMetadata:
-    """Do what the offloading does at the end of every step, with news or without; return that there is nothing to do.
-
-    Its manager takes up copies between the tiers that have ended, and begins those that lookups have asked for: where
-    there is no tier below host memory, it has nothing to do.
-    """
-    manager = connector.scheduler.manager
-    if manager.secondary_tiers:
-        manager.on_schedule_end(ScheduleEndContext((), ()))
-    if connector.scheduler._jobs:  # copies that workers have not told the end of
-        return OffloadingConnectorMetadata(load_jobs={}, store_jobs={}, jobs_to_flush=set())
-    return NOTHING_TO_COPY
-
-
-def needs_steps(connector: OffloadingConnector) -> bool:
-    """Return whether the offloading has something to do that only an engine's step does, with requests or without.
-
-    vLLM steps as well while chunks of host memory wait for a tier below to take them. That may be a slow disk: what
-    becomes of them is taken in with the next step, and no step brings it nearer.
-    """
-    offloading = connector.scheduler
-    manager = offloading.manager
-    return bool(
-        offloading._jobs
-        or any(job.transfer_job.is_promotion for job in manager._jobs.values())
-        or any(state.pending_cascade_keys for state in manager._req_state.values())
-        or any(tier.has_pending_work() for tier in manager.secondary_tiers)
-    )
-
-
-def num_free_chunks(connector: OffloadingConnector) -> int:
-    """Return how many chunks fit into host memory without anything going for them."""
-    num_free: int = connector.scheduler.manager.primary_tier._get_num_free_chunks()
-    return num_free
-
-
-def num_open_copies(connector: OffloadingConnector) -> int:
-    """Return how many copies between the tiers are under way, as far as the scheduler was told."""
-    return len(connector.scheduler._jobs) + len(connector.scheduler.manager._jobs)
-
-
-def newest_copy_below(connector: OffloadingConnector) -> int | None:
-    """Return the number of the latest open copy between host memory and a tier below; None where there is none."""
-    newest: int | None = max(connector.scheduler.manager._jobs, default=None)
-    return newest
 
 
 def attach_utilities() -> None:
@@ -356,22 +226,6 @@ def sum_over_workers(values: torch.Tensor) -> torch.Tensor:
 def connector_of_this_worker() -> KVConnectorBase_V1 | None:
     """Return the connector that vLLM made in this worker's process."""
     return get_kv_transfer_group() if has_kv_transfer_group() else None
-
-
-def keep_from_storing(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:
-    """Make the offloading store no more than the first ``num_tokens`` of a request, and forget the keys beyond."""
-    offloading = connector.scheduler
-    if (state := offloading._req_status.get(request_id)) is None:
-        return
-    limit = state.max_offload_tokens
-    state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
-    for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True):
-        del group.offload_keys[num_tokens // config.tokens_per_chunk :]
-
-
-def fence_blocks(connector: OffloadingConnector, block_ids: Sequence[int]) -> None:
-    """Have stores out of these blocks end before this step writes to them, as vLLM does for blocks that it computes."""
-    connector.scheduler._current_batch_allocated_block_ids.update(block_ids)
 
 
 def platform_worker() -> type[Any]:

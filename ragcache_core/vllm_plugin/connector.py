@@ -18,7 +18,6 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.building import building
 from ragcache_core.vllm_plugin.compat import (
-    NOTHING_TO_COPY,
     CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -26,16 +25,20 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorRole,
     KVConnectorStats,
     OffloadingConnector,
+    OffloadingConnectorMetadata,
     SupportsHMA,
-    end_quiet_step,
+    kv_bytes_per_block,
+    resolve_kv_cache_block_sizes,
+)
+from ragcache_core.vllm_plugin.compat_offloading import (
+    NOTHING_TO_COPY,
     has_loaded,
     host_policy_of,
-    kv_bytes_per_block,
     needs_steps,
     newest_copy_below,
     num_free_chunks,
     num_open_copies,
-    resolve_kv_cache_block_sizes,
+    take_late_stores,
 )
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.disk import DiskTier
@@ -219,7 +222,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
-        self._storing = StoringSteps(self)
+        self._storing = StoringSteps(self, self._look_into)
         self._ended: list[KVConnectorOutput] = []
         self._had_lull = False
         limits = vllm_config.scheduler_config
@@ -243,24 +246,17 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
             super().shutdown()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        output = self._storing.concerning(scheduler_output)
-        if output is None:
-            return end_quiet_step(self)
-        meta = super().build_connector_meta(output)
-        self._storing.note(output)
-        assert self.controller is not None
-        for job in meta.store_jobs.values():
-            self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
-        return meta
+        return self._storing.begin(scheduler_output)
 
     def begin_step(self) -> None:
+        self._storing.has_lulls = True  # whoever has none calls this
         if not self._had_lull:  # where two steps are in flight, one that computes nothing has none
-            self._take_in_ended()
+            self._catch_up()
         self._had_lull = False
 
     def use_lull(self) -> None:
         self._had_lull = True
-        self._take_in_ended()
+        self._catch_up()
         super().use_lull()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -276,7 +272,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     def has_pending_push_work(self) -> bool:
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
-        if needs_steps(self):
+        if self._storing.is_behind or needs_steps(self):
             return True
         newest, now_s = newest_copy_below(self), time.monotonic()
         if newest != self._waits_for:
@@ -284,12 +280,25 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
 
     def reset_cache(self) -> bool | None:
+        self._storing.catch_up()
         self._storing.clear()
         is_reset: bool | None = super().reset_cache()
         for tier in self.scheduler.manager.secondary_tiers:
             if isinstance(tier, DiskTier):
                 tier.clear()
         return is_reset
+
+    def _catch_up(self) -> None:
+        self._take_in_ended()
+        self._storing.catch_up()
+
+    def _look_into(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """Have vLLM's offloading look into a step, and count what it stores."""
+        metadata: OffloadingConnectorMetadata = super().build_connector_meta(output)
+        assert self.controller is not None
+        for job in metadata.store_jobs.values():
+            self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
+        return metadata
 
     def _take_in_ended(self) -> None:
         ended, self._ended = self._ended, []
@@ -357,6 +366,13 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
 
     def _num_copies(self) -> int:
         return num_open_copies(self)
+
+    # Worker side
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, OffloadingConnectorMetadata)
+        take_late_stores(self, kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)
 
 
 class DocumentConnector(_DocumentAware, KVConnectorBase_V1, SupportsHMA):

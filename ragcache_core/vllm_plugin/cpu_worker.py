@@ -1,7 +1,7 @@
 """Copies blocks between the engine's KV memory and host memory on a platform without a GPU.
 
 vLLM's own worker copies with CUDA streams. This one stands in for it, so that the whole path runs where there is no
-GPU; on CUDA vLLM's is used. A copy is done when ``submit_*`` returns.
+GPU; on CUDA vLLM's is used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ragcache_core.vllm_plugin.compat import (
     TieringOffloadingSpec,
     TransferResult,
 )
+from ragcache_core.vllm_plugin.spare_time import SpareTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,10 @@ def copying_worker(
 
 
 class CopyingWorker(OffloadingWorker):
-    """Moves blocks with plain copies, on the thread that asks for it.
+    """Moves blocks with plain copies: to the engine at once, out of it when the worker has time, and soon enough.
+
+    What is stored waits for :class:`SpareTime`, whose owner is the worker's thread; what a step has left there is done
+    at the end of the next one. A worker that gives no time away does all of it then.
 
     Page by page: torch's indexing of many pages at once takes 97 us a block of 128 KiB, NumPy's copy of each 7 us.
 
@@ -70,6 +74,10 @@ class CopyingWorker(OffloadingWorker):
         self._engine: list[np.ndarray] = []
         self._host: list[np.ndarray] = []
         self._groups = kv_caches.group_data_refs
+        self.spare_time = SpareTime()
+        self._storing: dict[int, None] = {}
+        """Jobs to be done in spare time, in order."""
+        self._overdue: set[int] = set()
         self._finished: list[TransferResult] = []
         for cache in kv_caches.tensors:
             page_bytes = cache.page_size_bytes
@@ -84,14 +92,10 @@ class CopyingWorker(OffloadingWorker):
             )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Copy blocks of the engine to chunks of the host."""
-        started_s, num_bytes = time.perf_counter(), 0
-        for move in self._transfers(src_spec, dst_spec):
-            for engine, host in self._tensors(move.group):
-                for block, chunk, part in move.places:
-                    host[chunk, part] = engine[block]
-                num_bytes += len(move.places) * engine.shape[1]
-        self._finish(job_id, num_bytes, started_s)
+        """Copy blocks of the engine to chunks of the host by and by."""
+        self.spare_time.take()
+        self._storing[job_id] = None
+        self.spare_time.add(self._store(job_id, list(self._transfers(src_spec, dst_spec))))
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
@@ -102,23 +106,45 @@ class CopyingWorker(OffloadingWorker):
                 for block, chunk, part in move.places:
                     engine[block] = host[chunk, part]
                 num_bytes += len(move.places) * engine.shape[1]
-        self._finish(job_id, num_bytes, started_s)
+        self._finished.append(TransferResult(job_id, True, num_bytes, time.perf_counter() - started_s))
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        """Return the copies that have ended; a store that was there at the last call has."""
+        self.wait(self._overdue)
+        self._overdue = set(self._storing)
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return: every copy is done."""
+        """Return when these copies have ended."""
+        self.spare_time.take()
+        while not self._storing.keys().isdisjoint(job_ids):
+            self.spare_time.do_next()
 
     def shutdown(self) -> None:
-        """Let go of the shared region."""
+        """Let go of the shared region; what waits to be stored is not."""
+        self.spare_time.close()
         self._engine.clear()
         self._host.clear()
         if self._region is not None:
             self._region.cleanup()
             self._region = None
+
+    def _store(self, job_id: int, moves: list[_Transfer]) -> Iterator[None]:
+        """Copy blocks of the engine to chunks of the host, a block a piece."""
+        num_bytes, time_s = 0, 0.0
+        for move in moves:
+            tensors = list(self._tensors(move.group))
+            for block, chunk, part in move.places:
+                started_s = time.perf_counter()
+                for engine, host in tensors:
+                    host[chunk, part] = engine[block]
+                    num_bytes += engine.shape[1]
+                time_s += time.perf_counter() - started_s
+                yield
+        del self._storing[job_id]
+        self._finished.append(TransferResult(job_id, True, num_bytes, time_s))
 
     def _transfers(self, engine: GPULoadStoreSpec, host: LoadStoreSpec) -> Iterator[_Transfer]:
         """Yield the blocks of each group beside their places; the first may begin in the middle of a chunk."""
@@ -139,6 +165,3 @@ class CopyingWorker(OffloadingWorker):
     def _tensors(self, group: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for ref in self._groups[group]:
             yield self._engine[ref.tensor_idx], self._host[ref.tensor_idx]
-
-    def _finish(self, job_id: int, num_bytes: int, started_s: float) -> None:
-        self._finished.append(TransferResult(job_id, True, num_bytes, time.perf_counter() - started_s))

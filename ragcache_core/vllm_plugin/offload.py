@@ -24,10 +24,9 @@ from ragcache_core.vllm_plugin.compat import (
     SharedOffloadRegion,
     TieringOffloadingManager,
     TieringOffloadingSpec,
-    adopt_chunks,
     build_offloading_config,
-    host_policy_of,
 )
+from ragcache_core.vllm_plugin.compat_offloading import adopt_chunks, host_policy_of
 from ragcache_core.vllm_plugin.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.host_journal import HostJournal

@@ -8,7 +8,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ragcache_core.vllm_plugin.compat import KVConnectorModelRunnerMixin, NothingToCopy, platform_worker
+from ragcache_core.vllm_plugin.compat import KVConnectorModelRunnerMixin, platform_worker
+from ragcache_core.vllm_plugin.compat_offloading import NothingToCopy
+from ragcache_core.vllm_plugin.spare_time import CopyingInSpareTime
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,7 +40,7 @@ class QuietModelRunner(KVConnectorModelRunnerMixin):
         return asked
 
 
-class QuietWorker(platform_worker()):  # type: ignore[misc]
+class QuietWorker(CopyingInSpareTime, platform_worker()):  # type: ignore[misc]
     """The worker to name to ``--worker-cls``; with any other everything works, too.
 
     vLLM's second model runner has a connector of its own kind, and is left as it is.

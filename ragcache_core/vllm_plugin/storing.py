@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING
 
-from ragcache_core.vllm_plugin.compat import OffloadingConnector, has_offloading_news, stores_from
+from ragcache_core.vllm_plugin.compat_offloading import (
+    can_be_put_off,
+    end_quiet_step,
+    has_offloading_news,
+    nothing_new,
+    stores_from,
+    with_late_stores,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+
+    from ragcache_core.vllm_plugin.compat import OffloadingConnector, OffloadingConnectorMetadata
 
 
 class StoringSteps:
     """Shows vLLM's offloading what concerns it of each step, and nothing of a step where nothing does.
 
-    vLLM looks into each request of each step for 5 us, and most steps of an answer bring it nothing.
+    vLLM looks into each request of each step for 5 us, and most steps of an answer bring it nothing. Into the others it
+    looks in the lull (:meth:`catch_up`) where that is soon enough: workers begin with what a step stores in the next.
+
+    Args:
+        offloading: the connector whose steps these are.
+        look_into: has the offloading look into a step, and returns what workers have to copy.
     """
 
-    def __init__(self, offloading: OffloadingConnector) -> None:
+    def __init__(
+        self, offloading: OffloadingConnector, look_into: Callable[[SchedulerOutput], OffloadingConnectorMetadata]
+    ) -> None:
         self._offloading = offloading
+        self._look_into = look_into
+        self.has_lulls = False
+        """Whether :meth:`catch_up` is called between a step and the next."""
+        self._put_off: SchedulerOutput | None = None
+        self._late: OffloadingConnectorMetadata | None = None
         self._stores_from: dict[str, float] = {}
         self._ends: dict[str, int] = {}
         """Up to which token the requests of the last step that was looked through were computed at its end."""
@@ -30,11 +52,36 @@ class StoringSteps:
         """Return how many requests are known."""
         return len(self._stores_from)
 
-    def concerning(self, output: SchedulerOutput) -> SchedulerOutput | None:
-        """Return a step without the requests that neither fill a chunk in it nor get blocks; None for a quiet step.
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step was put off, or workers have not got what it stores."""
+        return self._put_off is not None or self._late is not None
 
-        What is returned is to be shown to vLLM, and :meth:`note` called afterwards.
-        """
+    def begin(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """Return what workers have to copy in a step, and of the step before."""
+        shown = self.concerning(output)
+        if shown is None:
+            metadata = end_quiet_step(self._offloading)
+        elif self.has_lulls and can_be_put_off(self._offloading, shown):
+            self._put_off = shown
+            metadata = nothing_new(self._offloading)
+        else:
+            metadata = self._look(shown)
+        late, self._late = self._late, None
+        return metadata if late is None else with_late_stores(metadata, late)
+
+    def catch_up(self) -> None:
+        """Have the offloading look into the step that was put off."""
+        shown, self._put_off = self._put_off, None
+        if shown is not None:
+            # by now vLLM counts what the step computes among what its requests have
+            shown.num_scheduled_tokens = dict.fromkeys(shown.num_scheduled_tokens, 0)
+            metadata = self._look(shown)
+            assert not metadata.load_jobs, "these begin in a step that is not put off"
+            self._late = metadata if metadata.store_jobs else None
+
+    def concerning(self, output: SchedulerOutput) -> SchedulerOutput | None:
+        """Return a step without the requests that neither fill a chunk in it nor get blocks; None for a quiet step."""
         if self._is_quiet(output):
             self._num_tokens_left -= 1
             return None
@@ -59,17 +106,19 @@ class StoringSteps:
         concerning.scheduled_cached_reqs = concerned
         return concerning
 
-    def note(self, shown: SchedulerOutput) -> None:
-        """Take note of what vLLM has to store next, after it was shown a step."""
+    def _look(self, shown: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """Show vLLM a step, and take note of what it has to store next."""
+        metadata = self._look_into(shown)
         for name in shown.num_scheduled_tokens:
             self._stores_from[name] = stores_from(self._offloading, name)
         for name in shown.finished_req_ids:
             self._stores_from.pop(name, None)
         left = (self._stores_from.get(name, 0.0) - end for name, end in self._ends.items())
         self._num_tokens_left = min(left, default=math.inf)
+        return metadata
 
     def clear(self) -> None:
-        """Forget everything: each request is looked into again."""
+        """Forget what was noted: each request is looked into again."""
         self._stores_from.clear()
         self._ends.clear()
         self._num_tokens_left = 0.0

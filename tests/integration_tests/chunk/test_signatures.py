@@ -78,8 +78,8 @@ def test_approximate_blocks_can_be_kept_apart(facts: dict[str, Any]) -> None:
     assert facts["skips"], "a request that wants all logits is prefilled"
     assert facts["hashes_grow"], "blocks of an answer chain off the private hashes"
     assert facts["delayed"], "blocks are named when they are there, which is after _keep_apart()"
-    assert facts["storing"] == [True, "offload_keys"], "compat.keep_from_storing() limits them"
-    assert facts["fenced"], "compat.fence_blocks(): stores out of these blocks end before the step writes to them"
+    assert facts["storing"] == [True, "offload_keys"], "compat_offloading.keep_from_storing() limits them"
+    assert facts["fenced"], "fence_blocks(): stores out of these blocks end before the step writes to them"
     assert facts["waits"], "an aborted request keeps its blocks until its job is reported as finished"
 
 

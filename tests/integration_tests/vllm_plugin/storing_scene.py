@@ -37,6 +37,8 @@ from ragcache_core.vllm_plugin.scheduler import AsyncTreeScheduler, SyncTreeSche
 from tests.conftest import DEMO_MODEL
 
 BLOCK = 16
+ANSWER = 5
+"""The token that is always sampled."""
 
 
 @contextmanager
@@ -82,12 +84,12 @@ def host_scheduler(
         remove_regions(engine_id)
 
 
-def request(name: str, tokens: list[int], num_answers: int, *, num_stored_tokens: int | None = None) -> Request:
-    """Return a request whose first ``num_stored_tokens`` are stored in host memory, by default all."""
-    params = SamplingParams(max_tokens=num_answers, ignore_eos=True)
-    if num_stored_tokens is not None:
-        params.extra_args = {"kv_transfer_params": {"max_offload_tokens": num_stored_tokens}}
-    return Request(name, tokens, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+def request(name: str, tokens: list[int], num_answers: int, *, params: dict[str, Any] | None = None) -> Request:
+    """Return a request; ``params`` are its ``kv_transfer_params``."""
+    sampling = SamplingParams(max_tokens=num_answers, ignore_eos=True)
+    if params:
+        sampling.extra_args = {"kv_transfer_params": params}
+    return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
 @dataclass
@@ -95,7 +97,9 @@ class Steps:
     """vLLM's ``EngineCore.step``, or ``step_with_batch_queue`` with two steps in flight, over workers that copy late.
 
     A store ends ``store_steps`` steps after the one that asked for it, one at least as with vLLM's workers, or with
-    the step that needs it to; a load ends at once.
+    the step that needs it to; a load ends at once. A store copies as late as it may: after that step has computed.
+
+    Memory holds what KV stands for: the tokens of a block and all before it. What a step reads is looked at.
     """
 
     scheduler: Any
@@ -104,6 +108,9 @@ class Steps:
     num: int = 0
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     _storing: dict[int, int] = field(default_factory=dict)
+    _copies: dict[int, Any] = field(default_factory=dict)
+    _engine: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _host: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def step(self) -> bool:
         """Make one call of the engine's loop; return whether there was anything to do."""
@@ -118,7 +125,7 @@ class Steps:
                 return True
         elif not self._in_flight:
             return False
-        self.scheduler.update_from_output(*self._in_flight.popleft())
+        self._update(*self._in_flight.popleft())
         return True
 
     def rest(self, max_steps: int = 200) -> None:
@@ -129,12 +136,25 @@ class Steps:
         left = list(self.scheduler.requests), list(self.scheduler.connector.scheduler._jobs)
         raise AssertionError(f"the engine goes on stepping: requests and copies left are {left}")
 
+    def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        self.scheduler.update_from_output(output, ran)
+
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         meta = output.kv_connector_metadata
+        late_jobs = getattr(meta, "late_jobs", {})  # as if they had come with the step before
+        self._storing.update(dict.fromkeys(late_jobs, self.num - 1 + self.store_steps))
         self._storing.update(dict.fromkeys(meta.store_jobs, self.num + self.store_steps))
-        ended = [job for job, last in self._storing.items() if last <= self.num or job in (meta.jobs_to_flush or ())]
-        for job in ended:
-            del self._storing[job]
+        self._copies.update(late_jobs)
+        self._copies.update(meta.store_jobs)
+        ended = [job for job in self._storing if job in (meta.jobs_to_flush or ())]
+        self._store(ended)
+        self._compute(output)
+        for job in meta.load_jobs.values():
+            for chunk, block in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
+                self._engine[block] = self._host[chunk]
+        due = [job for job, last in self._storing.items() if last <= self.num]
+        self._store(due)
+        ended += due
         told = OffloadingWorkerMetadata()
         for job in (*ended, *meta.load_jobs):
             told.mark_completed(job)
@@ -147,6 +167,26 @@ class Steps:
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: i for i, name in enumerate(ids)},
-            sampled_token_ids=[[5] if r.num_computed_tokens >= r.num_prompt_tokens else [] for r in asked],
+            sampled_token_ids=[[ANSWER] if r.num_computed_tokens >= r.num_prompt_tokens else [] for r in asked],
             kv_connector_output=None if copied.is_empty() else copied,  # as workers leave it out
         )
+
+    def _compute(self, output: SchedulerOutput) -> None:
+        computed = {}
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            asked = self.scheduler.requests[name]
+            first, end = asked.num_computed_tokens - num_tokens, asked.num_computed_tokens
+            tokens = (*asked.prompt_token_ids, *[ANSWER] * asked.max_tokens)
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            computed[name] = [(blocks[i], tokens[: min(end, (i + 1) * BLOCK)]) for i in range(-(-end // BLOCK))]
+            self._engine.update(computed[name][first // BLOCK :])
+        for name, read in computed.items():
+            for block, tokens in read:
+                assert self._engine.get(block) == tokens, f"{name} reads KV of other tokens in block {block}"
+
+    def _store(self, jobs: list[int]) -> None:
+        for number in jobs:
+            del self._storing[number]
+            job = self._copies.pop(number)
+            for block, chunk in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
+                self._host[chunk] = self._engine[block]

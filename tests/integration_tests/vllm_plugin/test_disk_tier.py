@@ -28,7 +28,7 @@ from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import disk_io
-from ragcache_core.vllm_plugin.compat import needs_steps
+from ragcache_core.vllm_plugin.compat_offloading import needs_steps
 from ragcache_core.vllm_plugin.connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk import DiskTier
 from tests.integration_tests.vllm_plugin.disk_scene import (

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat_offloading import can_be_put_off
 from ragcache_core.vllm_plugin.host_journal import HostJournal
-from tests.integration_tests.vllm_plugin.storing_scene import Steps, host_scheduler, request
+from tests.integration_tests.vllm_plugin.storing_scene import BLOCK, Steps, host_scheduler, request
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -40,7 +43,7 @@ def test_a_request_that_waits_for_a_store_of_another_gets_it(num_answers: int, i
         for _ in range(3):
             steps.step()
         # it takes blocks of the first, whose store has to end before
-        scheduler.add_request(request("large", tokens(2, 150), num_answers, num_stored_tokens=0))
+        scheduler.add_request(request("large", tokens(2, 150), num_answers, params={"max_offload_tokens": 0}))
         steps.step()
         again = request("again", shared, 2)
         scheduler.add_request(again)
@@ -95,3 +98,89 @@ def test_what_was_stored_before_the_end_of_an_engine_is_noted_for_the_next(
         monkeypatch.setattr(HostJournal, "close", lambda self: sealed.append(-1))
     assert sealed[-1] == -1
     assert len(sealed) > 1
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+@pytest.mark.parametrize("store_steps", [1, 2, 5])
+@pytest.mark.parametrize(("num_blocks", "host_bytes"), [(24, "1MiB"), (24, "64KiB"), (60, "160KiB")])
+def test_no_request_reads_kv_of_other_tokens_however_late_copies_are_made(
+    num_blocks: int, host_bytes: str, store_steps: int, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_off: list[bool] = []
+
+    def listen(*step: Any) -> bool:
+        put_off.append(can_be_put_off(*step))
+        return put_off[-1]
+
+    monkeypatch.setattr("ragcache_core.vllm_plugin.storing.can_be_put_off", listen)
+    num_loaded = num_preempted = 0
+    for seed in range(4):
+        dice = random.Random(seed)
+        documents = [tokens(100 + i, dice.randrange(20, 70)) for i in range(6)]
+        with host_scheduler(num_blocks, host_bytes, is_async=is_async) as scheduler:
+            steps = Steps(scheduler, is_async, store_steps)
+            for number in range(120):
+                words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
+                asked = request(f"r{number}", words, dice.randrange(1, 40))
+                scheduler.add_request(asked)
+                for _ in range(dice.randrange(6)):
+                    steps.step()
+                if number % 7 == 3 and scheduler.requests:
+                    scheduler.finish_requests(dice.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
+                if number % 50 == 30:
+                    scheduler.connector.reset_cache()
+                num_preempted += asked.num_preemptions
+            steps.rest(max_steps=5000)
+            assert not scheduler.requests
+            num_loaded += scheduler._controller.counters.num_loaded_bytes
+    assert num_loaded > 0
+    assert any(put_off)
+    assert not all(put_off)
+
+
+def test_a_chunk_that_a_request_left_is_stored_before_its_block_is_written_to() -> None:
+    """It ended with a full block that was never looked at, and the next one gets that block."""
+    with host_scheduler(400, "1MiB") as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        scheduler.add_request(request("r", tokens(1, BLOCK * 2), 1))
+        for _ in range(2):
+            steps.step()
+        state = scheduler.connector.scheduler._req_status["r"]
+        step = SimpleNamespace(
+            total_num_scheduled_tokens=3,
+            preempted_req_ids=None,
+            finished_req_ids={"r"},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), new_block_ids=[None, ([7],)]),
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
+        )
+        assert can_be_put_off(scheduler.connector, step)
+        state.group_states[0].next_stored_chunk_idx = 1
+        assert not can_be_put_off(scheduler.connector, step)
+        state.group_states[0].next_stored_chunk_idx = 2
+        scheduler.connector.scheduler._block_id_to_pending_jobs[7] = {1}
+        assert not can_be_put_off(scheduler.connector, step)
+        scheduler.connector.scheduler._block_id_to_pending_jobs.clear()
+        for changed in ({"preempted_req_ids": {"r"}}, {"total_num_scheduled_tokens": 0}):
+            assert not can_be_put_off(scheduler.connector, SimpleNamespace(**{**vars(step), **changed}))
+        steps.rest()
+
+
+def test_a_step_that_was_put_off_is_looked_into_before_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    with host_scheduler(400, "1MiB") as scheduler:
+        connector = scheduler.connector
+        steps = Steps(scheduler, is_async=False)
+        scheduler.add_request(request("r", tokens(1, 40), 40))
+        with monkeypatch.context() as patched:
+            patched.setattr(connector, "use_lull", lambda: None)
+            steps.step()
+        assert connector._storing.is_behind
+        assert connector.has_pending_push_work()
+        connector.reset_cache()
+        steps.rest()
+        assert not connector.scheduler._jobs
+        again = request("again", tokens(1, 40), 2)
+        scheduler.add_request(again)
+        steps.rest()
+        assert again.num_output_tokens == 2

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from ragcache_core.vllm_plugin.compat import NOTHING_TO_COPY, OffloadingConnectorMetadata
+from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
+from ragcache_core.vllm_plugin.compat_offloading import NOTHING_TO_COPY
 from ragcache_core.vllm_plugin.quiet_worker import QuietModelRunner
 
 

@@ -207,7 +207,7 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(vllm_facts: dict[str, 
     assert vllm_facts["policy_is_complete"] == [[], []], "answer the new hooks in TreeCachePolicy"
     assert vllm_facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
     assert vllm_facts["host"] == ["_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks"], (
-        "compat.host_policy_of() and compat.adopt_chunks() need them"
+        "compat_offloading.host_policy_of() and compat_offloading.adopt_chunks() need them"
     )
     assert vllm_facts["host_store"] == [
         ["self", "keys", "req_context"],
@@ -217,7 +217,7 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(vllm_facts: dict[str, 
     assert vllm_facts["host_view"] == ["self"], "offload.py restores host memory through it"
     assert vllm_facts["chunk_status"] == [3, -1], "a new chunk is not ready: adopt_chunks() sets its ref_cnt to 0"
     assert vllm_facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (
-        "compat.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
+        "compat_offloading.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
     )
 
 
@@ -255,7 +255,7 @@ def test_the_disk_tier_is_asked_what_ours_answers(vllm_facts: dict[str, object])
         "shutdown": ["self"],
     }, "follow the change in disk.py: of a hook that has another name it would never hear"
     assert vllm_facts["tier_reads"] == [True, ["HIT", "MISS", "STORAGE"], ["self", "context"]], (
-        "DiskTier reads the first and answers with the second; compat.end_quiet_step() calls the third"
+        "DiskTier reads the first and answers with the second; compat_offloading.end_quiet_step() calls the third"
     )
     assert vllm_facts["tier_factory"], "arguments.py names DiskTier by type and module_path: find the new way"
     assert vllm_facts["job"] == ["job_id", "keys", "chunk_ids", "is_promotion", "req_context", "submit_time"], (
@@ -356,6 +356,20 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(vllm_facts: dict[
         True,
         True,
     ], "QuietWorker leaves the connector alone in quiet steps, and workers then report nothing of it"
+    assert vllm_facts["put_off"] == [
+        True,
+        True,
+        ["_sliding_window_groups", "_block_id_to_pending_jobs", "config"],
+        ["self", "req_status", "num_computed_tokens"],
+        ["self", "group_config", "group_state", "num_offloadable_tokens"],
+        True,
+    ], "can_be_put_off() reads these; StoringSteps.catch_up() shows a step whose tokens vLLM counts as computed already"
+    assert vllm_facts["late_stores"] == [["self", "metadata"], True, True, True, ["connector_worker"], ["worker"]], (
+        "take_late_stores() puts stores among those that handle_preemptions() begins with in each step"
+    )
+    assert vllm_facts["spare_time"] == [["self", "scheduler_output"], ["self", "grammar_output"], True], (
+        "CopyingInSpareTime gives time away when one of them has the answer, and takes it back with the next step"
+    )
     assert vllm_facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert vllm_facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
 

@@ -6,24 +6,22 @@ Requests are, and whole steps are.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.compat import NOTHING_TO_COPY, end_quiet_step
+from ragcache_core.vllm_plugin.compat_offloading import NOTHING_TO_COPY, end_quiet_step
 from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import encode_kv_transfer_params, tile
-from tests.integration_tests.vllm_plugin.storing_scene import BLOCK, host_scheduler
+from tests.integration_tests.vllm_plugin.storing_scene import Steps, host_scheduler, request
 
 _CLEARED_AT = 70
 
@@ -36,6 +34,8 @@ class Served:
     loaded: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
     flushed: list[tuple[int, int]] = field(default_factory=list)
     """Steps and how many copies had to end before them."""
+    num_late: int = 0
+    """How many of ``stored`` came with the step after, as the workers do not begin with them before."""
     num_steps: int = 0
     num_shown: int = 0
     """Requests that vLLM's offloading was shown, over all steps."""
@@ -57,119 +57,122 @@ class Served:
     """And whether a load was among them."""
 
 
+@dataclass
+class ListeningSteps(Steps):
+    """Steps of which is noted what workers get."""
+
+    served: Served = field(default_factory=Served)
+    is_lull: bool = False
+
+    def __post_init__(self) -> None:
+        offloading = self.scheduler.connector.scheduler
+        for owner, name, listen in [
+            (offloading, "build_connector_meta", self._on_look),
+            (offloading, "take_events", self._on_events),
+            (offloading, "update_connector_output", self._on_ended),
+            (offloading.manager, "on_schedule_end", self._on_end),
+            (self.scheduler, "get_grammar_bitmask", self._on_lull),
+        ]:
+            setattr(owner, name, partial(listen, getattr(owner, name)))
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        ran = super()._run(output)
+        meta, served, step = output.kv_connector_metadata, self.served, self.num
+        ended = ran.kv_connector_output and ran.kv_connector_output.kv_connector_worker_meta
+        if meta is NOTHING_TO_COPY:  # nothing to begin, and nothing of the step before to be told of
+            assert not any((ended, meta.store_jobs, meta.load_jobs, meta.jobs_to_flush))
+            served.num_left_alone += 1
+        late_jobs = getattr(meta, "late_jobs", {})
+        served.num_late += len(late_jobs)
+        for asked, jobs in ((step - 1, late_jobs), (step, meta.store_jobs)):
+            served.stored += [(asked, job.req_id, tuple(job.src_spec.block_ids.tolist())) for job in jobs.values()]
+        served.loaded += [(step, job.req_id, tuple(job.dst_spec.block_ids.tolist())) for job in meta.load_jobs.values()]
+        served.flushed += [(step, len(meta.jobs_to_flush))] if meta.jobs_to_flush else []
+        return ran
+
+    def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        outputs = self.scheduler.update_from_output(output, ran)
+        for said in (out.scheduler_stats.kv_connector_stats for out in outputs.values() if out.scheduler_stats):
+            self.served.num_said += bool(said and said.get("offload"))
+
+    def _on_look(self, look: Callable[..., Any], output: SchedulerOutput) -> Any:
+        self.served.num_looked_at += 1
+        self.served.num_shown += len(output.num_scheduled_tokens)
+        return look(output)
+
+    def _on_end(self, end: Callable[..., Any], context: ScheduleEndContext) -> None:
+        self.served.num_ended += 1
+        end(context)
+
+    def _on_events(self, take: Callable[[], Iterable[Any]]) -> list[Any]:
+        events = list(take())
+        self.served.num_asked_for_events += 1
+        self.served.num_events += len(events)
+        return events
+
+    def _on_ended(self, take_in: Callable[..., Any], output: KVConnectorOutput) -> None:
+        self.served.ended_late.append(not self.is_lull)
+        self.served.ended_loads.append(bool(output.finished_recving))
+        take_in(output)
+
+    def _on_lull(self, use: Callable[..., Any], output: SchedulerOutput) -> Any:
+        self.is_lull = True
+        try:
+            return use(output)
+        finally:
+            self.is_lull = False
+
+
 def _request(number: int, dice: random.Random) -> Request:
     """Return a request of 20 to 150 tokens; every other one says where its document lies."""
     tokens = [dice.randrange(10, 900) for _ in range(dice.randrange(20, 150))]
-    params = SamplingParams(max_tokens=dice.randrange(1, 70), ignore_eos=True)
+    num_answers, params = dice.randrange(1, 70), {}
     if number % 2:
         document = PromptSegment(SegmentKind.DOCUMENT, 4, dice.randrange(10, len(tokens)), f"d{number}")
-        params.extra_args = {"kv_transfer_params": encode_kv_transfer_params(tile([document], len(tokens)))}
-    return Request(f"r{number}", tokens, params, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+        params = encode_kv_transfer_params(tile([document], len(tokens)))
+    return request(f"r{number}", tokens, num_answers, params=params)
 
 
-def _serve(num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events: bool = False) -> Served:
+def _serve(
+    num_blocks: int, seed: int, host_bytes: str = "1MiB", *, tells_events: bool = False, is_async: bool = False
+) -> Served:
     """Return what came of forty requests, in the middle of which host memory was cleared."""
-    dice, served = random.Random(seed), Served()
-    jobs: dict[int, str | None] = {}  # of the step before: the request that waits for what is loaded
-    with host_scheduler(num_blocks, host_bytes, tells_events) as scheduler:
-        build = scheduler.connector.scheduler.build_connector_meta
-        end = scheduler.connector.scheduler.manager.on_schedule_end
-        take_events = scheduler.connector.scheduler.take_events
-        take_ended = scheduler.connector.scheduler.update_connector_output
-        is_lull = False
-
-        def listen(output: SchedulerOutput) -> Any:
-            served.num_looked_at += 1
-            served.num_shown += len(output.num_scheduled_tokens)
-            return build(output)
-
-        def listen_to_end(context: ScheduleEndContext) -> None:
-            served.num_ended += 1
-            end(context)
-
-        def listen_to_events() -> list[Any]:
-            events = list(take_events())
-            served.num_asked_for_events += 1
-            served.num_events += len(events)
-            return events
-
-        def listen_to_ended(output: KVConnectorOutput) -> None:
-            served.ended_late.append(not is_lull)
-            served.ended_loads.append(bool(output.finished_recving))
-            take_ended(output)
-
-        scheduler.connector.scheduler.take_events = listen_to_events
-        scheduler.connector.scheduler.update_connector_output = listen_to_ended
-        scheduler.connector.scheduler.build_connector_meta = listen
-        scheduler.connector.scheduler.manager.on_schedule_end = listen_to_end
+    dice = random.Random(seed)
+    with host_scheduler(num_blocks, host_bytes, tells_events, is_async) as scheduler:
+        steps = ListeningSteps(scheduler, is_async)
         waiting = [_request(i, dice) for i in range(40)]
-        for step in range(3000):
-            if waiting and step % 4 == 0:
+        for i in range(3000):
+            if waiting and i % 4 == 0:
                 scheduler.add_request(waiting.pop())
-            if not (waiting or scheduler.has_requests()):
-                break
-            if step == _CLEARED_AT:
+            if i == _CLEARED_AT:
                 scheduler.connector.reset_cache()
-            output = scheduler.schedule()
-            is_lull = True
-            scheduler.get_grammar_bitmask(output)
-            is_lull = False
-            meta = output.kv_connector_metadata
-            done, jobs = (
-                jobs,
-                {**dict.fromkeys(meta.store_jobs), **{i: job.req_id for i, job in meta.load_jobs.items()}},
-            )
-            if meta is NOTHING_TO_COPY:  # nothing to begin, and nothing of the step before to be told of
-                assert [*done, *jobs, *(meta.jobs_to_flush or ())] == []
-                served.num_left_alone += 1
-            served.stored += [
-                (step, job.req_id, tuple(job.src_spec.block_ids.tolist())) for job in meta.store_jobs.values()
-            ]
-            served.loaded += [
-                (step, job.req_id, tuple(job.dst_spec.block_ids.tolist())) for job in meta.load_jobs.values()
-            ]
-            served.flushed += [(step, len(meta.jobs_to_flush))] if meta.jobs_to_flush else []
-            worker = OffloadingWorkerMetadata()
-            for job_id in done:
-                worker.mark_completed(job_id)
-            ids = list(output.num_scheduled_tokens)
-            ends = [
-                scheduler.requests[i].num_computed_tokens >= scheduler.requests[i].num_tokens for i in ids
-            ]  # a prompt that is computed in part has no token yet
-            outputs = scheduler.update_from_output(
-                output,
-                ModelRunnerOutput(
-                    req_ids=ids,
-                    req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-                    sampled_token_ids=[[5 + step % 7] if is_end else [] for is_end in ends],
-                    kv_connector_output=KVConnectorOutput(
-                        finished_recving={name for name in done.values() if name is not None},
-                        kv_connector_worker_meta=worker if done else None,
-                    ),
-                ),
-            )
-            served.num_steps += 1
-            for said in (out.scheduler_stats.kv_connector_stats for out in outputs.values() if out.scheduler_stats):
-                served.num_said += bool(said and said.get("offload"))
+            if not steps.step() and not waiting:
+                break
         assert not scheduler.requests
         assert not scheduler.connector._storing
+        assert not scheduler.connector._storing.is_behind
         assert not scheduler.connector._ended, "the engine went to rest before it knew what was stored"
-    served.stored.sort()
-    return served
+    steps.served.num_steps = steps.num
+    steps.served.stored.sort()
+    return steps.served
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
 @pytest.mark.parametrize(("num_blocks", "host_bytes"), [(400, "1MiB"), (40, "1MiB"), (40, "48KiB"), (30, "160KiB")])
 def test_what_is_stored_and_when_is_what_vllm_would_store(
-    num_blocks: int, host_bytes: str, monkeypatch: pytest.MonkeyPatch
+    num_blocks: int, host_bytes: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = [_serve(num_blocks, seed, host_bytes) for seed in range(3)]
+    ours = [_serve(num_blocks, seed, host_bytes, is_async=is_async) for seed in range(3)]
     monkeypatch.setattr(StoringSteps, "concerning", lambda self, output: output)
-    vllms = [_serve(num_blocks, seed, host_bytes) for seed in range(3)]
+    monkeypatch.setattr("ragcache_core.vllm_plugin.storing.can_be_put_off", lambda *step: False)
+    vllms = [_serve(num_blocks, seed, host_bytes, is_async=is_async) for seed in range(3)]
     for mine, theirs in zip(ours, vllms, strict=True):
         assert mine.stored == theirs.stored
         assert mine.loaded == theirs.loaded
         assert mine.flushed == theirs.flushed
         assert len(mine.stored) > 25
+        assert mine.num_late > len(mine.stored) / 2
+        assert theirs.num_late == 0
         assert mine.num_shown < theirs.num_shown / 3
         assert mine.num_looked_at < theirs.num_looked_at * 0.8
         assert mine.num_ended == mine.num_looked_at

@@ -22,14 +22,15 @@ from vllm.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
@@ -384,6 +385,31 @@ def facts() -> dict[str, object]:
                 "offload_keys" in offloading.RequestGroupState.__annotations__,
             ],
         },
+        "put_off": [
+            "num_tokens_after_batch = req.num_computed_tokens + num_scheduled_tokens"
+            in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
+            "request.num_computed_tokens += num_scheduled_token"
+            in inspect.getsource(compat.Scheduler._update_after_schedule),
+            sets(
+                offloading.OffloadingConnectorScheduler, "_sliding_window_groups", "_block_id_to_pending_jobs", "config"
+            ),
+            parameters(offloading.OffloadingConnectorScheduler._calc_num_offloadable_tokens),
+            parameters(offloading.RequestOffloadState.storable_chunks),
+            {"block_ids", "num_computed_tokens"} <= set(names(NewRequestData)),
+        ],
+        "late_stores": [
+            parameters(OffloadingConnectorWorker.prepare_store_kv),
+            "self._unsubmitted_store_jobs.append" in inspect.getsource(OffloadingConnectorWorker.prepare_store_kv),
+            "self.worker.submit_store" in inspect.getsource(OffloadingConnectorWorker.handle_preemptions),
+            "get_kv_transfer_group().handle_preemptions(" in inspect.getsource(GPUModelRunner.execute_model),
+            sets(compat.OffloadingConnector, "connector_worker"),
+            sets(OffloadingConnectorWorker, "worker"),
+        ],
+        "spare_time": [
+            parameters(compat.platform_worker().execute_model),
+            parameters(compat.platform_worker().sample_tokens),
+            "model_output = self.model_executor.sample_tokens(" in inspect.getsource(EngineCore.step),
+        ],
         "quiet_worker": [
             parameters(compat.platform_worker().initialize_from_config),
             parameters(compat.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output),
