@@ -49,6 +49,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._pool = pool
         self._tree = controller.tree
         self._block_ids: dict[Key, int] = {}
+        self._given_up: set[int] = set()
+        """Blocks that the tree chose and vLLM is about to empty: the tree does not count on them any more."""
 
     def popleft(self) -> KVCacheBlock:
         """Hand a block out.
@@ -69,7 +71,9 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         num_missing = n - len(blocks)
         if num_missing:
             evicted = self._tree.evict_up_to(Tier.GPU, num_missing)
-            blocks += [block for unit in evicted if (block := self._take(unit.key)) is not None]
+            chosen = [block for unit in evicted if (block := self._take(unit.key)) is not None]
+            self._given_up = {block.block_id for block in chosen}
+            blocks += chosen
         while len(blocks) < n:
             blocks.append(self._pop_anything())
         return blocks
@@ -136,6 +140,13 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self.place_returned()
         if (block_id := self._block_ids.pop(key, None)) is not None:
             self._spare[block_id] = self._cached.pop(block_id)
+
+    def was_given_up(self, block: KVCacheBlock) -> bool:
+        """Return, once, whether the tree chose a block that was handed out just now."""
+        if block.block_id not in self._given_up:
+            return False
+        self._given_up.remove(block.block_id)
+        return True
 
     def keep_copy(self, copies: list[KVCacheBlock], key: Key) -> None:
         """Let a free one of ``copies`` stand for ``key``, if no other one does: a block that did lost its content."""
@@ -237,17 +248,18 @@ class TreeBlockPool(BlockPool):
         return is_reset
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
-        self.free_block_queue.place_returned()  # while they have their content
+        queue, tree = self.free_block_queue, self.controller.tree
+        queue.place_returned()  # while they have their content
         block_hash = block.block_hash
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
         if block_hash is None:
             return removed
         key = get_block_hash(block_hash)
-        self.free_block_queue.forget_content(block, key)
-        tree = self.controller.tree
+        queue.forget_content(block, key)
+        is_told = queue.was_given_up(block)
         if copies := cached_copies(self, block_hash):
-            self.free_block_queue.keep_copy(copies, key)
-        elif (location := tree.locate(key)) is not None:
+            queue.keep_copy(copies, key)
+        elif not is_told and (location := tree.locate(key)) is not None:
             tree.let_go(location.node, 1 << location.unit, Tier.GPU)
             tree.remove(location.node, 1 << location.unit, Tier.GPU)
         return removed

@@ -94,8 +94,7 @@ def can_be_put_off(connector: OffloadingConnector, output: SchedulerOutput) -> b
         return False
     allocated = [new.block_ids[0] for new in output.scheduled_new_reqs]
     allocated += [block_ids[0] for block_ids in output.scheduled_cached_reqs.new_block_ids if block_ids]
-    being_stored = offloading._block_id_to_pending_jobs.keys()
-    return being_stored.isdisjoint(chain.from_iterable(allocated))
+    return not any(map(offloading._block_id_to_pending_jobs.__contains__, chain.from_iterable(allocated)))
 
 
 def _has_left_to_store(connector: OffloadingConnector, request_id: str) -> bool:
