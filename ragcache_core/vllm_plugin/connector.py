@@ -265,7 +265,7 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         self._ended.append(connector_output)
         is_wanted = has_loaded(self, connector_output) or num_free_chunks(self) < self._chunks_of_a_step
         if is_wanted or not self._had_lull:
-            self._take_in_ended()  # else the next lull does
+            self._catch_up()  # else the next lull does
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
@@ -289,8 +289,9 @@ class RAGCacheConnector(_DocumentAware, OffloadingConnector):
         return is_reset
 
     def _catch_up(self) -> None:
-        self._take_in_ended()
+        """Do what was put off: first the step, whose lookups may have found what a store makes give way."""
         self._storing.catch_up()
+        self._take_in_ended()
 
     def _look_into(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Have vLLM's offloading look into a step, and count what it stores."""

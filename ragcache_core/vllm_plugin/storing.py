@@ -78,7 +78,7 @@ class StoringSteps:
             shown.num_scheduled_tokens = dict.fromkeys(shown.num_scheduled_tokens, 0)
             metadata = self._look(shown)
             assert not metadata.load_jobs, "these begin in a step that is not put off"
-            self._late = metadata if metadata.store_jobs else None
+            self._late = metadata if metadata.store_jobs or metadata.jobs_to_flush else None
 
     def concerning(self, output: SchedulerOutput) -> SchedulerOutput | None:
         """Return a step without the requests that neither fill a chunk in it nor get blocks; None for a quiet step."""
