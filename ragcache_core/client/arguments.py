@@ -84,7 +84,8 @@ def cache_arguments(
     if cache is None:
         return []
     if isinstance(cache, VLLMOffload):
-        return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
+        transfer = json.dumps(cache.transfer_config(engine_id))
+        return ["--kv-transfer-config", transfer, "--worker-cls", f"{_PLUGIN}.vllm_spec.VLLMWorker"]
     worker = "quiet_worker.QuietWorker" if cache.chunk_reuse is None else "chunk_worker.RAGCacheWorker"
     arguments = [
         *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, is_host_optional))),

@@ -16,7 +16,7 @@ VLLMEviction = Literal["lru", "arc"]
 class VLLMOffload:
     """What ``Engine.launch(cache=VLLMOffload(...))`` runs: vLLM with its own tiering, scheduler and policies.
 
-    Of RAGCache it has the worker alone that copies blocks on a machine without a GPU, where vLLM has none. KV memory
+    Of RAGCache it has what copies blocks on a machine without a GPU, where vLLM has nothing, and no more. KV memory
     and block size are vLLM's own arguments, ``kv_cache_memory_bytes`` and ``block_size``.
 
     Raises:

@@ -9,8 +9,10 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConfig,
     OffloadingWorker,
     TieringOffloadingSpec,
+    platform_worker,
 )
 from ragcache_core.vllm_plugin.cpu_worker import copying_worker
+from ragcache_core.vllm_plugin.spare_time import CopyingInSpareTime
 
 
 class VLLMSpec(TieringOffloadingSpec):
@@ -26,3 +28,7 @@ class VLLMSpec(TieringOffloadingSpec):
         if self._worker is None:
             self._worker = copying_worker(self, kv_caches)
         return self._worker
+
+
+class VLLMWorker(CopyingInSpareTime, platform_worker()):  # type: ignore[misc]
+    """vLLM's worker; where ours copies blocks, it has as much time for that as it has in an engine of ours."""
