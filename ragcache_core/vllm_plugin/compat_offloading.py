@@ -160,7 +160,10 @@ class LateStores(OffloadingConnectorMetadata):
 def with_late_stores(
     metadata: OffloadingConnectorMetadata, late: OffloadingConnectorMetadata
 ) -> OffloadingConnectorMetadata:
-    """Return a step's metadata with the stores that workers should have had with the step before."""
+    """Return a step's metadata with the stores that workers should have had with the step before.
+
+    None of them has to end before this step, as far as vLLM can say by now; if it says so, it is passed on.
+    """
     jobs_to_flush = (metadata.jobs_to_flush or set()) | (late.jobs_to_flush or set())
     return LateStores(metadata.load_jobs, metadata.store_jobs, jobs_to_flush, late_jobs=late.store_jobs)
 

@@ -134,16 +134,18 @@ class CopyingWorker(OffloadingWorker):
     def _store(self, job_id: int, moves: list[_Transfer]) -> Iterator[None]:
         """Copy blocks of the engine to chunks of the host, a block a piece."""
         num_bytes, time_s = 0, 0.0
-        for move in moves:
-            tensors = list(self._tensors(move.group))
-            for block, chunk, part in move.places:
-                started_s = time.perf_counter()
-                for engine, host in tensors:
-                    host[chunk, part] = engine[block]
-                    num_bytes += engine.shape[1]
-                time_s += time.perf_counter() - started_s
-                yield
-        del self._storing[job_id]
+        try:
+            for move in moves:
+                tensors = list(self._tensors(move.group))
+                for block, chunk, part in move.places:
+                    started_s = time.perf_counter()
+                    for engine, host in tensors:
+                        host[chunk, part] = engine[block]
+                        num_bytes += engine.shape[1]
+                    time_s += time.perf_counter() - started_s
+                    yield
+        finally:
+            del self._storing[job_id]
         self._finished.append(TransferResult(job_id, True, num_bytes, time_s))
 
     def _transfers(self, engine: GPULoadStoreSpec, host: LoadStoreSpec) -> Iterator[_Transfer]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_offload.base import get_offload_block_hash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -99,18 +101,26 @@ class Steps:
     A store ends ``store_steps`` steps after the one that asked for it, one at least as with vLLM's workers, or with
     the step that needs it to; a load ends at once. A store copies as late as it may: after that step has computed.
 
-    Memory holds what KV stands for: the tokens of a block and all before it. What a step reads is looked at.
+    Memory holds what KV stands for: the tokens of a block and all before it. What a step reads is looked at, and so is
+    what host memory holds when a store of it is told of.
     """
 
     scheduler: Any
     is_async: bool
     store_steps: int = 1
     num: int = 0
+    num_stored: int = 0
+    """Blocks that host memory held when they were said to be stored."""
     _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
     _storing: dict[int, int] = field(default_factory=dict)
     _copies: dict[int, Any] = field(default_factory=dict)
     _engine: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _host: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _tokens_of: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tier = self.scheduler.connector.scheduler.manager.primary_tier
+        tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
 
     def step(self) -> bool:
         """Make one call of the engine's loop; return whether there was anything to do."""
@@ -167,7 +177,7 @@ class Steps:
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={name: i for i, name in enumerate(ids)},
-            sampled_token_ids=[[ANSWER] if r.num_computed_tokens >= r.num_prompt_tokens else [] for r in asked],
+            sampled_token_ids=[[] if r.is_prefill_chunk else [ANSWER] for r in asked],
             kv_connector_output=None if copied.is_empty() else copied,  # as workers leave it out
         )
 
@@ -178,6 +188,8 @@ class Steps:
             first, end = asked.num_computed_tokens - num_tokens, asked.num_computed_tokens
             tokens = (*asked.prompt_token_ids, *[ANSWER] * asked.max_tokens)
             blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            for i in range(first // BLOCK, end // BLOCK):
+                self._tokens_of.setdefault(_key_of(tokens[: (i + 1) * BLOCK]), tokens[: (i + 1) * BLOCK])
             computed[name] = [(blocks[i], tokens[: min(end, (i + 1) * BLOCK)]) for i in range(-(-end // BLOCK))]
             self._engine.update(computed[name][first // BLOCK :])
         for name, read in computed.items():
@@ -190,3 +202,17 @@ class Steps:
             job = self._copies.pop(number)
             for block, chunk in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
                 self._host[chunk] = self._engine[block]
+
+    def _on_stored(self, tier: Any, complete: Callable[..., None], keys: Any, *context: Any, **success: bool) -> None:
+        for key in keys:
+            if (chunk := tier._policy._chunks.get(key)) is not None:  # a reset may have dropped it
+                stored = self._host.get(chunk.chunk_id)
+                assert stored == self._tokens_of[get_offload_block_hash(key)], "a chunk is not what it is said to be"
+                self.num_stored += 1
+        complete(keys, *context, **success)
+
+
+def _key_of(tokens: tuple[int, ...]) -> bytes:
+    """Return the hash of the last block of some tokens."""
+    key: bytes = request("", list(tokens), 1).block_hashes[-1]
+    return key

@@ -24,8 +24,8 @@ def tokens(seed: int, count: int) -> list[int]:
 @pytest.mark.parametrize("store_steps", [1, 2, 3])
 def test_an_engine_comes_to_rest_however_late_a_store_ends(store_steps: int, is_async: bool) -> None:
     with host_scheduler(400, "1MiB", is_async=is_async) as scheduler:
+        steps = Steps(scheduler, is_async, store_steps)
         for num_answers in range(1, 20):
-            steps = Steps(scheduler, is_async, store_steps)
             scheduler.add_request(request(f"r{num_answers}", tokens(num_answers, 40), num_answers))
             steps.rest()
             assert scheduler.connector._ended == []
@@ -113,7 +113,7 @@ def test_no_request_reads_kv_of_other_tokens_however_late_copies_are_made(
         return put_off[-1]
 
     monkeypatch.setattr("ragcache_core.vllm_plugin.storing.can_be_put_off", listen)
-    num_loaded = num_preempted = 0
+    num_loaded = num_stored = 0
     for seed in range(4):
         dice = random.Random(seed)
         documents = [tokens(100 + i, dice.randrange(20, 70)) for i in range(6)]
@@ -121,19 +121,21 @@ def test_no_request_reads_kv_of_other_tokens_however_late_copies_are_made(
             steps = Steps(scheduler, is_async, store_steps)
             for number in range(120):
                 words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
-                asked = request(f"r{number}", words, dice.randrange(1, 40))
-                scheduler.add_request(asked)
+                scheduler.add_request(request(f"r{number}", words, dice.randrange(1, 40)))
                 for _ in range(dice.randrange(6)):
                     steps.step()
                 if number % 7 == 3 and scheduler.requests:
                     scheduler.finish_requests(dice.choice(list(scheduler.requests)), RequestStatus.FINISHED_ABORTED)
                 if number % 50 == 30:
                     scheduler.connector.reset_cache()
-                num_preempted += asked.num_preemptions
             steps.rest(max_steps=5000)
             assert not scheduler.requests
+            assert not scheduler.connector.scheduler._req_status
+            assert not any(chunk.ref_cnt for chunk in scheduler.connector._policy._chunks.values())
             num_loaded += scheduler._controller.counters.num_loaded_bytes
+            num_stored += steps.num_stored
     assert num_loaded > 0
+    assert num_stored > 100
     assert any(put_off)
     assert not all(put_off)
 
@@ -162,7 +164,13 @@ def test_a_chunk_that_a_request_left_is_stored_before_its_block_is_written_to() 
         scheduler.connector.scheduler._block_id_to_pending_jobs[7] = {1}
         assert not can_be_put_off(scheduler.connector, step)
         scheduler.connector.scheduler._block_id_to_pending_jobs.clear()
-        for changed in ({"preempted_req_ids": {"r"}}, {"total_num_scheduled_tokens": 0}):
+        resumed = SimpleNamespace(resumed_req_ids={"other"}, new_block_ids=[([7],)])
+        for changed in (
+            {"preempted_req_ids": {"r"}},
+            {"total_num_scheduled_tokens": 0},
+            {"scheduled_cached_reqs": resumed},
+            {"kv_cache_block_copies": [7]},
+        ):
             assert not can_be_put_off(scheduler.connector, SimpleNamespace(**{**vars(step), **changed}))
         steps.rest()
 
@@ -178,9 +186,46 @@ def test_a_step_that_was_put_off_is_looked_into_before_a_reset(monkeypatch: pyte
         assert connector._storing.is_behind
         assert connector.has_pending_push_work()
         connector.reset_cache()
+        offloading, late = connector.scheduler, connector._storing._late
+        assert connector._storing._put_off is None
+        assert late.store_jobs
+        assert max(late.store_jobs) < offloading._stale_job_threshold
+        assert late.store_jobs.keys() <= offloading._current_batch_jobs_to_flush
         steps.rest()
         assert not connector.scheduler._jobs
         again = request("again", tokens(1, 40), 2)
         scheduler.add_request(again)
         steps.rest()
         assert again.num_output_tokens == 2
+
+
+def test_a_step_that_was_put_off_is_looked_into_before_what_ended_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended goes on to the disk, where something gives way for it: not what a lookup of that step has found."""
+    with host_scheduler(400, "1MiB") as scheduler:
+        connector = scheduler.connector
+        steps, order = Steps(scheduler, is_async=False, store_steps=2), []
+        look, complete = connector._storing._look_into, connector.scheduler.manager.complete_store
+        monkeypatch.setattr(connector._storing, "_look_into", lambda step: [order.append("look"), look(step)][1])
+        monkeypatch.setattr(
+            connector.scheduler.manager, "complete_store", lambda *ended: [order.append("end"), complete(*ended)][1]
+        )
+        monkeypatch.setattr(connector, "use_lull", lambda: None)
+        for number in range(8):
+            scheduler.add_request(request(f"r{number}", tokens(number, 60), 3))
+        in_update = []
+        while True:
+            output_of = scheduler.update_from_output
+
+            def update(*step: Any, output_of: Any = output_of) -> Any:
+                order.clear()
+                outputs = output_of(*step)
+                in_update.append(list(order))
+                return outputs
+
+            with monkeypatch.context() as patched:
+                patched.setattr(scheduler, "update_from_output", update)
+                if not steps.step():
+                    break
+        both = [seen for seen in in_update if "look" in seen and "end" in seen]
+        assert both
+        assert all(seen[0] == "look" for seen in both)

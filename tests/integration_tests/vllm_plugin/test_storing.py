@@ -5,20 +5,31 @@ Requests are, and whole steps are.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata, TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import ScheduleEndContext
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, ScheduleEndContext
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.compat_offloading import NOTHING_TO_COPY, end_quiet_step
+from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
+from ragcache_core.vllm_plugin.compat_offloading import (
+    NOTHING_TO_COPY,
+    end_quiet_step,
+    take_late_stores,
+    with_late_stores,
+)
 from ragcache_core.vllm_plugin.storing import StoringSteps
 from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.integration_tests.vllm_plugin.storing_scene import Steps, host_scheduler, request
@@ -65,6 +76,7 @@ class ListeningSteps(Steps):
     is_lull: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         offloading = self.scheduler.connector.scheduler
         for owner, name, listen in [
             (offloading, "build_connector_meta", self._on_look),
@@ -223,3 +235,43 @@ def test_vllms_events_of_blocks_are_told_where_they_are_published_and_cost_nothi
     assert told.num_asked_for_events == told.num_steps
     assert quiet.num_asked_for_events == 0
     assert quiet.stored == told.stored
+
+
+class Copies:
+    """A worker's copies, of which is noted what is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def submit_store(self, job: int, source: Any, target: Any) -> bool:
+        self.asked.append(job)
+        return True
+
+    def wait(self, jobs: set[int]) -> None:
+        self.asked.append(sorted(jobs))
+
+
+@pytest.mark.parametrize("is_writer", [True, False])
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_workers_begin_with_late_stores_in_the_step_that_brings_them(is_writer: bool, is_quiet: bool) -> None:
+    """In vLLM's own end of the offloading, of a worker that stores and of one whose KV another one stores as well."""
+    source = GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
+    job = TransferJob("r", source, CPULoadStoreSpec([1]))
+    worker = OffloadingConnectorWorker.__new__(OffloadingConnectorWorker)
+    worker.worker, worker._is_store_writer = Copies(), is_writer
+    worker._load_jobs, worker._unsubmitted_store_jobs = {}, []
+    worker._connector_worker_meta = OffloadingWorkerMetadata()
+    step = NOTHING_TO_COPY if is_quiet else OffloadingConnectorMetadata({}, {7: job, 8: job}, {1, 8})
+    metadata = with_late_stores(step, OffloadingConnectorMetadata({}, {3: job, 4: job}, {3}))
+    received = pickle.loads(pickle.dumps(metadata))
+    take_late_stores(SimpleNamespace(connector_worker=worker), received)
+    worker.handle_preemptions(received)
+    worker.start_kv_transfers(received)
+    worker.prepare_store_kv(received)
+    needed = [3] if is_quiet else [1, 3, 8]
+    begun = ([3, 4] if is_quiet else [3, 4, 8]) if is_writer else []
+    assert worker.worker.asked == [*begun, needed]
+    assert [number for number, *_ in worker._unsubmitted_store_jobs] == ([7] if is_writer and not is_quiet else [])
+    told = worker._connector_worker_meta.completed_jobs
+    assert told == ({} if is_writer else dict.fromkeys([3, 4] if is_quiet else [3, 4, 7, 8], 1))
+    assert not NOTHING_TO_COPY.store_jobs
