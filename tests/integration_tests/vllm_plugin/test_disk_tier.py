@@ -324,7 +324,10 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
     job = SimpleNamespace(transfer_job=SimpleNamespace(is_promotion=False))
     manager = SimpleNamespace(_jobs={}, _req_state={}, secondary_tiers=[])
     engine: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(manager=manager, _jobs={}), _waits_for=None, _waits_since_s=0.0
+        scheduler=SimpleNamespace(manager=manager, _jobs={}),
+        _waits_for=None,
+        _waits_since_s=0.0,
+        _storing=SimpleNamespace(is_behind=False),
     )
     asked = []
     for clock[0], jobs in ((100.0, [7]), (101.9, [7]), (102.1, [7]), (200.0, [7, 8]), (203.0, [])):
