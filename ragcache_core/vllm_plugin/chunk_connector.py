@@ -32,7 +32,8 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConnector,
 )
 from ragcache_core.vllm_plugin.compat_offloading import fence_blocks, keep_from_storing
-from ragcache_core.vllm_plugin.connector import DocumentConnector, RAGCacheConnector, is_told_by_tokens
+from ragcache_core.vllm_plugin.connector import RAGCacheConnector
+from ragcache_core.vllm_plugin.document_connector import DocumentConnector, is_told_by_tokens
 from ragcache_core.vllm_plugin.private_chain import private_hashes
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata

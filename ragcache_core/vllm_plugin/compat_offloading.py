@@ -99,15 +99,11 @@ def can_be_put_off(connector: OffloadingConnector, output: SchedulerOutput) -> b
 
 def _has_left_to_store(connector: OffloadingConnector, request_id: str) -> bool:
     """Return whether a request that ended may have filled a chunk that the offloading has not looked at."""
-    offloading = connector.scheduler
-    if (state := offloading._req_status.get(request_id)) is None:
+    state = connector.scheduler._req_status.get(request_id)
+    if state is None:
         return False
-    num_tokens = max(state.req.num_computed_tokens, state.req.num_tokens)
-    num_offloadable = offloading._calc_num_offloadable_tokens(state, num_tokens)
-    groups = zip(offloading.config.kv_group_configs, state.group_states, strict=True)
-    return any(
-        state.storable_chunks(config, group, num_offloadable) > group.next_stored_chunk_idx for config, group in groups
-    )
+    num_tokens: int = max(state.req.num_computed_tokens, state.req.num_tokens)
+    return num_tokens >= stores_from(connector, request_id)
 
 
 def has_loaded(connector: OffloadingConnector, output: KVConnectorOutput) -> bool:

@@ -93,9 +93,8 @@ class CopyingWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Copy blocks of the engine to chunks of the host by and by."""
-        self.spare_time.take()
-        self._storing[job_id] = None
         self.spare_time.add(self._store(job_id, list(self._transfers(src_spec, dst_spec))))
+        self._storing[job_id] = None
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:

@@ -31,6 +31,7 @@ class SpareTime:
 
     def add(self, work: Iterator[object]) -> None:
         """Take something to do; each step of the iterator is a piece, after which the owner may go on."""
+        self.take()
         self._work.append(work)
 
     def give(self) -> None:
@@ -102,11 +103,10 @@ class CopyingInSpareTime:
         self._spare_time = getattr(copies_of_worker(connector_of_this_worker()), "spare_time", None)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        if self._spare_time is None:
-            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
-        self._spare_time.take()
+        if self._spare_time is not None:
+            self._spare_time.take()
         output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
-        if output is not None:  # else it is asked for a token first
+        if self._spare_time is not None and output is not None:  # else it is asked for a token first
             self._spare_time.give()
         return output
 

@@ -22,8 +22,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.connector import DocumentConnector
 from ragcache_core.vllm_plugin.controller import CacheController
+from ragcache_core.vllm_plugin.document_connector import DocumentConnector
 from ragcache_core.vllm_plugin.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from ragcache_core.wire import KEY, encode_kv_transfer_params
 from tests.conftest import DEMO_MODEL

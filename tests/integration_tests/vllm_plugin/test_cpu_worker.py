@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from ragcache_core.vllm_plugin.cpu_worker import CopyingWorker
+from tests.waiting import until
 
 NUM_BLOCKS = 24
 NUM_CHUNKS = 12
@@ -204,8 +205,7 @@ def test_a_store_is_made_in_the_time_that_the_worker_gives_and_told_of_in_the_ne
     assert ended(scene) == []
     assert not any(scene.host(2, 0, 0)), "nobody has given any time"
     spare_time.give()
-    while not any(scene.host(2, 0, 2)):
-        time.sleep(0.001)
+    assert until(lambda: any(scene.host(2, 0, 2)))
     spare_time.take()
     assert scene.host(2, 0, 2) == scene.layers[2][3].numpy().tobytes()
     assert ended(scene) == [1]
@@ -243,8 +243,7 @@ def test_a_copy_that_fails_is_an_error_of_the_worker(
     monkeypatch.setattr(scene.worker, "_host", [])
     if how == "take":
         scene.worker.spare_time.give()
-        while scene.worker.spare_time._failure is None:
-            time.sleep(0.001)
+        assert until(lambda: scene.worker.spare_time._failure is not None)
     with pytest.raises(IndexError, match="list index"):
         scene.worker.wait({1})
     scene.worker.wait({1})
@@ -304,7 +303,7 @@ def test_whatever_a_worker_does_its_host_memory_has_what_was_stored(acts: list[t
             else:
                 on_ended()
                 scene.worker.spare_time.give()
-                time.sleep(argument)
+                time.sleep(argument)  # of what is stored, nothing, a part or all is done in this time
         scene.worker.wait(set(jobs))
         on_ended()
         assert not jobs

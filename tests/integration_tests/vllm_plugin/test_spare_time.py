@@ -12,6 +12,7 @@ import pytest
 
 from ragcache_core.vllm_plugin import spare_time as module
 from ragcache_core.vllm_plugin.spare_time import CopyingInSpareTime, SpareTime
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -25,15 +26,8 @@ def spare_time() -> Iterator[SpareTime]:
 def count(done: list[int], first: int, number: int, *, pause_s: float = 0.0) -> Iterator[None]:
     for i in range(first, first + number):
         done.append(i)
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # a piece that takes long enough to be met in its middle
         yield
-
-
-def wait_until(is_so: Any) -> None:
-    limit_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < limit_s
-        time.sleep(0.0005)
 
 
 def test_work_goes_on_where_it_was_left_and_stands_still_meanwhile(spare_time: SpareTime) -> None:
@@ -43,10 +37,10 @@ def test_work_goes_on_where_it_was_left_and_stands_still_meanwhile(spare_time: S
     seen = [0]
     while len(done) < 1000:
         spare_time.give()
-        wait_until(lambda: len(done) > seen[-1])
+        assert until(lambda: len(done) > seen[-1])
         spare_time.take()
         seen.append(len(done))
-        time.sleep(0.002)
+        time.sleep(0.002)  # ten pieces' time, in which none may be done
         assert len(done) == seen[-1]
     assert done == list(range(1000))
     assert len(seen) > 5
@@ -57,7 +51,7 @@ def test_the_owner_can_do_it_itself(spare_time: SpareTime) -> None:
     spare_time.add(count(done, 0, 300, pause_s=0.0002))
     spare_time.add(count(done, 300, 5))
     spare_time.give()
-    wait_until(lambda: done)
+    assert until(lambda: done)
     spare_time.do_next()
     assert done == list(range(300))
     spare_time.do_next()
@@ -80,24 +74,24 @@ def test_what_fails_is_told_to_the_owner_once_and_what_comes_after_it_is_done(sp
     spare_time.add(fail())
     spare_time.add(count(done, 0, 3))
     spare_time.give()
-    wait_until(lambda: spare_time._failure is not None)
+    assert until(lambda: spare_time._failure is not None)
     with pytest.raises(OSError, match="no"):
         spare_time.take()
     spare_time.take()
     assert done == []
     spare_time.give()
-    wait_until(lambda: done == [0, 1, 2])
+    assert until(lambda: done == [0, 1, 2])
 
 
 def test_closing_ends_the_thread_in_the_middle(spare_time: SpareTime) -> None:
     done: list[int] = []
     spare_time.add(count(done, 0, 100_000, pause_s=0.001))
     spare_time.give()
-    wait_until(lambda: done)
+    assert until(lambda: done)
     spare_time.close()
     num_done = len(done)
     spare_time.give()
-    time.sleep(0.01)
+    time.sleep(0.01)  # ten pieces' time, in which none may be done
     assert len(done) == num_done
 
 
@@ -112,13 +106,13 @@ class Platform:
 
     def execute_model(self, output: Any) -> Any:
         before = len(self.done)
-        time.sleep(0.003)
+        time.sleep(0.003)  # it computes, long enough for pieces that were not stopped
         self.seen.append(("execute", len(self.done) - before))
         return "answer" if output == "empty" else None
 
     def sample_tokens(self, grammar: Any) -> Any:
         before = len(self.done)
-        time.sleep(0.003)
+        time.sleep(0.003)  # it computes, long enough for pieces that were not stopped
         self.seen.append(("sample", len(self.done) - before))
         return "answer"
 
@@ -141,7 +135,7 @@ def test_a_worker_copies_between_its_answer_and_the_next_step(
         num_done = len(worker.done)
         if worker.execute_model(step) is None:
             assert worker.sample_tokens(None) == "answer"
-        wait_until(lambda before=num_done: len(worker.done) > before)
+        assert until(lambda before=num_done: len(worker.done) > before)
     spare_time.take()
     kinds = ["execute", "sample"] if step == "full" else ["execute"]
     assert worker.seen == [(kind, 0) for kind in kinds] * 5

@@ -45,9 +45,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.block_pool import TreeFreeBlockQueue
-from ragcache_core.vllm_plugin.connector import DocumentConnector
 from ragcache_core.vllm_plugin.cpu_worker import CopyingWorker
 from ragcache_core.vllm_plugin.disk import DiskTier
+from ragcache_core.vllm_plugin.document_connector import DocumentConnector
 from ragcache_core.vllm_plugin.host_policy import TreeCachePolicy
 from ragcache_core.vllm_plugin.request_queue import CacheAwareRequestQueue
 
@@ -393,8 +393,6 @@ def facts() -> dict[str, object]:
             sets(
                 offloading.OffloadingConnectorScheduler, "_sliding_window_groups", "_block_id_to_pending_jobs", "config"
             ),
-            parameters(offloading.OffloadingConnectorScheduler._calc_num_offloadable_tokens),
-            parameters(offloading.RequestOffloadState.storable_chunks),
             {"block_ids", "num_computed_tokens"} <= set(names(NewRequestData)),
         ],
         "late_stores": [
