@@ -51,7 +51,12 @@ class Splitting:
         least = max_chars if self.min_chars is None else min(self.min_chars, max_chars)
         overlap = min(self.overlap_chars, least - 1)
         splitter = (MarkdownSplitter if is_markdown else TextSplitter)((least, max_chars), overlap)
-        return [(start, start + len(chunk)) for start, chunk in splitter.chunk_indices(text)]
+        # Its chunks may begin with the space of a line, which it does not count, or be white space to Python alone.
+        return [
+            (start + len(chunk) - len(chunk.lstrip()), start + len(chunk.rstrip()))
+            for start, chunk in splitter.chunk_indices(text)
+            if chunk.strip()
+        ]
 
     def _join_headings(self, text: str, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """A section longer than a chunk loses its heading to a chunk of its own: give it back.

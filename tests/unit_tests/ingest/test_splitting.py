@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError
@@ -19,14 +19,17 @@ def without_white_space(text: str) -> str:
 
 
 @given(text=WORDS | MARKDOWN, max_chars=st.integers(1, 60), is_markdown=st.booleans())
+@example(text="00\x1f", max_chars=1, is_markdown=False)  # white space to Python, not to the splitter
 @settings(deadline=None)
 def test_chunks_lose_no_words_keep_their_order_and_their_limit(text: str, max_chars: int, is_markdown: bool) -> None:
     chunks = Splitting(max_chars).split(text, is_markdown=is_markdown)
     assert without_white_space("".join(chunks)) == without_white_space(text)
     assert all(0 < len(chunk) <= max_chars and chunk in text for chunk in chunks)
+    assert all(chunk == chunk.strip() for chunk in chunks)
 
 
 @given(num_words=st.integers(1, 80), line=st.integers(1, 9), max_chars=st.integers(20, 90), overlap=st.integers(0, 19))
+@example(num_words=29, line=7, max_chars=39, overlap=7)  # the space in front of the last chunk is one too many
 @settings(deadline=None)
 def test_overlapping_chunks_leave_nothing_between_them(num_words: int, line: int, max_chars: int, overlap: int) -> None:
     words = [f"word{i:03}" for i in range(num_words)]
