@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import xxhash
+
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, place_checksum
 from ragcache_core.errors import CacheLockedError, CacheTierError, CacheWriteError
 
@@ -27,15 +29,18 @@ _SCHEMA = (
 )
 _DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
-_TRANSIENT = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
+_NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
+_OUT_OF_REACH = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
+_CUT = sqlite3.SQLITE_IOERR_SHORT_READ
 _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # the latter when a message quotes a damaged file
 _ROWS_PER_FETCH = 1000
 _MAX_WORTH = 1e12
+_INT32 = 1 << 31
 _SOUND_TYPES = {(bytes, p, d, int, int, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
 
 
 class IndexDamagedError(Exception):
-    """The file is not an index, or no longer: nothing in it can be relied on."""
+    """The file is not an index, or no longer, or not of this store: nothing in it can be relied on."""
 
 
 class ChunkIndex:
@@ -44,14 +49,17 @@ class ChunkIndex:
     Changes are atomic: when one raises ``CacheWriteError``, nothing was changed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: str) -> None:
         """Open the index, or make one.
+
+        ``owner`` is whose chunks they are: an index that was brought here from another one's folder is of no use.
 
         Raises:
             IndexDamagedError. CacheLockedError: another program has it open. CacheWriteError: no space, no memory.
-            OSError: the file may not be written.
+            CacheTierError: it cannot be read at the moment. OSError: the file may not be written.
         """
         self.path = path
+        self._owner = xxhash.xxh32_intdigest(owner.encode()) - _INT32
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))  # what fails from here on is damage
         self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         # A text with broken UTF-8 is damage that is found when the row is looked at, not an error of the query.
@@ -62,12 +70,7 @@ class ChunkIndex:
             self._prepare()
         except _SQLITE_ERRORS as error:
             self._connection.close()
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise CacheLockedError(f"{path} is open in another program: close that one") from error
-            if code in _TRANSIENT:
-                raise write_error(path, error) from error
-            raise IndexDamagedError(f"{path}: {error}") from error
+            raise _opening_error(path, error) from error
         except IndexDamagedError:
             self._connection.close()
             raise
@@ -78,12 +81,16 @@ class ChunkIndex:
         run("PRAGMA locking_mode = EXCLUSIVE")
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")
+        run("PRAGMA temp_store = MEMORY")  # a list is sorted in 140 bytes a chunk; a folder for it may be full
         run("BEGIN IMMEDIATE")
         if not run("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
             run(_SCHEMA)
+            run(f"PRAGMA user_version = {self._owner}")
         run("COMMIT")
         if run("SELECT sql FROM sqlite_schema").fetchall() != [(_SCHEMA.encode("ascii"),)]:
             raise IndexDamagedError(f"{self.path} has tables that are not ours")
+        if run("PRAGMA user_version").fetchone() != (self._owner,):
+            raise IndexDamagedError(f"{self.path} was brought here from another cache")
         if run("PRAGMA quick_check(1)").fetchone() != (b"ok",):  # 0.1 s for a million rows
             raise IndexDamagedError(f"{self.path} does not pass SQLite's check")
 
@@ -91,12 +98,12 @@ class ChunkIndex:
         """Yield slot, key and checksum of every chunk, by slot. A damaged row may hold values of other types.
 
         Raises:
-            IndexDamagedError
+            IndexDamagedError. CacheTierError: it cannot be read at the moment.
         """
         try:
             yield from self._connection.execute("SELECT slot, key, checksum FROM chunks")
         except _SQLITE_ERRORS as error:
-            raise IndexDamagedError(f"{self.path}: {error}") from error
+            raise _opening_error(self.path, error) from error
 
     def entries(self) -> Iterator[list[tuple[int, bytes, ChunkEntry | None]]]:
         """Yield slot, key and chunk in lists, by position, as they are when the first list is taken.
@@ -115,7 +122,7 @@ class ChunkIndex:
             while batch := rows.fetchmany(_ROWS_PER_FETCH):
                 yield [(row[0], row[1], _entry(*row[1:])) for row in batch]
         except _SQLITE_ERRORS as error:
-            raise CacheTierError(f"{self.path} cannot be read ({error}): delete it, or see to that disk") from error
+            raise _read_error(self.path, error) from error
 
     def insert(self, rows: Iterable[tuple[int, bytes, int, ChunkNote]]) -> None:
         """Add chunks: slot, key, checksum, note."""
@@ -134,9 +141,11 @@ class ChunkIndex:
         with self._changing() as connection:
             connection.executemany(_DELETE, ((slot,) for slot in slots))
 
-    def discard(self, slot: int) -> None:
-        """Remove the chunk of a slot, which is damaged: now, or if that fails, with the next change."""
-        self._discarded.add(slot)
+    def discard(self, slots: Iterable[int]) -> None:
+        """Remove the chunks of those slots, which are of no use: now, or if that fails, with the next change."""
+        self._discarded.update(slots)
+        if not self._discarded:
+            return
         with suppress(CacheWriteError):
             self.delete(())
 
@@ -162,15 +171,16 @@ class ChunkIndex:
         """Return the slots of the chunks to give up first: the last by position, of those the least valuable.
 
         Raises:
-            IndexDamagedError
+            IndexDamagedError. CacheTierError: it cannot be read at the moment.
         """
         try:
             rows = self._connection.execute(
-                "SELECT slot FROM chunks ORDER BY position DESC, frequency * cost, slot DESC LIMIT ?", (num_chunks,)
+                "SELECT slot FROM chunks ORDER BY position DESC, frequency * cost, slot DESC LIMIT ?",
+                (num_chunks + len(self._discarded),),
             ).fetchall()
         except _SQLITE_ERRORS as error:
-            raise IndexDamagedError(f"{self.path}: {error}") from error
-        return [slot for (slot,) in rows]
+            raise _opening_error(self.path, error) from error
+        return [slot for (slot,) in rows if slot not in self._discarded][:num_chunks]
 
     def close(self) -> None:
         """Merge the log into the database and close it."""
@@ -212,6 +222,25 @@ def write_error(path: Path, error: Exception) -> CacheWriteError:
     return CacheWriteError(
         f"{path} cannot be written ({reason}): see to the space and the health of that disk; what was stored before "
         "can still be read"
+    )
+
+
+def _opening_error(path: Path, error: Exception) -> Exception:
+    """Return what to raise where an index is opened: only what is damaged may be thrown away."""
+    extended = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    code = extended & 0xFF
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return CacheLockedError(f"{path} is open in another program: close that one")
+    if code in _NO_ROOM:
+        return write_error(path, error)
+    if code in _OUT_OF_REACH and extended != _CUT:
+        return _read_error(path, error)
+    return IndexDamagedError(f"{path}: {error}")
+
+
+def _read_error(path: Path, error: Exception) -> CacheTierError:
+    return CacheTierError(
+        f"{path} cannot be read ({error}): see to that disk and to the limit of open files, or delete the file"
     )
 
 

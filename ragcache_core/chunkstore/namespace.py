@@ -40,7 +40,10 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
         return []
     found = []
     for folder in folders:
-        version, identity = _read_identity(folder)
+        try:
+            version, identity = _read_identity(folder)
+        except OSError:
+            version, identity = 0, {}
         found.append(Namespace(folder, identity, version, _allocated_bytes(folder)))
     return sorted(found, key=lambda namespace: (-namespace.num_bytes, namespace.path))
 
@@ -67,7 +70,8 @@ def enter(folder: Path) -> filelock.BaseFileLock:
     directory = folder.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder / _LOCK_NAME, timeout=0, thread_local=False)
+        # No lock by the file's existence where the system has none: it would outlive the engine.
+        lock = filelock.FileLock(folder / _LOCK_NAME, timeout=0, thread_local=False, fallback_to_soft=False)
         lock.acquire()
     except filelock.Timeout:
         raise CacheLockedError(
@@ -83,7 +87,7 @@ def is_identity(folder: Path, identity: Identity) -> bool:
     """Return whether the folder says of itself that it holds chunks of that identity, in this format.
 
     Raises:
-        CacheVersionError: a newer RAGCache wrote it.
+        CacheVersionError: a newer RAGCache wrote it. OSError: it cannot be read at the moment.
     """
     version, found = _read_identity(folder)
     if version > FORMAT:
@@ -115,8 +119,8 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
         raise CacheCapacityError(f"capacity_bytes is {capacity_bytes!r}: give a whole number of bytes")
     if capacity_bytes < slot_bytes:
         raise CacheCapacityError(
-            f"capacity_bytes is {capacity_bytes:,}, a chunk takes {slot_bytes:,} on disk: raise it to at least one "
-            "chunk, or switch the disk tier off"
+            f"capacity_bytes is {capacity_bytes:,} (it comes from disk_bytes), a chunk takes {slot_bytes:,} on disk: "
+            "raise it to at least one chunk, or switch the disk tier off"
         )
     try:
         file_system = os.statvfs(folder)
@@ -128,8 +132,9 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
         others = [n for n in list_namespaces(folder.parent) if n.path != folder and n.num_bytes]
         caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {_names(n.identity)}" for n in others[:3])
         raise CacheCapacityError(
-            f"capacity_bytes is {capacity_bytes:,}, the file system of {folder.parent} has {free_bytes:,} free and "
-            f"this cache {used_bytes:,}: lower it to their sum, or delete what is not needed{caches}"
+            f"capacity_bytes is {capacity_bytes:,} (it comes from disk_bytes), the file system of {folder.parent} has "
+            f"{free_bytes:,} free and this cache {used_bytes:,}: lower it to their sum, or delete what is not needed"
+            f"{caches}"
         )
     return capacity_bytes // slot_bytes
 
@@ -143,10 +148,11 @@ def directory_error(directory: Path, error: Exception) -> CacheDirectoryError:
 
 
 def _read_identity(folder: Path) -> tuple[int, dict[str, str | int]]:
+    """Return format and identity, 0 and nothing where the folder does not say or says nonsense; or raise OSError."""
     try:
         content = json.loads((folder / _IDENTITY_NAME).read_bytes())
         version, identity = content["format"], content["identity"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return 0, {}
     if not isinstance(version, int) or not isinstance(identity, dict):
         return 0, {}

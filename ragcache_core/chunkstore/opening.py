@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ragcache_core.chunkstore.chunks import MAX_KEY_BYTES, checksum
-from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index
 from ragcache_core.chunkstore.residents import Residents
 from ragcache_core.chunkstore.slotfile import SlotFile
 
+_log = logging.getLogger(__name__)
+
+_INDEX_NAME = "index.sqlite"
 _MOVE_BYTES = 16 << 20
 
 _Row = tuple[int, bytes, int]
@@ -24,17 +29,52 @@ class Loaded:
     residents: Residents
     num_missing: int
     num_over_capacity: int
+    num_resets: int = 0
+    """1 if the index was damaged as a whole."""
 
 
-def load(index: ChunkIndex, file: SlotFile, num_slots: int) -> Loaded:
-    """Return the chunks of the index that are in the file, in the first ``num_slots`` slots.
+def open_index(folder: Path, file: SlotFile, num_slots: int) -> tuple[ChunkIndex, Loaded]:
+    """Return the index of a folder, and its chunks that are in the file, in the first ``num_slots`` slots.
 
     Raises:
-        IndexDamagedError. CacheWriteError, OSError: what is to be dropped or moved cannot be.
+        IndexDamagedError: a new one is, too. CacheLockedError: another program has it open. CacheTierError: it cannot
+            be read. CacheWriteError, OSError: it may not be written, or there is less capacity than before, and what
+            is too much cannot be dropped or moved.
     """
+    try:
+        return _open_index(folder, file, num_slots)
+    except IndexDamagedError as error:
+        start_empty(folder, str(error))
+    index, loaded = _open_index(folder, file, num_slots)
+    return index, replace(loaded, num_resets=1)
+
+
+def start_empty(folder: Path, reason: str) -> bool:
+    """Remove the index of a folder, and return whether there was one.
+
+    Raises:
+        OSError
+    """
+    path = folder / _INDEX_NAME
+    is_there = path.exists()
+    if is_there:
+        _log.warning("the cache in %s starts empty, it is damaged: %s", folder, reason)
+    remove_index(path)
+    return is_there
+
+
+def _open_index(folder: Path, file: SlotFile, num_slots: int) -> tuple[ChunkIndex, Loaded]:
+    index = ChunkIndex(folder / _INDEX_NAME, owner=folder.name)
+    try:
+        return index, _load(index, file, num_slots)
+    except BaseException:
+        index.close()
+        raise
+
+
+def _load(index: ChunkIndex, file: SlotFile, num_slots: int) -> Loaded:
     residents, strays, impossible = _read(index, file.num_slots, num_slots)
-    if impossible:
-        index.delete(impossible)
+    index.discard(impossible)
     num_over = max(0, len(residents) + len(strays) - num_slots)
     if num_over:
         index.delete(index.deepest(num_over))
@@ -82,5 +122,5 @@ def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: SlotFile, reside
     for slot, (_, key, digest) in moved:
         residents.publish(key, slot, digest)
     copied = {old for _, (old, _, _) in moved}
-    index.delete(slot for slot, _, _ in strays if slot not in copied)
+    index.discard(slot for slot, _, _ in strays if slot not in copied)
     return len(strays) - len(sound)

@@ -22,11 +22,15 @@ def regrow(
 ) -> tuple[list[bytes], list[bytes]]:
     """Put stored blocks back into the tree, parents first; return those that stand there, and those that cannot.
 
-    A block whose prefix is gone is of no use to anybody.
+    A block whose prefix is gone is of no use to anybody, nor is one whose prefix is in slower tiers alone: a read
+    that fails there would take the prefix from under it.
     """
     found: list[bytes] = []
     orphans: list[bytes] = []
     for entry in entries:
+        if entry.parent is not None and not _is_within(tree, entry.parent, tier):
+            orphans.append(entry.key)
+            continue
         node = tree.attach(entry.parent, entry.key, tokens_per_block, entry.doc_id)
         location = tree.locate(entry.key)
         if node is None or location is None:
@@ -36,3 +40,11 @@ def regrow(
         tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
         found.append(entry.key)
     return found, orphans
+
+
+def _is_within(tree: KnowledgeTree, key: bytes, tier: Tier) -> bool:
+    location = tree.locate(key)
+    if location is None:
+        return False
+    bit = 1 << location.unit
+    return any(tree.resident_mask(location.node, faster) & bit for faster in Tier if faster <= tier)

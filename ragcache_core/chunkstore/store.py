@@ -34,7 +34,7 @@ from ragcache_core.chunkstore.chunks import (
     checksum,
     contiguous,
 )
-from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index, write_error
+from ragcache_core.chunkstore.index import IndexDamagedError, write_error
 from ragcache_core.chunkstore.namespace import (
     Identity,
     check_capacity,
@@ -44,7 +44,7 @@ from ragcache_core.chunkstore.namespace import (
     namespace_path,
     write_identity,
 )
-from ragcache_core.chunkstore.opening import Loaded, load
+from ragcache_core.chunkstore.opening import open_index, start_empty
 from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _DATA_NAME = "chunks.data"
-_INDEX_NAME = "index.sqlite"
 _MAX_BATCH = 64
 _MAX_BATCH_BYTES = 16 << 20
 
@@ -89,6 +88,7 @@ class ChunkStore:
 
         Raises:
             CacheDirectoryError, CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
+            CacheTierError: the index cannot be read at the moment.
             ValueError: chunk_bytes is not positive, or the identity holds something else.
         """
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
@@ -104,16 +104,13 @@ class ChunkStore:
             opened.callback(enter(self.path).release)
             try:
                 if not is_identity(self.path, identity):
-                    self._start_empty("does not say whose chunks they are")
+                    self._num_resets += start_empty(self.path, "does not say whose chunks they are")
                     write_identity(self.path, identity)
                 self._file = SlotFile(self.path / _DATA_NAME, chunk_bytes, direct=direct)
                 opened.callback(self._file.close)
                 self.num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
-                try:
-                    self._index, self._loaded = self._load()
-                except IndexDamagedError as error:
-                    self._start_empty(str(error))
-                    self._index, self._loaded = self._load()
+                self._index, self._loaded = open_index(self.path, self._file, self.num_slots)
+                self._num_resets += self._loaded.num_resets
                 opened.callback(self._index.close)
             except (OSError, IndexDamagedError) as error:
                 raise directory_error(directory, error) from error
@@ -188,7 +185,7 @@ class ChunkStore:
                 here = [(key, entry) for slot, key, entry in batch if slot_of(key) == slot]
                 odd = [key for key, entry in here if entry is None]
                 if odd:
-                    self._num_damaged += self.delete_many(odd)
+                    self._num_damaged += self.discard_many(odd)
             for _, entry in here:
                 if entry is not None:
                     yield entry
@@ -273,6 +270,19 @@ class ChunkStore:
                 self._residents.forget(gone)
         return len(gone)
 
+    def discard_many(self, keys: Iterable[bytes]) -> int:
+        """Forget chunks that are of no use, and return how many there were; their slots are free when this returns.
+
+        A disk that is full does not keep them: from there they go with the next change.
+        """
+        with self._changing:
+            self._check_open()
+            slots = {key: slot for key in keys if (slot := self._residents.slot_of(key)) is not None}
+            self._residents.forget(list(slots))
+            if slots:
+                self._index.discard(slots.values())
+        return len(slots)
+
     def update_notes(self, worths: Iterable[tuple[bytes, float, float]]) -> int:
         """Set key, frequency and cost of chunks and return how many there are; unknown keys are passed over.
 
@@ -318,21 +328,6 @@ class ChunkStore:
         with self._changing:
             self._opened.close()
 
-    def _load(self) -> tuple[ChunkIndex, Loaded]:
-        index = ChunkIndex(self.path / _INDEX_NAME)
-        try:
-            return index, load(index, self._file, self.num_slots)
-        except BaseException:
-            index.close()
-            raise
-
-    def _start_empty(self, reason: str) -> None:
-        path = self.path / _INDEX_NAME
-        if path.exists():
-            self._num_resets += 1
-            _log.warning("the cache in %s starts empty, it is damaged: %s", self.path, reason)
-        remove_index(path)
-
     def _check_open(self) -> None:
         if self._readers.is_closed:
             raise CacheTierError(f"the chunk store {self.path} is closed: open it again")
@@ -353,9 +348,7 @@ class ChunkStore:
                 return False
             if checksum(key, target) == digest:
                 return True
-            self._num_damaged += 1
+            self._num_damaged += self.discard_many([key])
             if self._num_damaged == 1:
                 _log.warning("a chunk of %s is damaged: a miss, and further ones are only counted", self.path)
-            self._residents.forget([key])
-            self._index.discard(slot)
             return False

@@ -199,4 +199,4 @@ class ChunkDisk:
     def _delete_all_but(self, kept: set[tuple[ChunkKey, int]]) -> None:
         for store in (self._statistics, self._pages):
             keys = [entry.key for entry in store.entries()]
-            store.delete_many(key for key in keys if (at := read_part_key(key)) is None or at[:2] not in kept)
+            store.discard_many(key for key in keys if (at := read_part_key(key)) is None or at[:2] not in kept)

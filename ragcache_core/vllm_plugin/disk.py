@@ -294,8 +294,7 @@ class DiskTier(SecondaryTierManager):
         """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""
         found, orphans = regrow(self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block)
         self._stored.update(found)
-        if orphans:
-            store.delete_many(orphans)
+        store.discard_many(orphans)
         counters, stats = self._controller.counters, store.stats
         counters.num_lost_chunks += len(orphans) + stats.num_missing
         counters.num_corrupt_chunks += stats.num_damaged

@@ -54,7 +54,7 @@ class HostJournal:
         self._work: deque[_Sealing | int] = deque()
         self._is_closing = threading.Event()
         self._is_broken = False
-        self._index = ChunkIndex(path)
+        self._index = ChunkIndex(path, owner=path.name)
         self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
         self.restored: list[tuple[int, ChunkEntry]] = []
         """The chunks whose bytes are what they were, parents first."""
@@ -104,7 +104,7 @@ class HostJournal:
                 self.restored.append((chunk, entry))
             else:
                 gone.append(chunk)
-        self._index.delete(gone)
+        self._index.discard(gone)
 
     def seal(self, chunk: int, key: Key, note: ChunkNote) -> None:
         """Enter a chunk that is complete, unless it is entered already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,8 +141,11 @@ def _weights_folder(model: ModelConfig, download_dir: str | None) -> Path:
     if folder.is_dir():
         return folder
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    config = try_to_load_from_cache(model.model, "config.json", cache_dir=download_dir, revision=model.revision)
+    config = None
+    with suppress(HFValidationError):  # neither a folder nor the name of a repository
+        config = try_to_load_from_cache(model.model, "config.json", cache_dir=download_dir, revision=model.revision)
     if isinstance(config, str):
         return Path(config).parent
     raise ConfigError(

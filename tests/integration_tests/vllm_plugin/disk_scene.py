@@ -157,8 +157,10 @@ class Scene:
 Opening = Callable[..., Scene]
 
 
-def failing(code: int) -> Callable[..., None]:
+def failing(with_: int | Exception) -> Callable[..., None]:
+    """Return a function that raises an error, of the system if it is a number."""
+
     def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(code, "as the test wants it")
+        raise OSError(with_, "as the test wants it") if isinstance(with_, int) else with_
 
     return fail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
 import threading
 import time
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
 from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.errors import CacheWriteError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import disk, disk_io
 from tests.integration_tests.vllm_plugin.disk_scene import (
@@ -91,6 +94,24 @@ def test_a_disk_that_cannot_be_written_takes_the_tier_out_of_service_not_the_eng
     scene.close()
     monkeypatch.undo()
     assert opening().hits(stored) == stored, "the next start has what was written"
+
+
+def test_a_full_disk_with_chunks_of_no_use_keeps_no_engine_from_starting(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = opening()
+    keys = scene.store("D")
+    scene.close()
+    with sqlite3.connect(scene.data_file.with_name("index.sqlite")) as connection:
+        connection.execute("DELETE FROM chunks WHERE position = 2")  # what stands on it is an orphan
+    connection.close()
+    monkeypatch.setattr(ChunkIndex, "delete", failing(CacheWriteError("as the test wants it")))
+    scene = opening()
+    assert scene.hits(keys) == keys[:2]
+    assert scene.load(keys[:2]) == set(keys[:2])
+    assert scene.controller.counters.num_lost_chunks == len(keys) - 3
+    assert scene.controller.tiers[Tier.DISK].is_enabled
+    scene.check()
 
 
 def test_a_tier_out_of_service_keeps_nothing_of_the_faster_tiers(
