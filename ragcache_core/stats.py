@@ -151,8 +151,9 @@ class TierStats:
 class DocumentUse:
     """A document, and how many requests have used it since the engine started, wherever it stood in them.
 
-    ``num_tokens`` is its length in whole blocks, and ``tiers`` hold some of it, where it stood last; they are empty
-    where it was given up. Of more than 1,024 documents the rarest are forgotten, and start anew.
+    A request without metadata names no document, and is not counted. ``num_tokens`` is its length in whole blocks, and
+    ``tiers`` hold some of it, where it stood last; they are empty where it was given up. Of more than 1,024 documents
+    the rarest are forgotten, and start anew.
     """
 
     doc_id: DocId

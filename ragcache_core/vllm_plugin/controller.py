@@ -335,10 +335,11 @@ class CacheController:
         self.counters.count(record)
         self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
-        for node in path:
-            if node.doc_id is not None:
-                self.document_uses.count(node.doc_id, node)
-                if has_disk:  # one unit speaks for its node: a tree that grows again takes the highest
+        if doc_ids := {segment.doc_id for segment in record.metadata.segments if segment.doc_id is not None}:
+            self.document_uses.count(doc_ids, self._path_segments(record, keys))
+        if has_disk:
+            for node in path:
+                if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
     def _path_segments(self, record: RequestRecord, keys: Sequence[Key]) -> list[PathSegment]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -223,6 +223,39 @@ def test_the_hottest_documents_are_the_ten_most_used_wherever_they_stood() -> No
     hottest: Any = it.report()["hottest_documents"]
     assert [document["doc_id"] for document in hottest] == [f"d{i}" for i in range(11, 1, -1)]
     assert [document["frequency"] for document in hottest] == list(range(12, 2, -1))
+
+
+def test_a_request_counts_once_for_a_document_however_often_its_node_was_cut() -> None:
+    it = controller()
+    texts = [[b"1", b"2", b"3"], [b"1", b"2", b"X"], [b"1", b"Y", b"Z"]]
+    for turn in range(12):
+        run(it, f"r{turn}", segments(("a", 12), (None, 13)), texts[turn % 3])
+    assert len([node for node in it.tree.nodes() if node.doc_id == "a"]) > 3
+    (listed,) = cast("list[dict[str, object]]", it.report()["hottest_documents"])
+    assert (listed["doc_id"], listed["frequency"], listed["num_tokens"]) == ("a", 12, 12)
+
+
+def test_a_request_without_metadata_is_no_use_of_the_document_whose_text_it_repeats() -> None:
+    it = controller()
+    run(it, "named", segments(("a", 8), (None, 9)), keys(2))
+    for turn in range(5):
+        run(it, f"nameless {turn}", segments((None, 9)), keys(2))
+        run(it, f"other {turn}", segments(("b", 8), (None, 9)), keys(2))
+    listed = cast("list[dict[str, object]]", it.report()["hottest_documents"])
+    assert [tuple(document.values()) for document in listed] == [("b", 5, 8, []), ("a", 1, 8, [])]
+
+
+def test_a_document_lies_in_the_tiers_that_hold_any_part_of_it() -> None:
+    it = controller()
+    it.tiers[Tier.HOST] = TierReport(1000, 10)
+    run(it, "r", segments(("a", 16), (None, 17)), keys(4))
+    run(it, "cut", segments(("a", 8), (None, 17)), [*keys(2), b"else", b"where"])
+    last = it.tree.locate(keys(4)[3])
+    assert last is not None
+    it.tree.add(last.node, 1 << last.unit, Tier.HOST)
+    run(it, "again", segments(("a", 16), (None, 17)), keys(4))
+    (listed,) = cast("list[dict[str, object]]", it.report()["hottest_documents"])
+    assert (listed["num_tokens"], listed["tiers"]) == (16, ["host"])
 
 
 def test_a_document_that_was_given_up_is_listed_with_its_uses_and_no_tier() -> None:
