@@ -42,7 +42,7 @@ _SIZE = re.compile(r"\d{1,24}(\.\d+)?\s*([kmgtpe]?i?b?)?", re.IGNORECASE)
 def _parse_bytes(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError("a size is a number of bytes, or text such as '64GiB'")  # noqa: TRY004 (pydantic wraps it)
-    if isinstance(value, str) and not _SIZE.fullmatch(value.strip()):
+    if value < 0 if isinstance(value, int) else not _SIZE.fullmatch(value.strip()):
         raise ValueError("write a size of 0 or more, as 64GiB, 512 MiB or 1073741824")
     return value.strip() if isinstance(value, str) else value
 

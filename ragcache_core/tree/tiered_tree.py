@@ -53,7 +53,11 @@ class TieredTree(PrefixTree):
     # Being used
 
     def pin(self, nodes: Iterable[TreeNode]) -> None:
-        """Keep nodes in their tiers until :meth:`unpin`."""
+        """Keep nodes in their tiers until :meth:`unpin`.
+
+        Pin whole paths for a moment only: inserting a prompt that leaves one inside a pinned node is an error, for a
+        node cannot be cut while somebody holds it.
+        """
         for node in nodes:
             node.num_pins += 1
 

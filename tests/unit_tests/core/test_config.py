@@ -119,6 +119,12 @@ def test_an_unknown_setting_is_answered_with_those_there_are() -> None:
         CacheConfig(host_byte=1)
 
 
+@pytest.mark.parametrize("size", [-1, "-1", "-1GiB"])
+def test_a_negative_size_is_answered_with_how_to_write_one(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"write a size of 0 or more, as 64GiB"):
+        CacheConfig(disk_bytes=size)
+
+
 def test_a_directory_without_disk_space_is_refused() -> None:
     with pytest.raises(ConfigError, match="directory is '/kv' but disk_bytes is 0: set disk_bytes"):
         CacheConfig(directory="/kv")
