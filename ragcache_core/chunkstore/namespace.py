@@ -143,7 +143,8 @@ def directory_error(directory: Path, error: Exception) -> CacheDirectoryError:
     """Return what to raise when the directory cannot be used."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return CacheDirectoryError(
-        f"the cache directory {directory} cannot be used ({reason}): name one that this user may write to"
+        f"the cache directory {directory} cannot be used ({reason}): see to that, or name one that this user may "
+        "write to"
     )
 
 

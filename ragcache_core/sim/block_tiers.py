@@ -125,7 +125,7 @@ class DiskChunks:
                 new[key] = location
         num_missing = len(new) - (self._num_chunks - self._tree.tiers[Tier.DISK].num_units)
         if num_missing > 0:
-            num_missing -= len(self._tree.evict_up_to(Tier.DISK, num_missing, _shielded(self._tree, [*new])))
+            num_missing -= len(self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new)))
             for _ in range(num_missing):
                 new.popitem()
         for at in new.values():
@@ -182,7 +182,7 @@ class HostChunks:
         new = [key for key in keys if not _is_in(self._tree, key, Tier.HOST)]
         if self._tree.policy.is_selective and self._disk is None:
             num_free = self.num_chunks - self._tier.num_units
-            new = new[: admit(self._tree, Tier.HOST, new, num_free, _shielded(self._tree, keys)).num_admitted]
+            new = new[: admit(self._tree, Tier.HOST, new, num_free, self._tree.shielded(keys)).num_admitted]
         if not self._make_room(len(new), keys):
             return 0
         for key in new:
@@ -202,7 +202,7 @@ class HostChunks:
         num_missing = num_chunks - (self.num_chunks - self._tier.num_units)
         if num_missing <= 0:
             return True
-        return self._tree.evict(Tier.HOST, num_missing, _shielded(self._tree, keys)) is not None
+        return self._tree.evict(Tier.HOST, num_missing, self._tree.shielded(keys)) is not None
 
     def _insert(self, key: Hashable) -> None:
         at = _located(self._tree, key)
@@ -234,11 +234,3 @@ def _hold(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
 def _let_go(tree: KnowledgeTree, key: Hashable, tier: Tier) -> None:
     at = _located(tree, key)
     tree.let_go(at.node, 1 << at.unit, tier)
-
-
-def _shielded(tree: KnowledgeTree, keys: Sequence[Hashable]) -> list[Hashable]:
-    """Return the units that must not go for ``keys``, which follow one another: those, and the one before them."""
-    if not keys:
-        return []
-    before = tree.key_before(_located(tree, keys[0]))
-    return [*keys, *([] if before is None else [before])]

@@ -43,6 +43,17 @@ class PrefixTree:
             return node.keys[location.unit - 1]
         return node.parent.keys[-1] if node.parent is not None and node.parent.keys else None
 
+    def shielded(self, keys: Iterable[Hashable]) -> list[Hashable]:
+        """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them.
+
+        Keys that are not in the tree are passed over; the others follow one another on one path.
+        """
+        places = [at for key in keys if (at := self.locate(key)) is not None]
+        if not places:
+            return []
+        before = self.key_before(min(places, key=lambda at: at.node.start + at.unit))
+        return [*(at.node.keys[at.unit] for at in places), *([] if before is None else [before])]
+
     def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:
         """Return the nodes of a prompt from the root down, making those that are not there; none is resident yet.
 

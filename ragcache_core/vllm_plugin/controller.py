@@ -6,7 +6,7 @@ on the scheduler's thread, tell it what happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -258,14 +258,6 @@ class CacheController:
         location = self.tree.locate(keys[index])
         assert location is not None
         return location
-
-    def shielded(self, keys: Iterable[Key]) -> list[Hashable]:
-        """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them."""
-        places = [at for key in keys if (at := self.tree.locate(key)) is not None]
-        if not places:
-            return []
-        before = self.tree.key_before(min(places, key=lambda at: at.node.start + at.unit))
-        return [*(at.node.keys[at.unit] for at in places), *([] if before is None else [before])]
 
     # Reporting
 

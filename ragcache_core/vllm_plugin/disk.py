@@ -215,7 +215,7 @@ class DiskTier(SecondaryTierManager):
         num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
         if num_missing <= 0:
             return []
-        units = self._tree.evict_up_to(Tier.DISK, num_missing, self._controller.shielded(new))
+        units = self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new))
         evicted = [cast("Key", unit.key) for unit in units]
         self._stored.difference_update(evicted)
         for _ in range(num_missing - len(evicted)):

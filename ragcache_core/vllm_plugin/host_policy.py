@@ -86,7 +86,7 @@ class TreeCachePolicy(CachePolicy):
             Tier.HOST,
             [get_offload_block_hash(key) for key in new],
             num_free + num_spare,
-            self.controller.shielded(map(get_offload_block_hash, keys)),
+            self.controller.tree.shielded(map(get_offload_block_hash, keys)),
         )
         self._chosen = admission.evicted
         refused = set(new[admission.num_admitted :])
@@ -191,7 +191,7 @@ class TreeCachePolicy(CachePolicy):
         units: list[EvictedUnit] | None = chosen
         if n > len(chosen) + len(spare):
             assert not chosen, "what was admitted has room"
-            shielded = self.controller.shielded(map(get_offload_block_hash, protected))
+            shielded = self.controller.tree.shielded(map(get_offload_block_hash, protected))
             units = self.controller.tree.evict(Tier.HOST, n - len(spare), shielded)
         if units is None:
             return None
