@@ -246,6 +246,17 @@ def test_the_tournament_changes_its_mind_only_for_a_better_candidate() -> None:
     assert policy.ruling == 0
 
 
+@pytest.mark.parametrize("num_since", [1, 2])
+def test_the_tournament_counts_a_window_half_as_much_for_every_one_that_follows(num_since: int) -> None:
+    remembered = 1000 // 2**num_since
+    for saved, is_better in ((remembered - 10, False), (remembered + 10, True)):
+        policy = TournamentPolicy(half_lives=(10.0, 100.0), margin=0.0)
+        assert not policy.adopt([0, 1000])
+        for _ in range(num_since - 1):
+            assert not policy.adopt([0, 0])
+        assert policy.adopt([saved, 0]) == is_better
+
+
 @pytest.mark.parametrize(
     ("make", "value"),
     [

@@ -7,6 +7,7 @@ import secrets
 import sqlite3
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.v1.kv_offload.base import ScheduleEndContext
+from vllm.v1.kv_offload.base import OffloadKey, ScheduleEndContext
 from vllm.v1.kv_offload.cpu import shared_offload_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
@@ -165,6 +166,25 @@ def test_a_new_start_finds_the_chunks_and_the_documents_numbers(opening: Opening
     assert location.node.frequency == 2
     assert location.node.avg_cost_s > 0
     assert again.controller.report()["num_lost_chunks"] == 0
+
+
+def test_a_new_start_finds_the_uses_since_a_document_was_stored(opening: Opening) -> None:
+    scene = opening()
+    key = scene.store("B")[0]
+    stored = frequency(scene, key)
+    for documents in product("ABCD", repeat=3):  # in enough places for uses to be noted again
+        scene.announce("".join(documents))
+    scene.end_step()
+    scene.settle()
+    assert frequency(scene, key) == stored + 16
+    scene.close()
+    assert frequency(opening(), key) == stored + 16
+
+
+def frequency(scene: Scene, key: OffloadKey) -> int:
+    location = scene.tree.locate(key[:-4])
+    assert location is not None
+    return location.node.frequency
 
 
 @pytest.mark.parametrize("damage", ["parent = NULL", "position = 0", "doc_id = 'another'"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import cast
 
 from hypothesis import settings
@@ -88,6 +89,7 @@ class TreeMachine(RuleBasedStateMachine):
         shielded = sorted(self.resident[tier])[:2] if shields else []
         evicted = self.tree.evict(tier, num_units, shielded)
         if evicted is None:
+            assert len(self._free(tier, shielded)) < num_units, "these could have gone"
             for key in self.protected:
                 self.tree.unprotect(key)
             assert self.tree.evict(tier, num_units, shielded) is None, "what is protected goes all the same"
@@ -101,6 +103,12 @@ class TreeMachine(RuleBasedStateMachine):
         for unit in evicted:
             assert unit.key in self.resident[tier] - self.held[tier] - set(shielded)
             self.resident[tier].remove(unit.key)
+
+    def _free(self, tier: Tier, shielded: list[Key]) -> list[Key]:
+        """Return the units of ``tier`` that nobody holds, and on which nothing stands but others of these."""
+        slower = {key[:-1] for t in Tier if t > tier for key in self.resident[t]}
+        stuck = {key[:n] for key in (*self.held[tier], *shielded, *slower) for n in range(1, len(key) + 1)}
+        return [key for key in self.resident[tier] if key not in stuck]
 
     @rule(tier=st.sampled_from(Tier), num_units=st.integers(1, 9), data=st.data())
     def evict_beside_what_is_pinned(self, tier: Tier, num_units: int, data: st.DataObject) -> None:
@@ -247,6 +255,12 @@ class TreeMachine(RuleBasedStateMachine):
                 if self.tree.resident_mask(node, tier) >> i & 1
             }
             assert found == self.resident[tier]
+            in_use: Counter[int] = Counter()
+            for key in self.held[tier]:
+                location = self.tree.locate(key)
+                assert location is not None
+                in_use[location.node.id] += 1 << location.unit
+            assert self.tree.tiers[tier].in_use == in_use
         for key in (*self.retained, *self.protected):
             assert self.tree.locate(key) is not None
         for node in self.tree.nodes():

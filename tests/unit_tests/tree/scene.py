@@ -1,0 +1,38 @@
+"""Prompts of documents, and a tree that caches them, for tests of the knowledge tree."""
+
+from __future__ import annotations
+
+from ragcache_core.policy import LRUPolicy
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
+from ragcache_core.types import Tier
+
+BLOCK = 16
+
+
+def chain(*names: str) -> list[tuple[str, ...]]:
+    """Keys as the engine's hashes are: each covers everything before it."""
+    return [tuple(names[: i + 1]) for i in range(len(names))]
+
+
+def prompt(*documents: str, blocks: int = 2, question: str | None = None) -> list[PathSegment]:
+    """A prompt of documents of ``blocks`` blocks each, and perhaps a question of one."""
+    keys = chain(*[f"{doc}.{i}" for doc in documents for i in range(blocks)], *([question] if question else []))
+    segments = [
+        PathSegment(keys[n * blocks : (n + 1) * blocks], blocks * BLOCK, doc) for n, doc in enumerate(documents)
+    ]
+    return [*segments, PathSegment(keys[len(documents) * blocks :], BLOCK)] if question else segments
+
+
+def cache(tree: KnowledgeTree, segments: list[PathSegment], tier: Tier = Tier.GPU) -> list[TreeNode]:
+    """Serve a prompt: everything that was missing is computed and put into ``tier``."""
+    path = tree.insert(segments)
+    num_hit = tree.match_prefix(segments).num_units
+    tree.record_access(path, num_hit_units=num_hit, cost_per_token_s=1e-3)
+    for node in path:
+        tree.add(node, node.full_mask, tier)
+    check_invariants(tree)
+    return path
+
+
+def new_tree(**settings: object) -> KnowledgeTree:
+    return KnowledgeTree(LRUPolicy(), **settings)  # type: ignore[arg-type]
