@@ -56,6 +56,7 @@ def test_scattered_tokens_are_described_as_backends_expect(facts: dict[str, Any]
         ["self", "common_prefix_len", "common_attn_metadata", "fast_build"],
     ], "PartialPrefill has builders of its own"
     assert facts["unplanned"], "fast_build: FlashAttention's schedule has room for as many sequences as requests run"
+    assert facts["reordered"], "PartialPrefill sets it to 0: runs of one token stay where they are in a batch"
     assert facts["set_forward_context"] == [True] * 3, "compat.in_forward() runs the model with them"
     assert facts["forward_context"] == [True] * 3, (
         "metadata is replaced where rows leave, slots say where requests begin"
@@ -65,10 +66,17 @@ def test_scattered_tokens_are_described_as_backends_expect(facts: dict[str, Any]
 def test_the_worker_has_the_model_and_its_attention(facts: dict[str, Any]) -> None:
     assert facts["worker"] == ["self", "kv_cache_config"], "RAGCacheWorker attaches the model after it"
     assert facts["runners"] == [True, True], "chunk_building.py reads get_model() and attn_groups of both runners"
-    assert facts["attention"] == [True] * 6, "attention_layers.py and kv_access.py read them"
+    assert facts["attention"] == [True] * 7, "attention_layers.py, kv_access.py and scattered_rows.py read them"
+    assert facts["refused_attention"] == [True] * 10, (
+        "attention_layers.py refuses what has one of these, and attention_mass.py weighs by the last two of a backend: "
+        "under another name they would count as absent, and chunks come out wrong"
+    )
+    assert facts["packing"] == [["_k_scale_float", "_v_scale_float", "isa"], [True, True], True], (
+        "kv_access.py copies these of a layer for the backend to write a block with: copy what it reads now"
+    )
     assert facts["write"] == ["self", "layer", "key", "value", "kv_cache", "slot_mapping"], "see KVAccess.write()"
     assert facts["forward"] == ["self", "layer", "query"], "Observed wraps it"
-    assert facts["rope"] == [True] * 3, "Rope reads them"
+    assert facts["rope"] == [True] * 4, "Rope reads them"
     assert facts["refused"] == [], "these refused RoPEs have other names now: see rope.py"
     assert facts["all_reduce"] == ["input_"], "compat.sum_over_workers() calls it"
 
@@ -79,6 +87,8 @@ def test_approximate_blocks_can_be_kept_apart(facts: dict[str, Any]) -> None:
     assert facts["hashes_grow"], "blocks of an answer chain off the private hashes"
     assert facts["delayed"], "blocks are named when they are there, which is after _keep_apart()"
     assert facts["storing"] == [True, "offload_keys"], "compat_offloading.keep_from_storing() limits them"
+    assert facts["loaded"], "an update_connector_output() that does not see finished_recving leaves jobs running"
+    assert facts["allocated"] == ["self", "allow_none"], "ChunkReuse computes into the blocks that a request got"
     assert facts["fenced"], "fence_blocks(): stores out of these blocks end before the step writes to them"
     assert facts["waits"], "an aborted request keeps its blocks until its job is reported as finished"
 

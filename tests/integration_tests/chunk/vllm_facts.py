@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
@@ -59,6 +63,8 @@ def facts() -> dict[str, Any]:
     connector = compat.KVConnectorBase_V1
     names = ("bind_connector_metadata", "handle_preemptions", "get_finished", "build_connector_worker_meta")
     names += ("get_handshake_metadata", "set_xfer_handshake_metadata", "update_connector_output", "reset_cache")
+    flash_attention = _source("vllm.v1.attention.backends.flash_attn")
+    default_scales = inspect.getsource(set_default_quant_scales)
     begin = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
     return {
         "connector": {name: _arguments(getattr(connector, name)) for name in names},
@@ -88,21 +94,35 @@ def facts() -> dict[str, Any]:
             _arguments(CPUAttentionBackend.get_builder_cls().__init__),
             _arguments(CPUAttentionBackend.get_builder_cls().build),
         ],
-        "unplanned": "self.aot_schedule and not fast_build" in _source("vllm.v1.attention.backends.flash_attn"),
+        "unplanned": "self.aot_schedule and not fast_build" in flash_attention,
+        "reordered": "reorder_batch_threshold" in AttentionMetadataBuilder.__annotations__,
         "runners": [
             _sets(kind, "attn_groups") and hasattr(kind, "get_model") for kind in (GPUModelRunner, GPUModelRunnerV2)
         ],
         "worker": _arguments(compat.platform_worker().initialize_from_config),
         "attention": [
             _sets(Attention, name)
-            for name in ("impl", "head_size", "num_heads", "num_kv_heads", "kv_cache_dtype", "kv_cache")
+            for name in ("impl", "head_size", "num_heads", "num_kv_heads", "kv_cache_dtype", "kv_cache", "head_size_v")
+        ],
+        "refused_attention": [
+            *(_sets(Attention, name) for name in ("kv_sharing_target_layer_name", "sliding_window")),
+            *(
+                f"self.{name} = " in source
+                for source in (inspect.getsource(CPUAttentionBackendImpl), flash_attention)
+                for name in ("alibi_slopes", "sinks", "logits_soft_cap", "scale")
+            ),
+        ],
+        "packing": [
+            sorted(set(re.findall(r"\blayer\.(\w+)", inspect.getsource(CPUAttentionBackendImpl.do_kv_cache_update)))),
+            [f"layer.{name} = " in default_scales for name in ("_k_scale_float", "_v_scale_float")],
+            "layer.isa = " in inspect.getsource(CPUAttentionBackend.get_builder_cls()),
         ],
         "write": _arguments(CPUAttentionBackendImpl.do_kv_cache_update),
         "forward": _arguments(CPUAttentionBackendImpl.forward)[:3],
         "updates_before": CPUAttentionBackend.forward_includes_kv_cache_update,
         "rope": [
             _sets(rotary_embedding.RotaryEmbedding.__mro__[1], n)
-            for n in ("cos_sin_cache", "rotary_dim", "is_neox_style")
+            for n in ("cos_sin_cache", "rotary_dim", "is_neox_style", "head_size")
         ],
         "refused": sorted(
             name
@@ -133,6 +153,8 @@ def facts() -> dict[str, Any]:
             "self._current_batch_allocated_block_ids",
             "self._current_batch_allocated_block_ids = set()",
         ),
+        "loaded": "finished_recving" in _fields(KVConnectorOutput),
+        "allocated": _arguments(KVCacheBlocks.get_block_ids)[:2],
         "all_reduce": _arguments(compat.tensor_model_parallel_all_reduce),
     }
 
