@@ -31,7 +31,7 @@ _DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_NOMEM)
 _OUT_OF_REACH = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY)
-_CUT = sqlite3.SQLITE_IOERR_SHORT_READ
+_MAX_PATH_BYTES = 512  # SQLite's
 _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # the latter when a message quotes a damaged file
 _ROWS_PER_FETCH = 1000
 _MAX_WORTH = 1e12
@@ -61,11 +61,15 @@ class ChunkIndex:
         self.path = path
         self._owner = xxhash.xxh32_intdigest(owner.encode()) - _INT32
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))  # what fails from here on is damage
-        self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-        # A text with broken UTF-8 is damage that is found when the row is looked at, not an error of the query.
-        self._connection.text_factory = bytes
         self._listings: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         self._discarded: set[int] = set()
+        self._is_void = False  # whether nothing that is in it counts any more
+        try:
+            self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise _opening_error(path, error) from error
+        # A text with broken UTF-8 is damage that is found when the row is looked at, not an error of the query.
+        self._connection.text_factory = bytes
         try:
             self._prepare()
         except _SQLITE_ERRORS as error:
@@ -150,9 +154,9 @@ class ChunkIndex:
             self.delete(())
 
     def clear(self) -> None:
-        """Remove every chunk."""
-        with self._changing() as connection:
-            connection.execute("DELETE FROM chunks")
+        """Remove every chunk: now, or if that raises, with the next change."""
+        self._is_void = True
+        self.delete(())
 
     def update(self, worths: Iterable[tuple[float, float, int]]) -> None:
         """Set frequency and cost: frequency, cost, slot."""
@@ -193,10 +197,13 @@ class ChunkIndex:
         connection = self._connection
         try:
             connection.execute("BEGIN IMMEDIATE")
-            if self._discarded:
+            if self._is_void:
+                connection.execute("DELETE FROM chunks")
+            elif self._discarded:
                 connection.executemany(_DELETE, ((slot,) for slot in self._discarded))
             yield connection
             connection.execute("COMMIT")
+            self._is_void = False
             self._discarded.clear()
         except BaseException as error:
             with suppress(*_SQLITE_ERRORS):  # SQLite may have done so already
@@ -227,21 +234,21 @@ def write_error(path: Path, error: Exception) -> CacheWriteError:
 
 def _opening_error(path: Path, error: Exception) -> Exception:
     """Return what to raise where an index is opened: only what is damaged may be thrown away."""
-    extended = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    code = extended & 0xFF
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return CacheLockedError(f"{path} is open in another program: close that one")
     if code in _NO_ROOM:
         return write_error(path, error)
-    if code in _OUT_OF_REACH and extended != _CUT:
+    if code in _OUT_OF_REACH:
         return _read_error(path, error)
     return IndexDamagedError(f"{path}: {error}")
 
 
 def _read_error(path: Path, error: Exception) -> CacheTierError:
-    return CacheTierError(
-        f"{path} cannot be read ({error}): see to that disk and to the limit of open files, or delete the file"
-    )
+    cure = "see to that disk and to the limit of open files, or delete the file"
+    if len(os.fsencode(path)) >= _MAX_PATH_BYTES - len("-journal"):
+        cure = f"SQLite takes paths of up to {_MAX_PATH_BYTES} bytes, name a shorter directory"
+    return CacheTierError(f"{path} cannot be read ({error}): {cure}")
 
 
 def _place(key: bytes, note: ChunkNote) -> tuple[bytes | None, str | None, int, int]:

@@ -42,9 +42,10 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
     for folder in folders:
         try:
             version, identity = _read_identity(folder)
-        except OSError:
-            version, identity = 0, {}
-        found.append(Namespace(folder, identity, version, _allocated_bytes(folder)))
+            num_bytes = _allocated_bytes(folder)
+        except OSError:  # another user's, or just deleted
+            version, identity, num_bytes = 0, {}, 0
+        found.append(Namespace(folder, identity, version, num_bytes))
     return sorted(found, key=lambda namespace: (-namespace.num_bytes, namespace.path))
 
 

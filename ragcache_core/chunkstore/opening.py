@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,8 +111,7 @@ def _read(index: ChunkIndex, file_slots: int, num_slots: int) -> tuple[Residents
 def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: SlotFile, residents: Residents) -> int:
     """Copy chunks into free slots, then say so in the index; return how many were not fit to be copied."""
     _, views = file.aligned_buffers(len(strays))
-    with suppress(OSError):  # what was not read does not match
-        file.read([slot for slot, _, _ in strays], views)
+    _read_each(file, [slot for slot, _, _ in strays], views)
     sound = [(row, view) for row, view in zip(strays, views, strict=True) if checksum(row[1], view) == row[2]]
     slots = residents.slots.reserve(len(sound))
     file.write(slots, [view for _, view in sound])
@@ -124,3 +122,23 @@ def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: SlotFile, reside
     copied = {old for _, (old, _, _) in moved}
     index.discard(slot for slot, _, _ in strays if slot not in copied)
     return len(strays) - len(sound)
+
+
+def _read_each(file: SlotFile, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+    """Read slots, one by one if that fails, so that a bad sector costs one chunk: what was not read does not match.
+
+    Raises:
+        OSError: none of several can be read; that is no bad sector.
+    """
+    try:
+        file.read(slots, views)
+        return
+    except OSError:
+        errors = []
+    for slot, view in zip(slots, views, strict=True):
+        try:
+            file.read([slot], [view])
+        except OSError as error:
+            errors.append(error)
+    if len(errors) == len(slots) > 1:
+        raise errors[0]

@@ -6,15 +6,13 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ragcache_core.bench.killpoints import run_damage
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
-from ragcache_core.chunkstore.index import ChunkIndex
-from ragcache_core.errors import CacheTierError, CacheWriteError
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 
@@ -159,74 +157,6 @@ def test_a_schema_that_is_no_text_is_a_cache_that_starts_empty(opening: Opening)
     path.write_bytes(path.read_bytes().replace(b"CREATE TABLE chunks", b"CREATE TAB\xeb\xff chunks"))
     store = opening()
     assert [len(store), store.stats.num_resets] == [0, 1]
-
-
-@pytest.mark.parametrize("name", ["index.sqlite-wal", "identity.json"])
-def test_what_cannot_be_read_at_the_moment_is_not_taken_for_damage(opening: Opening, name: str) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(8)))
-    path, kept = store.path / name, store.path / "kept"
-    if path.exists():
-        path.replace(kept)
-    path.mkdir()  # which cannot be opened as a file, as without a free descriptor
-    with pytest.raises(CacheTierError, match="cannot be (read|used)"):
-        opening()
-    path.rmdir()
-    if kept.exists():
-        kept.replace(path)
-    store = opening()
-    assert [len(store), store.stats.num_resets] == [8, 0]
-
-
-def test_a_full_disk_keeps_neither_the_store_from_opening_nor_what_is_of_no_use_in_it(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(8)))
-    with sqlite3.connect(store.path / "index.sqlite") as connection:
-        connection.execute(ROWS["negative slot"])
-        connection.execute("UPDATE chunks SET position = 'x' WHERE slot = 5")
-    connection.close()
-
-    def full(index: ChunkIndex, slots: Iterable[int]) -> None:
-        raise CacheWriteError("no space left")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ChunkIndex, "delete", full)
-        store = opening()
-        assert [len(store), store.stats.num_missing] == [7, 1]
-        assert [entry.key for entry in store.entries()] == [key for key in keys(8) if key not in (b"key 3", b"key 5")]
-        assert store.discard_many([b"key 7", b"none", b"key 7"]) == 1
-        assert [len(store), store.num_free_slots, read(store, b"key 7")] == [5, 11, None]
-    store.write_many(writes([b"key 9"]))
-    store.close()
-    store = opening()
-    assert sorted(entry.key for entry in store.entries()) == sorted([*keys(3), b"key 4", b"key 6", b"key 9"])
-    assert [store.stats.num_missing, store.stats.num_damaged] == [0, 0]
-
-
-def test_a_smaller_capacity_counts_no_row_that_a_full_disk_has_kept(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opening() as store:
-        store.write_many(writes(keys(8)))
-    with sqlite3.connect(store.path / "index.sqlite") as connection:
-        connection.execute("UPDATE chunks SET key = x'', position = 100 WHERE slot = 3")
-    connection.close()
-    delete, failures = ChunkIndex.delete, iter([CacheWriteError("no space left")])
-
-    def full_once(index: ChunkIndex, slots: Iterable[int]) -> None:
-        if (failure := next(failures, None)) is not None:
-            raise failure
-        delete(index, slots)
-
-    monkeypatch.setattr(ChunkIndex, "delete", full_once)
-    store = opening(4)
-    assert sorted(entry.key for entry in store.entries()) == [b"key 0", b"key 1", b"key 2", b"key 4"]
-
-
-def test_an_index_is_sorted_in_memory_and_needs_no_room_elsewhere(store: ChunkStore) -> None:
-    assert store._index._connection.execute("PRAGMA temp_store").fetchone() == (2,)  # MEMORY
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": "1", "identity": {}}', b'{"format": 1}', b"\xff"])

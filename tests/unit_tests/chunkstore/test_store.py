@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ragcache_core.chunkstore import ChunkEntry, ChunkNote, ChunkStore, ChunkWrite, list_namespaces
-from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheTierError
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, aligned, keys, payload, read, writes
 
@@ -218,6 +220,34 @@ def test_a_damaged_chunk_is_not_carried_into_a_smaller_file(opening: Opening) ->
     here = [key for key in keys(6, first=10) if read(store, key) == payload(key)]
     assert here == [key for key in keys(6, first=10) if key in store]
     assert len(here) == 5
+    store.close()
+    store = opening(8)
+    assert [len(store), store.stats.num_missing] == [5, 0], "its row is gone as well"
+
+
+@pytest.mark.parametrize("bad", [{12}, set(range(8, 16))], ids=["a sector", "the disk"])
+def test_a_bad_sector_costs_one_chunk_when_a_store_shrinks_and_a_disk_that_cannot_be_read_costs_none(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, bad: set[int]
+) -> None:
+    with opening() as store:
+        store.write_many(writes(keys(16)))
+        store.delete_many(keys(8))
+    read_slots = SlotFile.read
+
+    def failing(file: SlotFile, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+        if bad.intersection(slots):
+            raise OSError(errno.EIO, "Input/output error")
+        read_slots(file, slots, views)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "read", failing)
+        if len(bad) == 1:
+            store = opening(8)
+            assert [len(store), store.stats.num_missing, b"key 12" in store] == [7, 1, False]
+            return
+        with pytest.raises(CacheDirectoryError, match="Input/output error"):
+            opening(8)
+    assert len(opening(8)) == 8
 
 
 def test_what_was_dropped_for_capacity_is_counted(opening: Opening) -> None:
