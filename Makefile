@@ -56,7 +56,7 @@ demo: $(READY) ## answer questions from documents through LangChain and LlamaInd
 
 test: lint ## lint, types and every test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20 tests/integration_tests $(addprefix --ignore=,$(ALONE))
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=15 --durations-min=20 tests/integration_tests $(addprefix --ignore=,$(ALONE))
 	$(VENV)/bin/python -m pytest $(ALONE)
 	@if command -v $(CC) > /dev/null; then $(MAKE) test-compiled; \
 	  else echo "ragcache: warning: there is no C compiler, $(CC): make test-compiled was left out"; fi
