@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-compiled lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
+.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,18 +10,10 @@ PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH  := 2.13.0
 VLLM   := 0.32.0
 READY  := $(VENV)/.ragcache-ready
-# What a wheel brings, beside the checkout, which stays Python: setup.py.
-WHEEL  := build/wheel/.ready
-AS_WHEEL := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(dir $(WHEEL)):$(CURDIR)
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
 # What asks when an engine is idle runs with nothing beside it.
 ALONE  := $(addprefix tests/integration_tests/,client langchain_integration llamaindex_integration)
-# What uses the modules that setup.py compiles: their own tests, and answers of an engine out of every tier.
-ENGINE := tests/integration_tests/vllm_plugin
-COMPILED := $(addprefix tests/unit_tests/,tree policy sim vllm_plugin) $(addprefix $(ENGINE)/,test_block_pool.py test_host_policy.py) \
-  $(addprefix $(ENGINE)/test_tiers_on_the_engine.py::,test_every_tier_serves_the_answers_that_were_computed \
-    test_preempted_requests_have_the_answers_that_they_have_alone test_plain_vllm_has_the_same_answers)
 
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -44,12 +36,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(WHEEL): $(READY) setup.py $(shell find ragcache_core ragcache_integrations kernels -name '*.py')
-	rm -rf build/lib* build/bdist* build/wheel
-	RAGCACHE_COMPILE=1 $(PIP) install --quiet --no-deps --no-build-isolation --target $(dir $(WHEEL)) .
-	@touch $@
-
-test test-quick test-compiled bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
+test test-quick bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -58,14 +45,9 @@ test: lint ## lint, types and every test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=15 --durations-min=20 tests/integration_tests $(addprefix --ignore=,$(ALONE))
 	$(VENV)/bin/python -m pytest $(ALONE)
-	@if command -v $(CC) > /dev/null; then $(MAKE) test-compiled; \
-	  else echo "ragcache: warning: there is no C compiler, $(CC): make test-compiled was left out"; fi
 
 test-quick: $(READY) ## the tests that need no engine
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
-
-test-compiled: $(WHEEL) ## the tests of the tree, the policies and the tiers, with both compiled as in a wheel
-	RAGCACHE_COMPILE=1 $(AS_WHEEL) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -o pythonpath= $(COMPILED)
 
 lint: $(READY) ## ruff and mypy
 	$(VENV)/bin/ruff check .
@@ -79,8 +61,8 @@ format: $(READY) ## let ruff rewrite what it can
 bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
 	$(VENV)/bin/python -m ragcache_core.bench --model examples/demo_model
 
-bench-tiers: $(WHEEL) ## measure what the tiers bring and cost; writes build/bench-tiers.json (an hour and a half)
-	$(AS_WHEEL) $(VENV)/bin/python -m ragcache_core.bench.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/bench-tiers.json (an hour and a half)
+	$(VENV)/bin/python -m ragcache_core.bench.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
 	$(VENV)/bin/python -m ragcache_core.bench.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ragcache_core.tree import is_compiled
-
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -59,7 +57,7 @@ def compare(
 
 
 def machine() -> dict[str, str | int]:
-    """Return what was measured on: processor, cores, commit, versions, and how tree and policies ran."""
+    """Return what was measured on: processor, cores, commit, versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count() or 1,
@@ -67,7 +65,6 @@ def machine() -> dict[str, str | int]:
         "ragcache": version("ragcache"),
         "faiss": version("faiss-cpu"),
         "commit": _commit(),
-        "decisions": "machine code" if is_compiled() else "Python",
     }
 
 

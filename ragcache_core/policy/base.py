@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from mypy_extensions import mypyc_attr
-
 from ragcache_core.policy.prefill_cost import PrefillCost
 
 
@@ -50,7 +48,6 @@ class NodeStats:
         other.is_transient = self.is_transient
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ReplacementPolicy(ABC):
     """Says which of two nodes a tier should give up first.
 

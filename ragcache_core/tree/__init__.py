@@ -1,6 +1,5 @@
 """The knowledge tree: one prefix tree over documents for all tiers, free of vLLM and of I/O."""
 
-from ragcache_core.tree import node as _node
 from ragcache_core.tree.admission import Admission, admit
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
@@ -19,10 +18,4 @@ __all__ = [
     "admit",
     "by_node",
     "check_invariants",
-    "is_compiled",
 ]
-
-
-def is_compiled() -> bool:
-    """Return whether the decisions run as machine code, as a wheel brings them, and not as Python (``setup.py``)."""
-    return not str(_node.__file__).endswith(".py")

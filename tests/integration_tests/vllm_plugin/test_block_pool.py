@@ -132,7 +132,7 @@ def test_more_blocks_than_are_free_are_refused_as_vllm_does() -> None:
 
 
 class ToldTree:
-    """A tree, and how often it was told that blocks are gone; a compiled one cannot be patched."""
+    """A tree, and how often it was told that blocks are gone."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree

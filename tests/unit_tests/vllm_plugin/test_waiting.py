@@ -185,7 +185,7 @@ def test_no_more_is_protected_than_fits_and_the_next_follow_in_their_turn() -> N
 
 
 class CountingTree:
-    """Counts how often a unit is looked for; a compiled tree's methods cannot be replaced."""
+    """Counts how often a unit is looked for."""
 
     def __init__(self, tree: KnowledgeTree) -> None:
         self._tree = tree
