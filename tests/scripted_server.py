@@ -20,6 +20,7 @@ It is plain vLLM until ``cache`` is set, to :data:`THREE_TIERS` for example; the
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import select
@@ -115,6 +116,10 @@ class ScriptedServer:
     """What ``/v1/ragcache/load`` answers, to :data:`IDLE` for example; with ``None`` there is no speculation."""
     cached_paths: list[JsonObject] | None = None
     """The lines that ``/v1/ragcache/cached_paths`` streams, and then keeps silent; with ``None`` there is no route."""
+    tokenizer: bytes | None = None
+    """What ``/v1/ragcache/tokenizer`` hands out, ``TokenizerFiles`` as JSON; with ``None`` there is no such route."""
+    offered_hash: str | None = None
+    """The hash under which it is offered; by default its own."""
     confirmed: list[str] = field(default_factory=list)
     """Ids of the speculations that were confirmed."""
     admits_after_s: float | None = 0.0
@@ -299,6 +304,10 @@ class _Handler(BaseHTTPRequestHandler):
             case "/v1/ragcache/cached_paths" if owner.cached_paths is not None:
                 if self._is_allowed():
                     self._stream_paths(owner.cached_paths)
+            case path if path.startswith("/v1/ragcache/tokenizer") and owner.tokenizer is not None:
+                if self._is_allowed():
+                    owner.cache_questions.append(path.removeprefix("/v1/ragcache/"))
+                    self._hand_out(owner.tokenizer, owner.offered_hash or hashlib.sha256(owner.tokenizer).hexdigest())
             case path if path.startswith("/v1/ragcache/"):
                 if self._is_allowed():
                     self._answer_of_the_cache(path.removeprefix("/v1/ragcache/"))
@@ -314,6 +323,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404 if answer is None else owner.cache_status, {"detail": "Not Found"})
             else:
                 self._send(200, answer)
+
+    def _hand_out(self, tokenizer: bytes, offered_hash: str) -> None:
+        if self.path == "/v1/ragcache/tokenizer":
+            self._send(200, {"sha256": offered_hash, "num_bytes": len(tokenizer)})
+        elif self.path == f"/v1/ragcache/tokenizer/{offered_hash}":
+            self._send(200, tokenizer.decode())
+        else:
+            self._send(404, {"detail": "no tokenizer of that hash"})
 
     def _stream_paths(self, lines: Sequence[JsonObject]) -> None:
         self.send_response(200)

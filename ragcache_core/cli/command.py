@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 import threading
@@ -87,7 +88,8 @@ class Group(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the command line and exit."""
         try:
-            status = super().main(*args, **{**kwargs, "standalone_mode": False})
+            with _warnings_as_typed():
+                status = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
@@ -115,6 +117,23 @@ def _report(error: Exception, *, as_json: bool) -> None:
         click.echo(f"  {line}", err=True)
     if as_json:
         print_json({"error": {"type": type(error).__name__, "message": message}})
+
+
+class _TypedWarnings(logging.Handler):
+    """Shows a warning as one line on standard error, with its cures as they are typed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"ragcache: warning: {as_typed(record.getMessage())}", err=True)
+
+
+@contextmanager
+def _warnings_as_typed() -> Iterator[None]:
+    logger, handler = logging.getLogger("ragcache_core"), _TypedWarnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager

@@ -29,7 +29,9 @@ api_key_option = click.option(
     "--api-key", envvar="RAGCACHE_API_KEY", show_envvar=True, metavar="KEY", help="The server's API key."
 )
 tokenizer_option = click.option(
-    "--tokenizer", metavar="PATH", help="The model's tokenizer, where the server's model path is not on this machine."
+    "--tokenizer",
+    metavar="NAME",
+    help="A folder, or a name of the hub, with the model's tokenizer. [default: the model's own]",
 )
 cache_config_option = click.option(
     "--cache-config",

@@ -57,7 +57,7 @@ def stats(url: str, api_key: str | None, watch_s: float | None, as_json: bool) -
     from ragcache_core.client import Engine
 
     try:
-        with Engine.connect(url, api_key=api_key) as engine:
+        with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
             if watch_s is not None:
                 _watch(engine, watch_s, _way_to_watch(as_json))
             show = _show_json if as_json else _show

@@ -20,7 +20,7 @@ from ragcache_core.client.generation import (
     streamed_body,
     whole,
 )
-from ragcache_core.client.handshake import Handshake
+from ragcache_core.client.handshake import Handshake, ModelCard
 from ragcache_core.client.importing import importing_requests
 from ragcache_core.client.learning import LayoutLearner
 from ragcache_core.client.load import LoadRoute
@@ -32,10 +32,13 @@ from ragcache_core.client.speculating import Speculations
 from ragcache_core.client.speculating_door import SpeculatingDoor
 from ragcache_core.client.tokenizer import checked_tokenizer
 from ragcache_core.client.transport import AsyncRetryingTransport, RetryingTransport, ServerWatch
+from ragcache_core.errors import TokenizerUnavailableError
 from ragcache_core.prompt import PromptTokenizer, RenderedPrompt
 from ragcache_core.stats import EngineStats, RequestStats
 from ragcache_core.wire import ChunkReuseOption
 
+FindTokenizer = Callable[[Handshake, ModelCard], PromptTokenizer]
+"""Returns the tokenizer of a server's model, or raises ``TokenizerUnavailableError``."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -73,13 +76,18 @@ class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
         self._mirror = CacheMirror(base_url, api_key)
         self._bound = None
 
-    def _shake_hands(self, tokenizer: Callable[[str], PromptTokenizer]) -> None:
+    def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
+        """Ask the server about itself; ``None`` does without a tokenizer."""
         server = Handshake(self._http, self.base_url, self.api_key)
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
         with importing_requests():
-            self._tokenizer = checked_tokenizer(
-                lambda: tokenizer(card.root), lambda messages: server.token_ids(card.name, messages)
+            self._tokenizer = (
+                TokenizerUnavailableError("this connection was made with tokenizer=False: leave that out")
+                if find_tokenizer is None
+                else checked_tokenizer(
+                    lambda: find_tokenizer(server, card), lambda messages: server.token_ids(card.name, messages)
+                )
             )
         self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=self.max_model_len)
 

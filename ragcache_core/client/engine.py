@@ -7,21 +7,23 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import httpx
 
-from ragcache_core.client.asking import ServerDoor
+from ragcache_core.client.asking import FindTokenizer, ServerDoor
+from ragcache_core.client.handshake import Handshake, ModelCard
 from ragcache_core.client.launch import launch_server
 from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.client.process import GRACE_S
 from ragcache_core.client.supervisor import Supervisor
-from ragcache_core.client.tokenizer import ModelTokenizer
+from ragcache_core.client.tokenizer import ModelTokenizer, handed_out
 from ragcache_core.client.transport import Health
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import EngineDiedError, EngineUnreachableError
+from ragcache_core.errors import EngineDiedError, EngineUnreachableError, TokenizerUnavailableError
 from ragcache_core.prompt import PromptTokenizer
 
 _open_engines: set[Engine] = set()
@@ -49,12 +51,12 @@ class Engine(ServerDoor):
         api_key: str,
         *,
         supervisor: Supervisor | None = None,
-        tokenizer: Callable[[str], PromptTokenizer],
+        find_tokenizer: FindTokenizer | None,
         log_path: Path | None = None,
     ) -> None:
         """Join the server at ``base_url``; use :meth:`launch` or :meth:`connect` instead.
 
-        ``tokenizer`` is told the model that the server runs.
+        Without ``find_tokenizer`` there is none.
         """
         super().__init__(base_url, api_key, supervisor)
         self.log_path = log_path
@@ -62,7 +64,7 @@ class Engine(ServerDoor):
         self._closing = threading.Lock()
         _open_engines.add(self)
         try:
-            self._shake_hands(tokenizer)
+            self._shake_hands(find_tokenizer)
         except BaseException:
             self.close()
             raise
@@ -129,7 +131,7 @@ class Engine(ServerDoor):
             server.base_url,
             server.api_key,
             supervisor=server.supervisor,
-            tokenizer=lambda _: server.tokenizer(),
+            find_tokenizer=lambda handshake, _: handed_out(handshake) or server.tokenizer(),
             log_path=server.log_path,
         )
 
@@ -154,12 +156,18 @@ class Engine(ServerDoor):
 
     @classmethod
     def connect(
-        cls, url: str, *, api_key: str | None = None, tokenizer: str | None = None, timeout_s: float = 10.0
+        cls,
+        url: str,
+        *,
+        api_key: str | None = None,
+        tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
+        timeout_s: float = 10.0,
     ) -> Self:
         """Join a server that runs already, at ``http://host:port`` (with or without ``/v1``).
 
-        Documents are found in prompts with the model's tokenizer: ``tokenizer`` names its folder where the server's
-        own model path is not readable here. Without one, requests still work; their documents are not known.
+        Documents are found in prompts with the model's tokenizer, which the server hands out. One without RAGCache does
+        not: then ``tokenizer`` names a folder, or a model of the Hugging Face hub, that has it, and without one
+        requests still work, but their documents are not known. ``False`` does without, for who asks for figures only.
 
         Raises:
             EngineUnreachableError: nothing answers there within ``timeout_s`` seconds.
@@ -174,7 +182,8 @@ class Engine(ServerDoor):
             raise EngineUnreachableError(
                 f"no engine answers at {url} ({error}): is the server running, and the URL right?"
             ) from error
-        return cls(base_url, api_key or "none", tokenizer=lambda root: ModelTokenizer(tokenizer or root))
+        find_tokenizer = None if tokenizer is False else partial(_tokenizer_of, tokenizer)
+        return cls(base_url, api_key or "none", find_tokenizer=find_tokenizer)
 
     @classmethod
     async def aconnect(cls, url: str, **settings: Any) -> Self:
@@ -230,6 +239,25 @@ class Engine(ServerDoor):
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> PromptTokenizer:
+    """Return the tokenizer of a server that runs elsewhere. The hub is asked for what a user named, for nothing else.
+
+    Raises:
+        TokenizerUnavailableError: there is none.
+    """
+    if wish is not None:
+        return ModelTokenizer(wish)
+    if (tokenizer := handed_out(server)) is not None:
+        return tokenizer
+    root = Path(card.root)
+    if root.is_absolute() and root.is_dir():
+        return ModelTokenizer(root)
+    raise TokenizerUnavailableError(
+        f"the server at {server.base_url} hands out no tokenizer (it runs without RAGCache, or an older one), and its "
+        f"model {card.root!r} is no folder of this machine: pass tokenizer= with a folder or a name of the hub"
+    )
 
 
 def _close_result(launching: asyncio.Future[Any]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
 from ragcache_core.client.failures import translate_errors
-from ragcache_core.errors import EngineAuthError, EngineError
+from ragcache_core.client.tokenizer_files import TokenizerFiles, keep, load_kept, sha256_of
+from ragcache_core.errors import EngineAuthError, EngineError, TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage
 
 
@@ -59,6 +62,42 @@ class Handshake:
             return list(page.json()["tokens"]) if page.status_code == 200 else None
         except (ValueError, LookupError, TypeError):
             return None
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """Return the tokenizer that the server hands out; ``None`` if it hands out none.
+
+        It is kept on this machine by its hash, so that it is fetched once.
+
+        Raises:
+            TokenizerUnavailableError: the model has none that could be handed out, or it came damaged.
+        """
+        offer = self._object("/ragcache/tokenizer")
+        match offer:
+            case {"sha256": str(sha256)} if re.fullmatch("[0-9a-f]{64}", sha256):
+                data = load_kept(sha256)
+            case {"reason": str(reason)}:
+                raise TokenizerUnavailableError(f"the server does not hand out its tokenizer: {reason:.200}")
+            case _:
+                return None
+        if data is None:
+            with translate_errors():
+                data = self.http.get(f"{self.base_url}/ragcache/tokenizer/{sha256}", headers=self._headers()).content
+            if sha256_of(data) != sha256:
+                raise TokenizerUnavailableError(
+                    f"the tokenizer that {self.base_url} hands out came with another hash than it was offered under: "
+                    "connect again, or pass tokenizer= with a folder or a name of the hub"
+                )
+            keep(data)
+        return TokenizerFiles.from_bytes(data)
+
+    def _object(self, path: str) -> dict[str, Any] | None:
+        with translate_errors():
+            page = self.http.get(f"{self.base_url}{path}", headers=self._headers())
+        try:
+            value = page.json() if page.status_code == 200 else None
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.api_key}"}

@@ -23,13 +23,14 @@ from ragcache_core.client.arguments import (
     vllm_arguments,
 )
 from ragcache_core.client.calibrations import find_calibration, load_calibration
+from ragcache_core.client.importing import import_requests
 from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.profiles import find_profile
 from ragcache_core.client.progress import LoadProgress
 from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions, sweep_shared_memory
 from ragcache_core.client.supervisor import Supervisor
-from ragcache_core.client.tokenizer import ModelTokenizer, preload
+from ragcache_core.client.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.prompt import PromptTokenizer
@@ -41,7 +42,7 @@ _LOOKS_EVERY_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class LaunchedServer:
-    """A server that is ready, and how to reach it. ``tokenizer`` waits for the model's tokenizer."""
+    """A server that is ready, and how to reach it. ``tokenizer`` loads the model's, where it hands none out."""
 
     base_url: str
     api_key: str
@@ -110,7 +111,7 @@ def launch_server(
     address = f"http://{_reachable(host)}:{port}"
     template = vllm_args.get("chat_template")
     chat_template = None if template is None else str(template)
-    loading = preload(lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template))
+    threading.Thread(target=import_requests, name="ragcache-imports", daemon=True).start()  # while the server loads
 
     runs = count()
 
@@ -133,7 +134,13 @@ def launch_server(
         if Path(model).exists():
             raise
         raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error
-    return LaunchedServer(f"{address}/v1", api_key, supervisor, loading, log)
+    return LaunchedServer(
+        f"{address}/v1",
+        api_key,
+        supervisor,
+        lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template),
+        log,
+    )
 
 
 def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:

@@ -13,7 +13,8 @@ from ragcache_core.stats import RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
 
-_TEXT_ROLES = {"system", "developer", "user", "assistant"}
+_TEXT_ROLES = {"system", "user", "assistant"}
+"""vLLM makes another role of ``developer`` where a template does not know it."""
 _PLAIN_KEYS = {"role", "content", "name"}
 _CHANGES_PROMPT = frozenset(
     ("tools", "functions", "reasoning_effort", "documents", "chat_template", "chat_template_kwargs",

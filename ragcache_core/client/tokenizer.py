@@ -7,11 +7,14 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ragcache_core.client.importing import import_requests
+from tokenizers import Tokenizer
+
+from ragcache_core.client.chat_template import ChatTemplate
+from ragcache_core.client.handshake import Handshake
+from ragcache_core.client.tokenizer_files import TokenizerFiles
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, TokenizedText
 
@@ -19,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 PROBE: tuple[ChatMessage, ...] = (
     {"role": "system", "content": "Answer the question."},
-    {"role": "user", "content": "Document: Ünïcode, 1,234.5\n\nQuestion: Who?"},
+    {"role": "user", "content": "Document: Ünïcode, 1,234.5  it's 東京 🙂\n\n\tx = [1]\n\nQuestion: Who?"},
 )
 """Messages that are tokenised here and by the server, to see that both agree."""
 _MAX_KEPT_CHARS = 1 << 18
@@ -27,34 +30,38 @@ _MAX_KEPT_CHARS = 1 << 18
 
 
 class ModelTokenizer:
-    """A :class:`~ragcache_core.prompt.PromptTokenizer` over the tokenizer files of a model (transformers).
+    """A :class:`~ragcache_core.prompt.PromptTokenizer` over the tokenizer files of a model.
 
     Thread-safe. It gives the ids that vLLM's server gives for the same text or messages; a test holds it to that.
     """
 
-    def __init__(self, model: str | os.PathLike[str], *, chat_template: str | None = None) -> None:
-        """Load the tokenizer of ``model``, a folder or a name in the local Hugging Face cache.
+    def __init__(self, model: str | os.PathLike[str] | TokenizerFiles, *, chat_template: str | None = None) -> None:
+        """Load the tokenizer of ``model``: a folder, a name of the Hugging Face hub, or what a server handed out.
 
         ``chat_template`` replaces the model's own: a template, or the path of one.
 
         Raises:
-            TokenizerUnavailableError: no fast tokenizer can be loaded from there.
+            TokenizerUnavailableError: there is no ``tokenizer.json``, or it is damaged.
+            PromptError: the chat template cannot be read.
         """
+        files = model if isinstance(model, TokenizerFiles) else TokenizerFiles.read(model)
+        if chat_template is not None:
+            files = replace(files, chat_template=_read_template(chat_template))
         try:
-            from transformers import AutoTokenizer
-
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and more
+            self._tokenizer = Tokenizer.from_str(files.tokenizer)
+        except Exception as error:  # of the Rust library: no narrower class
             raise TokenizerUnavailableError(
-                f"no tokenizer can be loaded from {os.fspath(model)!r} ({error}): pass tokenizer= with a folder that "
-                "holds the model's tokenizer files"
+                f"the tokenizer cannot be loaded ({error}): pass tokenizer= with a folder that holds the model's "
+                "tokenizer.json, or with a name of the hub"
             ) from error
-        if not self._tokenizer.is_fast:
-            raise TokenizerUnavailableError(
-                f"the tokenizer of {os.fspath(model)!r} has no character offsets (it is not a 'fast' one), so "
-                "documents cannot be found in its tokens: pass tokenizer= with the folder of a fast one"
-            )
-        self._chat_template = _read_template(chat_template)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        variables = {**files.special_tokens, **files.template_settings}
+        self._chat_template = (
+            None
+            if files.chat_template is None
+            else ChatTemplate(files.chat_template, variables, wraps_text=files.wraps_text)
+        )
         self._lock = threading.Lock()
         self._latest = _LatestTexts(_MAX_KEPT_CHARS)
 
@@ -64,17 +71,9 @@ class ModelTokenizer:
         Raises:
             PromptError: the model has no chat template, or the template refuses the messages.
         """
-        try:
-            with self._lock:
-                text: str = self._tokenizer.apply_chat_template(
-                    [dict(m) for m in messages],
-                    chat_template=self._chat_template,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
-        except Exception as error:  # jinja2's errors and transformers' ValueError
-            raise PromptError(f"the chat template cannot render these messages: {error}") from error
-        return text
+        if self._chat_template is None:
+            raise PromptError("the model has no chat template: serve it with one, --chat-template FILE")
+        return self._chat_template.render(messages)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
         """Return the token ids of ``text`` with character offsets."""
@@ -82,14 +81,8 @@ class ModelTokenizer:
         with self._lock:
             if (tokenized := self._latest.get(key)) is not None:
                 return tokenized
-            encoding = self._tokenizer(
-                text,
-                add_special_tokens=add_special_tokens,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-        tokenized = TokenizedText(tuple(encoding["input_ids"]), tuple(map(tuple, encoding["offset_mapping"])))
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        tokenized = TokenizedText(tuple(encoding.ids), tuple(encoding.offsets))
         with self._lock:
             self._latest.put(key, tokenized)
         return tokenized
@@ -118,6 +111,16 @@ class _LatestTexts:
             self._room_chars += len(text)
 
 
+def handed_out(server: Handshake) -> ModelTokenizer | None:
+    """Return the tokenizer that a server hands out, if it does.
+
+    Raises:
+        TokenizerUnavailableError: its model has none that could be.
+    """
+    files = server.tokenizer_files()
+    return None if files is None else ModelTokenizer(files)
+
+
 def checked_tokenizer(
     load: Callable[[], PromptTokenizer], server_token_ids: Callable[[Sequence[ChatMessage]], list[int] | None]
 ) -> PromptTokenizer | TokenizerUnavailableError:
@@ -126,11 +129,13 @@ def checked_tokenizer(
     Prompts that are tokenised here must be the prompts that the server would have made of the same messages.
     """
     try:
-        tokenizer = load()
         try:
+            tokenizer = load()
             ours = list(tokenizer.encode(tokenizer.render(PROBE)).token_ids)
         except PromptError as error:
-            raise TokenizerUnavailableError(f"{error}: serve a chat model, or pass chat_template=") from error
+            if isinstance(error, TokenizerUnavailableError):
+                raise
+            raise TokenizerUnavailableError(str(error)) from error
         theirs = server_token_ids(PROBE)
         if theirs is not None and theirs != ours:
             raise TokenizerUnavailableError(
@@ -141,24 +146,6 @@ def checked_tokenizer(
         logger.warning("The documents of this engine's requests will not be known: %s", error)
         return error
     return tokenizer
-
-
-def preload(load: Callable[[], PromptTokenizer]) -> Callable[[], PromptTokenizer]:
-    """Start ``load`` in a thread, while the server loads; return what waits for its result.
-
-    The thread then imports what the first request needs, too.
-    """
-    future: Future[PromptTokenizer] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(load())
-        except BaseException as error:
-            future.set_exception(error)
-        import_requests()
-
-    threading.Thread(target=run, name="ragcache-tokenizer", daemon=True).start()
-    return future.result
 
 
 def _read_template(chat_template: str | None) -> str | None:

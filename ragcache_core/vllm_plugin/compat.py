@@ -238,3 +238,20 @@ def platform_worker() -> type[Any]:
         from vllm.v1.worker.gpu_worker import Worker
     worker: type[Any] = Worker
     return worker
+
+
+def chat_template_of(serving: Any) -> tuple[str | None, bool] | None:
+    """Return the chat template with which vLLM's ``ServingTokenization`` renders text, and whether texts are wrapped.
+
+    ``None`` where the model's chats are laid out in Python.
+    """
+    from vllm.renderers.hf import HfRenderer, resolve_chat_template, resolve_chat_template_content_format
+
+    if not isinstance(serving.renderer, HfRenderer):
+        return None
+    tokenizer, config = serving.renderer.get_tokenizer(), serving.model_config
+    template = resolve_chat_template(tokenizer, serving.chat_template, None, model_config=config)
+    content_format = resolve_chat_template_content_format(
+        serving.chat_template, None, serving.chat_template_content_format, tokenizer, model_config=config
+    )
+    return template, content_format == "openai"

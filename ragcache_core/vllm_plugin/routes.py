@@ -1,20 +1,23 @@
-"""Routes beside vLLM's: the tiers of a request and of the engine, what is cached, and what may be speculated.
+"""Routes beside vLLM's: the tiers of a request and of the engine, what is cached and may be speculated, the tokenizer.
 
 They lie under ``/v1`` so that the server's API key protects them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from vllm.logger import init_logger
 
+from ragcache_core.client.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.compat import call_confirm, call_report
 from ragcache_core.vllm_plugin.input_processor import SendingInputProcessor
 from ragcache_core.vllm_plugin.metrics import received
+from ragcache_core.vllm_plugin.tokenizer_files import read_tokenizer_files
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -92,6 +95,32 @@ async def confirm(speculation_id: str, request: Request) -> None:
         raise HTTPException(404, "this server runs without RAGCache")
     if report := await call_confirm(request.app.state.ragcache_engine_client, speculation_id):
         received.tell(report)
+
+
+@router.get("/tokenizer")
+async def tokenizer(request: Request) -> dict[str, Any]:
+    """Return the hash under which the model's tokenizer and chat template are handed out, or why they are not."""
+    files = await _tokenizer_files(request.app.state)
+    if isinstance(files, str):
+        return {"reason": files}
+    return {"sha256": sha256_of(files), "num_bytes": len(files)}
+
+
+@router.get("/tokenizer/{sha256}")
+async def tokenizer_files(sha256: str, request: Request) -> Response:
+    """Return the model's tokenizer and chat template: ``TokenizerFiles`` as JSON."""
+    files = await _tokenizer_files(request.app.state)
+    if isinstance(files, str) or sha256_of(files) != sha256:
+        raise HTTPException(404, f"no tokenizer of hash {sha256!r:.80} is handed out")
+    return Response(files, media_type="application/json")
+
+
+async def _tokenizer_files(state: Any) -> bytes | str:
+    """Return what is handed out, or why nothing is. It is put together once: some have 20 MB."""
+    if not hasattr(state, "ragcache_tokenizer_files"):
+        state.ragcache_tokenizer_files = await asyncio.to_thread(read_tokenizer_files, state.serving_tokenization)
+    files: bytes | str = state.ragcache_tokenizer_files
+    return files
 
 
 class RAGCacheEndpoint:

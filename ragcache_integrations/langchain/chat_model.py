@@ -66,6 +66,8 @@ class ChatRAGCache(BaseChatOpenAI):
 
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     """The engine that answers; its owner closes it."""
+    tokenizer: str | os.PathLike[str] | None = Field(default=None, exclude=True, repr=False)
+    """With ``base_url``: a folder, or a name of the hub, with the model's tokenizer, if the server hands out none."""
     chunk_reuse: bool | dict[str, Any] | None = None
     """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
     stream_usage: bool | None = True
@@ -87,6 +89,8 @@ class ChatRAGCache(BaseChatOpenAI):
         if engine is not None:
             if settings.get("base_url"):
                 raise ConfigError("engine= and base_url= were both given: pass the engine, or the address of one")
+            if settings.get("tokenizer") is not None:
+                raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
             settings |= _address_of(engine)
             settings = {"model": engine.model, "timeout": engine.http_client().timeout, **settings}
         else:
@@ -140,7 +144,8 @@ class ChatRAGCache(BaseChatOpenAI):
             if self._connected is None:
                 assert isinstance(self.openai_api_key, SecretStr)
                 assert self.openai_api_base is not None
-                engine = Engine.connect(self.openai_api_base, api_key=self.openai_api_key.get_secret_value())
+                key = self.openai_api_key.get_secret_value()
+                engine = Engine.connect(self.openai_api_base, api_key=key, tokenizer=self.tokenizer)
                 self._use_clients_of(engine)
                 self._connected = engine
             return self._connected

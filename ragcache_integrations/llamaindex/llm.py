@@ -10,6 +10,7 @@ about its documents; added to a response is what the cache did for it::
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.llms.openai.base import Tokenizer
 from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
@@ -53,6 +55,9 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
     chat template: ``is_chat_model=False``) goes to the completions endpoint, where the documents are not known.
 
+    The model's tokenizer comes from the server. Of one without RAGCache ``tokenizer`` names a folder, or a model of the
+    Hugging Face hub, that has it; an object with ``encode`` is ``OpenAILike``'s, for its ``max_tokens``.
+
     ``chunk_reuse``, of the LLM or of a call, lets documents be reused behind others than they were computed behind,
     which is approximate; see :meth:`ServerDoor.stream <ragcache_core.client.asking.ServerDoor.stream>`.
 
@@ -78,6 +83,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         base_url: str | None = None,
         api_key: str | None = None,
         model: str | None = None,
+        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
@@ -85,9 +91,12 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         if (engine is None) == (address is None):
             raise ConfigError("RAGCacheLLM needs an engine or the api_base of a server, and not both")
         read_chunk_reuse(kwargs.get("chunk_reuse"))
+        own_tokenizer = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
+        if engine is not None and own_tokenizer is not None:
+            raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
         owns_engine = engine is None
         if engine is None:
-            engine = Engine.connect(str(address), api_key=api_key)
+            engine = Engine.connect(str(address), api_key=api_key, tokenizer=own_tokenizer)
         super().__init__(
             **{
                 "context_window": engine.max_model_len,
@@ -97,6 +106,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
                 "model": model or engine.model,
                 "api_base": engine.base_url,
                 "api_key": engine.api_key,
+                "tokenizer": tokenizer if own_tokenizer is None else None,
                 "timeout": timeout,
                 "max_retries": 0,  # the engine's http clients retry where it is safe
                 "http_client": engine.http_client(),

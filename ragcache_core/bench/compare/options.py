@@ -125,7 +125,7 @@ def prepare(options: BenchOptions) -> Prepared:
 
 def _on_a_server(options: BenchOptions) -> Prepared:
     """Return the load on one server that runs already, as it is."""
-    with Engine.connect(options.engine, api_key=options.api_key) as engine:
+    with Engine.connect(options.engine, api_key=options.api_key, tokenizer=False) as engine:
         is_ragcache = engine.stats().policy is not None
         num_tokens = engine.max_model_len
     peer = Peer("server", f"the server at {options.engine}", is_ragcache=is_ragcache)

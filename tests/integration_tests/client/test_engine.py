@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from ragcache_core import Document, PromptLayout, SegmentKind
-from ragcache_core.client import Engine
+from ragcache_core.client import Engine, ModelTokenizer
+from ragcache_core.client.handshake import Handshake
 from ragcache_core.errors import EngineAuthError, EngineClosedError, PromptTooLongError, RequestRejectedError
+from tests.conftest import DEMO_MODEL
 
 LAYOUT = PromptLayout()
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
@@ -192,6 +194,20 @@ def test_connecting_is_the_same_as_launching(engine: Engine) -> None:
         prompt = LAYOUT.render(joined.tokenizer, documents("Joined"), "Who founded Zorval?")
         assert joined.generate(prompt, max_tokens=8).text == engine.generate(prompt, max_tokens=8).text
     assert engine.generate("Zorval", max_tokens=1).stats.num_output_tokens == 1
+
+
+def test_the_engine_hands_its_own_tokenizer_out_to_who_has_the_key(engine: Engine) -> None:
+    with httpx.Client(timeout=30) as http:
+        files = Handshake(http, engine.base_url, engine.api_key).tokenizer_files()
+        assert http.get(f"{engine.base_url}/ragcache/tokenizer").status_code == 401
+    assert files is not None
+    assert files.special_tokens["bos_token"] == "<s>"
+    assert files.chat_template == (DEMO_MODEL / "chat_template.jinja").read_text(encoding="utf-8")
+    text = "Zorval  was\n\nfounded — in 1823."
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    handed_out, read = ModelTokenizer(files), ModelTokenizer(DEMO_MODEL)
+    assert handed_out.render(messages) == read.render(messages)
+    assert handed_out.encode(text, add_special_tokens=True) == read.encode(text, add_special_tokens=True)
 
 
 @pytest.mark.parametrize("key", ["wrong", None])

@@ -67,6 +67,18 @@ def test_requests_carry_our_metadata_and_token_ids(vllm_facts: dict[str, object]
     assert vllm_facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
 
 
+def test_the_server_has_the_tokenizer_that_it_hands_out(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["tokenization"] == [
+        ["renderer", "model_config", "chat_template", "chat_template_content_format"],
+        ["default_chat_template_kwargs"],
+        True,
+        ["tokenizer", "chat_template", "tools", "model_config"],
+        ["chat_template", "tools", "given_format", "tokenizer", "model_config"],
+        ["self"],
+        True,
+    ], "routes.tokenizer() reads app.state.serving_tokenization: follow it in compat.chat_template_of()"
+
+
 def test_a_request_passes_the_input_processor_before_it_is_sent(vllm_facts: dict[str, object]) -> None:
     assert vllm_facts["input"] == [
         ["input_processor"],

@@ -9,15 +9,18 @@ from dataclasses import fields
 from typing import Any
 
 import vllm
+from transformers import TokenizersBackend
 from vllm import plugins
 from vllm.config import (
     CacheConfig,
     SchedulerConfig,
 )
 from vllm.entrypoints.launchers import launcher
-from vllm.entrypoints.launchers.api_server import entry
+from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.renderers import hf
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -98,6 +101,15 @@ def facts() -> dict[str, object]:
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
         "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),
+        "tokenization": [
+            sets(ServingTokenization, "renderer", "model_config", "chat_template", "chat_template_content_format"),
+            sets(ServingTokenization, "default_chat_template_kwargs"),
+            "state.serving_tokenization = ServingTokenization(" in inspect.getsource(app_state),
+            parameters(hf.resolve_chat_template),
+            parameters(hf.resolve_chat_template_content_format),
+            parameters(hf.HfRenderer.get_tokenizer),
+            isinstance(inspect.getattr_static(TokenizersBackend, "backend_tokenizer"), property),
+        ],
         "plugin_groups": [
             plugins.DEFAULT_PLUGINS_GROUP,
             plugins.PLATFORM_PLUGINS_GROUP,

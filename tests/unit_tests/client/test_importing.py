@@ -13,10 +13,10 @@ from tests.scripted_server import IDLE, ScriptedServer
 def openai_modules():
     return {name for name in sys.modules if name.startswith(("openai", "anyio"))}
 
-with ScriptedServer(root="examples/demo_model") as server:
+with ScriptedServer() as server:
     server.load = IDLE
     before = openai_modules()
-    with Engine.connect(server.url) as engine:
+    with Engine.connect(server.url, tokenizer="examples/demo_model") as engine:
         assert not [t for t in threading.enumerate() if t.name == "ragcache-imports"]
         at_hand = openai_modules()
         prompt = PromptLayout().render(engine.tokenizer, [], "Who?")

@@ -35,7 +35,6 @@ class Owner:
         for name, replacement in {
             "ragcache_core.config.read_memory": lambda: self.memory,
             "ragcache_core.config._free_shared": lambda memory: memory.available,
-            "ragcache_core.client.launch.preload": lambda load: load,
             "ragcache_core.client.launch.ServerProcess": self._start,
             "ragcache_core.client.launch.Supervisor": self._supervise,
         }.items():
