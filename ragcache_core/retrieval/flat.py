@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import faiss
 import numpy as np
 
 from ragcache_core.retrieval.base import (
@@ -23,6 +22,7 @@ from ragcache_core.retrieval.base import (
     best_first,
     cut_points,
 )
+from ragcache_core.retrieval.extra import faiss
 
 _ROWS_PER_CALL = 16384
 """Rows between two looks at the cancel flag: about 1 ms at 384 dimensions."""

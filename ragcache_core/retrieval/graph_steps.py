@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import faiss
 import numpy as np
 from numba import njit
+
+from ragcache_core.retrieval.extra import faiss
 
 STATE_LENGTH = 4
 # Where a run stands: an int64 array that the compiled code reads and writes.

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import faiss
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +30,7 @@ from ragcache_core.retrieval.base import (
     Vectors,
     best_first,
 )
+from ragcache_core.retrieval.extra import faiss
 
 _LARGEST_DELETED_SHARE = 0.2
 _SELF_CHECK_QUERIES = 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 
 from ragcache_core.errors import StoreCorruptError
 from ragcache_core.retrieval.base import Ids, IndexOptions, StagedIndex, Vectors
 from ragcache_core.retrieval.documents import DocumentTable
+from ragcache_core.retrieval.extra import faiss
 from ragcache_core.retrieval.flat import FlatIndex
 from ragcache_core.retrieval.hnsw import HNSWIndex
 from ragcache_core.retrieval.ivf import IVFIndex, least_vectors

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import faiss
 import numpy as np
 
 from ragcache_core.errors import ConfigError
@@ -30,6 +29,7 @@ from ragcache_core.retrieval.base import (
     best_first,
     cut_points,
 )
+from ragcache_core.retrieval.extra import faiss
 
 _NO_HEAP_INIT = 1024
 _WORST = np.finfo(np.float32).max  # Faiss's neutral heap value; infinity would not be
@@ -42,7 +42,7 @@ _PQ_CENTROIDS = 256
 
 _logger = logging.getLogger(__name__)
 
-_CONTINUABLE = (faiss.IndexIVFFlat, faiss.IndexIVFScalarQuantizer, faiss.IndexIVFPQ)
+_CONTINUABLE = ("IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ")
 
 
 def least_vectors(options: IndexOptions) -> int:
@@ -78,7 +78,7 @@ class IVFIndex:
         self._nprobe = choose_nprobe(native.nlist, options)
         native.nprobe = self._nprobe
         # Fast-scan, RaBitQ and other kinds have their own loops: they are searched in one stage.
-        self._view = _continuing_view(native) if type(native) in _CONTINUABLE else None
+        self._view = _continuing_view(native) if type(native).__name__ in _CONTINUABLE else None
 
     @classmethod
     def build(cls, ids: Ids, vectors: Vectors, options: IndexOptions) -> IVFIndex:

@@ -16,6 +16,7 @@ import filelock
 from ragcache_core.errors import ConfigError, StoreError, StoreExistsError
 from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric
 from ragcache_core.retrieval.embed import Embedder, as_embedder
+from ragcache_core.retrieval.extra import extra_module
 from ragcache_core.retrieval.manifest import MANIFEST_NAME, Manifest, lock_folder, make_folder, read_manifest
 from ragcache_core.retrieval.opening import load_snapshot, match_embedder
 from ragcache_core.retrieval.reading import StoreReader
@@ -70,9 +71,11 @@ class DocumentStore(StoreReader):
         of documents. HNSW looks among ``max(ef_search, k)`` candidates.
 
         Raises:
-            ConfigError: a setting that cannot work. StoreExistsError: there is one already.
+            ConfigError: a setting that cannot work, or the extra ``retrieval`` is not installed.
+            StoreExistsError: there is one already.
             StoreLockedError, StoreFullError, StoreError: the folder cannot be used.
         """
+        extra_module("faiss")
         options = IndexOptions(index, metric, encoding, nlist, nprobe, pq_m, hnsw_m, ef_construction, ef_search)
         chosen: Embedder = TfidfSvdEmbedder() if embedder is None else as_embedder(embedder)
         folder = Path(path).absolute()  # the process may change its working directory
@@ -108,6 +111,7 @@ class DocumentStore(StoreReader):
         Raises:
             StoreNotFoundError, StoreCorruptError, StoreVersionError, StoreLockedError, EmbedderMismatchError
         """
+        extra_module("faiss")
         folder = Path(path).absolute()  # the process may change its working directory
         given = None if embedder is None else as_embedder(embedder)
         if read_only or not (folder / MANIFEST_NAME).exists():  # the second: for its error

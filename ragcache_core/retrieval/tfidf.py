@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ragcache_core.errors import ConfigError, StoreCorruptError
 from ragcache_core.retrieval.base import Ids, Vectors
+from ragcache_core.retrieval.extra import extra_module
 
 _NUM_BUCKETS = 1 << 22
 _SVD_SHARE = 0.75
@@ -136,7 +137,7 @@ class TfidfSvdEmbedder:
 
     def _decompose(self, counts: Sequence[Counter[int]], buckets: Ids) -> Vectors:
         """Return the right singular vectors of the weighted term matrix: ``[num buckets, rank]``."""
-        from scipy import sparse
+        sparse = extra_module("scipy.sparse")
 
         starts = np.cumsum([0, *(len(count) for count in counts)])
         wanted = np.fromiter((b for count in counts for b in count), np.int64, starts[-1])
@@ -153,9 +154,8 @@ class TfidfSvdEmbedder:
             order = [i for i in np.argsort(-eigenvalues, kind="stable")[:rank] if eigenvalues[i] > 1e-8]
             right = terms.T @ left[:, order] / np.sqrt(eigenvalues[order])
         else:
-            from sklearn.utils.extmath import randomized_svd
-
-            _, _, transposed = randomized_svd(terms, rank, n_iter=4, random_state=self.seed)
+            extmath = extra_module("sklearn.utils.extmath")
+            _, _, transposed = extmath.randomized_svd(terms, rank, n_iter=4, random_state=self.seed)
             right = transposed.T
         return np.ascontiguousarray(right, np.float32)
 

@@ -13,10 +13,9 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-import faiss
-
 from ragcache_core.errors import StoreError
 from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, Vectors, stage_cuts
+from ragcache_core.retrieval.extra import faiss
 from ragcache_core.retrieval.snapshot import Snapshot
 from ragcache_core.types import Document, RetrievalUpdate
 

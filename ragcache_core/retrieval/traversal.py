@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.retrieval.base import Ids, Vectors
+from ragcache_core.retrieval.extra import faiss
 from ragcache_core.retrieval.graph_steps import (
     IS_DONE,
     NUM_DISTANCES,

@@ -35,8 +35,8 @@ FOREIGN: dict[str, list[str]] = {
     "algorithms": ["numpy", "faiss", "httpx", "openai", "transformers"],
     "simulation": ["faiss", "httpx", "openai", "transformers"],
     "matter": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
-    "client": ["faiss", "sklearn", "langchain_core", "llama_index"],
-    "integrations": [],
+    "client": ["faiss", "sklearn", "scipy", "numba", "transformers", "langchain_core", "llama_index"],
+    "integrations": ["faiss", "sklearn", "scipy", "numba", "transformers"],
     "top": [],
 }
 """Packages that a floor works without."""

@@ -1,0 +1,33 @@
+"""The libraries of the extra ``retrieval``, imported when they are first used; one that lacks is asked for by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ragcache_core.errors import ConfigError
+
+
+def extra_module(name: str) -> Any:
+    """Return a module of the extra ``retrieval``.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{(error.name or name).partition('.')[0]} is not installed, which document stores and their search need: "
+            'pip install "ragcache[retrieval]"'
+        ) from error
+
+
+class _Faiss:
+    """The module ``faiss``, imported when something of it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(extra_module("faiss"), name)
+
+
+faiss: Any = _Faiss()
