@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
+.PHONY: help setup demo test test-quick test-install lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -36,7 +36,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
+test test-quick test-install bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -48,6 +48,11 @@ test: lint ## lint, types and every test
 
 test-quick: $(READY) ## the tests that need no engine
 	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
+
+test-install: $(READY) ## install the wheel with each extra into a clean environment, and ask an engine from there
+	rm -rf build/lib build/install
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/install .
+	$(VENV)/bin/python -m tests.installation build/install/*.whl
 
 lint: $(READY) ## ruff and mypy
 	$(VENV)/bin/ruff check .

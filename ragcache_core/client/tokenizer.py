@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ragcache_core.client.chat_template import ChatTemplate
 from ragcache_core.client.handshake import Handshake
 from ragcache_core.client.tokenizer_files import TokenizerFiles
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
@@ -44,6 +43,8 @@ class ModelTokenizer:
             TokenizerUnavailableError: there is no ``tokenizer.json``, or it is damaged.
             PromptError: the chat template cannot be read.
         """
+        from ragcache_core.client.chat_template import ChatTemplate  # Jinja takes 40 ms
+
         files = model if isinstance(model, TokenizerFiles) else TokenizerFiles.read(model)
         if chat_template is not None:
             files = replace(files, chat_template=_read_template(chat_template))

@@ -1,0 +1,117 @@
+"""Install the wheel with each extra into a clean environment, and ask an engine from there: ``make test-install``.
+
+The engine runs here, on a relative path and with a chat template of its own, neither of which a client elsewhere can
+know: it has the tokenizer and the template from the server, or finds no documents.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MODEL = "examples/demo_model"
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }} says: {{ m.content }}\n{% endfor %}"
+MOST_MB = {"langchain": 350, "llamaindex": 350}
+"""The extra ``retrieval`` is Faiss, scipy, numba and scikit-learn: as large as they are."""
+EXPECTED = {"langchain": ["zorval", "tenrik"], "llamaindex": ["zorval", "tenrik"], "retrieval": ["zorval.md"]}
+"""The documents that the program of an extra, beside this file, finds in its prompt."""
+NUM_IMPORTS = 5
+
+
+def main(wheel: Path) -> None:
+    """Check ``wheel``; exit with what is wrong."""
+    wrong = []
+    with tempfile.TemporaryDirectory(prefix="ragcache-install-") as name, ThreadPoolExecutor(1) as pool:
+        folder = Path(name)
+        environments = pool.submit(lambda: {extra: install(wheel, extra, folder) for extra in EXPECTED})
+        os.chdir(ROOT)
+        settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "chat_template": TEMPLATE}
+        cache = CacheConfig(kv_cache_bytes="256MiB", block_size=32, host_bytes=0)
+        with Engine.launch(MODEL, cache=cache, log_path=folder / "server.log", **settings) as engine:
+            for extra, python in environments.result().items():
+                size_mb = size_of(python) / 1e6
+                print(f"{extra:11} {size_mb:5.0f} MB", flush=True)
+                if size_mb > MOST_MB.get(extra, size_mb):
+                    wrong.append(f"[{extra}] takes {size_mb:.0f} MB, at most {MOST_MB[extra]} are allowed")
+                wrong += ask(python, extra, engine, folder)
+        python = environments.result()["langchain"]
+        own_s, openai_s = (import_s(python, m) for m in ("ragcache_integrations.langchain", "langchain_openai"))
+        above_s = own_s - openai_s
+        print(f"import      {own_s:.2f} s ragcache_integrations.langchain, {above_s:.2f} s above langchain_openai")
+    sys.exit("\n".join(f"ragcache: error: {line}" for line in wrong) or 0)
+
+
+def install(wheel: Path, extra: str, folder: Path) -> Path:
+    """Return the Python of a new environment that has ``wheel`` with one extra, as pip finds its dependencies."""
+    environment = folder / extra
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    python = environment / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, f"{wheel.resolve()}[{extra}]"], env=without("PYTHON"), check=True)
+    return python
+
+
+def ask(python: Path, extra: str, engine: Engine, folder: Path) -> list[str]:
+    """Run the program of an extra; return what is wrong with what it prints and takes."""
+    address = {"RAGCACHE_BASE_URL": engine.base_url, "RAGCACHE_API_KEY": engine.api_key}
+    started_s = time.monotonic()
+    done = subprocess.run(
+        [python, HERE / f"{extra}_program.py"],
+        cwd=folder,
+        env=clean(folder) | address,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    took_s = time.monotonic() - started_s
+    if done.returncode:
+        return [f"[{extra}] cannot ask: {done.stderr.strip()}"]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{'':11} documents {found['documents']}, {found['num_tokens']} tokens of them, after {took_s:.1f} s")
+    wrong = []
+    if found["documents"] != EXPECTED[extra] or not all(found["num_tokens"]):
+        wrong.append(f"[{extra}] finds {found}, not the documents {EXPECTED[extra]}")
+    wrong += [f"[{extra}] says: {line}" for line in done.stderr.splitlines() if "PyTorch" in line or "known" in line]
+    return wrong
+
+
+def size_of(python: Path) -> int:
+    """Return the bytes of an environment's site-packages."""
+    (packages,) = python.parents[1].glob("lib/python3*/site-packages")
+    return sum(path.lstat().st_size for path in packages.rglob("*") if path.is_file())
+
+
+def import_s(python: Path, module: str) -> float:
+    """Return the median time that it takes to import a module."""
+    code = f"import time; begun = time.perf_counter(); import {module}; print(time.perf_counter() - begun)"
+    run = [python, "-c", code]
+    settings: dict[str, Any] = {"env": without("PYTHON"), "capture_output": True, "text": True, "check": True}
+    return statistics.median(float(subprocess.run(run, **settings).stdout) for _ in range(NUM_IMPORTS))
+
+
+def clean(folder: Path) -> dict[str, str]:
+    """Return the variables of a user who has set none, and whose cache is empty."""
+    return without("PYTHON", "HF_", "RAGCACHE_", "VLLM_") | {"XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def without(*beginnings: str) -> dict[str, str]:
+    """Return this process's variables but those whose names begin so."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(beginnings)}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
