@@ -83,7 +83,7 @@ bench-compare: $(READY) ## put real engines under the same load, ours beside vLL
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)
 
 gpu-check: ## build, check and time the kernels on this machine's GPU; writes build/gpu-check.json; needs no setup
-	$(PYTHON) kernels/gpu_check.py --json build/gpu-check.json --cost-model build/gpu-cost-model.json $(ARGS)
+	$(PYTHON) kernels/gpu_check.py --output build/gpu-check.json --cost-model build/gpu-cost-model.json $(ARGS)
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ _EPILOG = """\b
 Examples:
   python -m ragcache_core.bench
   python -m ragcache_core.bench --vectors 1000000 --dimension 384
-  python -m ragcache_core.bench --model my-model --json build/mine.json
+  python -m ragcache_core.bench --model my-model --output build/mine.json
 """
 
 
@@ -28,8 +28,8 @@ Examples:
 @click.option("--pairs", default=100, show_default=True, type=click.IntRange(5), help="Pairs of runs per figure.")
 @click.option("--seed", default=0, show_default=True, help="Of the vectors.")
 @click.option("--model", help="Also measure the engine's door with this model.")
-@click.option("--json", "json_path", default="build/bench.json", show_default=True, help="Where to write the figures.")
-def main(vectors: int, dimension: int, pairs: int, seed: int, model: str | None, json_path: str) -> None:
+@click.option("--output", default="build/bench.json", show_default=True, help="Where to write the figures.")
+def main(vectors: int, dimension: int, pairs: int, seed: int, model: str | None, output: str) -> None:
     """Measure staged search against plain search, and the engine's door against a bare HTTP client."""
     results: dict[str, list[Comparison]] = {}
     with tqdm(desc="bench", bar_format="{desc} [{elapsed}]", disable=None) as bar:
@@ -48,7 +48,7 @@ def main(vectors: int, dimension: int, pairs: int, seed: int, model: str | None,
     for name, rows in results.items():
         click.echo(f"\n{name}\n{table(rows, *heads[name])}")
     report = {"machine": facts, "seed": seed, **{k: [row.to_dict() for row in v] for k, v in results.items()}}
-    path = Path(json_path)
+    path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     click.echo(f"\nwritten to {path}")

@@ -40,7 +40,7 @@ main = benchmark(
     GOALS,
     """  python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
   python -m ragcache_core.bench.chunks
-  python -m ragcache_core.bench.chunks --quick --json build/smoke.json
+  python -m ragcache_core.bench.chunks --quick --output build/smoke.json
   python -m ragcache_core.bench.chunks --only answers --only ttft""",
 )
 

@@ -40,20 +40,18 @@ def benchmark(
     @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn at random.")
     @click.option("--quick", is_flag=True, help="Small sizes, to see that it runs; the figures mean nothing.")
     @click.option("--only", multiple=True, type=click.Choice(list(parts)), help="Measure this part; may be repeated.")
-    @click.option(
-        "--json", "json_path", default=f"build/{name}.json", show_default=True, type=click.Path(path_type=Path)
-    )
+    @click.option("--output", default=f"build/{name}.json", show_default=True, type=click.Path(path_type=Path))
     def main(
-        model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], json_path: Path, resume: bool = False
+        model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], output: Path, resume: bool = False
     ) -> None:
-        kept_at = json_path.with_name(json_path.name + ".runs.jsonl") if keeps_runs else None
+        kept_at = output.with_name(output.name + ".runs.jsonl") if keeps_runs else None
         if kept_at is not None and kept_at.exists() and not resume:
             raise click.UsageError(
                 f"{kept_at} keeps what an interrupted run finished: go on with it by --resume (make: RESUME=1), or "
                 "delete it to begin anew."
             )
         facts = {**machine(), "model": model, "seed": seed, "quick": quick}
-        report = read_report(json_path) if only else {}
+        report = read_report(output) if only else {}
         names = only or tuple(parts)
         with tqdm(total=len(names), desc=name, bar_format="{desc} {n}/{total} [{elapsed}]", disable=None) as bar:
             plan = Plan(model, corpus, seed, quick, bar.set_description_str, kept_at)
@@ -62,8 +60,8 @@ def benchmark(
                 part = to_json(parts[part_name](plan), facts)
                 part["seconds"] = round(time.perf_counter() - started_s, 1)
                 report = merged(report, {part_name: part}, goals)
-                json_path.parent.mkdir(parents=True, exist_ok=True)
-                json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
                 bar.update()
         if kept_at is not None:
             kept_at.unlink(missing_ok=True)
@@ -73,7 +71,7 @@ def benchmark(
             click.echo(f"{part_name}: warm-up: {part['warm_up']}; {part['seconds']} s")
         figures = (figure for part_name in names for figure in report["parts"][part_name]["figures"])
         click.echo("\n" + table(figures, goals))
-        click.echo(f"\nwritten to {json_path}")
+        click.echo(f"\nwritten to {output}")
 
     if keeps_runs:
         help_text = "Go on with the runs that were finished when it was interrupted."

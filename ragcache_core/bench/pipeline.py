@@ -44,7 +44,7 @@ main = benchmark(
     PARTS,
     GOALS,
     """  python -m ragcache_core.bench.pipeline
-  python -m ragcache_core.bench.pipeline --quick --json build/smoke.json
+  python -m ragcache_core.bench.pipeline --quick --output build/smoke.json
   python -m ragcache_core.bench.pipeline --only overlap --only queue-step""",
 )
 

@@ -309,7 +309,7 @@ main = benchmark(
     PARTS,
     GOALS,
     """  python -m ragcache_core.bench.simulation
-  python -m ragcache_core.bench.simulation --quick --json build/smoke.json
+  python -m ragcache_core.bench.simulation --quick --output build/smoke.json
   python -m ragcache_core.bench.simulation --only mmlu --only load
   python -m ragcache_core.bench.simulation --resume""",
     keeps_runs=True,

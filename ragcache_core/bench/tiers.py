@@ -58,7 +58,7 @@ main = benchmark(
     PARTS,
     GOALS,
     """  python -m ragcache_core.bench.tiers
-  python -m ragcache_core.bench.tiers --quick --json build/smoke.json
+  python -m ragcache_core.bench.tiers --quick --output build/smoke.json
   python -m ragcache_core.bench.tiers --only decisions --only idle""",
 )
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ragcache_core.cli.command import CommandGroup
+from ragcache_core.cli.command import CommandGroup, print_json
 from ragcache_core.cli.options import api_key_option
-from ragcache_core.cli.output import check_no_input, check_writable
+from ragcache_core.cli.output import check_output
 from ragcache_core.cli.paper import paper
 from ragcache_core.cli.trace import WORKLOAD_NAMES
 from ragcache_core.errors import ConfigError
@@ -51,11 +51,11 @@ class Rates(click.ParamType[Any]):
     cls=CommandGroup,
     short_help="Compare real engines under the same load.",
     examples=[
-        "ragcache bench --workload mmlu --json build/compare.json --html build/compare.html",
-        "ragcache bench --compare vllm,ragcache --rates 1,2,4 --seeds 1 --requests 100 --json out.json",
-        "ragcache bench --trace retrievals.jsonl --scale 0.25 --host-memory 64MiB,256MiB --json out.json --resume",
-        "ragcache bench --model org/model --dtype bfloat16 --scale 1 --vllm-arg=--no-enforce-eager --json out.json",
-        "ragcache bench --engine http://127.0.0.1:8000 --api-key KEY --rates 1,2 --json out.json",
+        "ragcache bench --workload mmlu --output build/compare.json --html build/compare.html",
+        "ragcache bench --compare vllm,ragcache --rates 1,2,4 --seeds 1 --requests 100 --output out.json",
+        "ragcache bench --trace retrievals.jsonl --scale 0.25 --host-memory 64MiB,256MiB --output out.json --resume",
+        "ragcache bench --model org/model --dtype bfloat16 --scale 1 --vllm-arg=--no-enforce-eager --output out.json",
+        "ragcache bench --engine http://127.0.0.1:8000 --api-key KEY --rates 1,2 --output out.json",
     ],
 )
 @click.option(
@@ -131,8 +131,7 @@ class Rates(click.ParamType[Any]):
 @click.option("--max-num-seqs", type=click.IntRange(1), default=8, show_default=True, help="Requests that run at once.")
 @click.option("--vllm-arg", "vllm_args", multiple=True, metavar="ARG", help="An argument of vLLM's server as it is.")
 @click.option(
-    "--json",
-    "json_path",
+    "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     default="build/bench-compare.json",
     show_default=True,
@@ -154,7 +153,8 @@ def bench(
     compare: str,
     rates: tuple[tuple[float, ...], bool],
     host_memory: str | None,
-    json_path: Path,
+    output: Path,
+    as_json: bool,
     html_path: Path | None,
     resume: bool,
     **given: Any,
@@ -169,10 +169,8 @@ def bench(
     _check_engine(ctx, given["engine"])
     if html_path is not None:
         _require_matplotlib()
-    for option, path in (("--json", json_path), ("--html", html_path)):
-        if path is not None:
-            check_no_input(option, path, [given["trace"] or Path()])
-            check_writable(option, path, makes_folder=True)
+    for option, path in (("--output", output), ("--html", html_path)):
+        check_output(option, path, [given["trace"] or Path()])
     from ragcache_core.bench.compare.comparison import run_comparison
     from ragcache_core.bench.compare.options import BenchOptions, prepare
     from ragcache_core.bench.compare.results import Results
@@ -184,7 +182,7 @@ def bench(
         compare=tuple(compare.split(",")), rates=numbers, are_shares=are_shares, host_memory=sizes, **given
     )
     prepared = prepare(options)
-    results = Results.open(json_path, prepared.facts, machine(), resume=resume)
+    results = Results.open(output, prepared.facts, machine(), resume=resume)
     try:
         with _progress() as progress:
             run_comparison(prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress)
@@ -193,7 +191,7 @@ def bench(
         raise
     finally:  # an interruption as well: what is finished is worth reading
         if results.runs:
-            _report(prepared, results, html_path)
+            _report(prepared, results, html_path, as_json=as_json)
 
 
 def _check_engine(ctx: click.Context, engine: str) -> None:
@@ -211,21 +209,24 @@ def _check_engine(ctx: click.Context, engine: str) -> None:
 bench.add_command(paper)
 
 
-def _report(prepared: Prepared, results: Results, html_path: Path | None) -> None:
+def _report(prepared: Prepared, results: Results, html_path: Path | None, *, as_json: bool) -> None:
     from ragcache_core.bench.compare.tables import tables
 
     summary = prepared.comparison.summary(results)
     results.summarise(summary.to_dict())
-    click.echo(", ".join(f"{name} {value}" for name, value in results.machine.items()))
-    for table in tables(summary, results.rates_rps):
-        click.echo("\n" + table.text())
+    if as_json:
+        print_json({name: value for name, value in results.to_dict().items() if name != "runs"})
+    else:
+        click.echo(", ".join(f"{name} {value}" for name, value in results.machine.items()))
+        for table in tables(summary, results.rates_rps):
+            click.echo("\n" + table.text())
     paths = [results.path]
     if html_path is not None:
         from ragcache_core.bench.compare.html import write_report
 
         peers = {peer.name: peer.summary for peer in prepared.comparison.peers}
         paths += write_report(html_path, results, summary, peers, prepared.notes)
-    click.echo("\nwritten to " + ", ".join(map(str, paths)))
+    click.echo("ragcache: written to " + ", ".join(map(str, paths)), err=True)
 
 
 def _require_matplotlib() -> None:

@@ -25,16 +25,15 @@ _DEBUG = "ragcache.debug"
 class Command(click.Command):
     """A command with ``--json`` and ``--debug``, whose help ends with ``examples`` and whose errors are one line.
 
-    Its function takes ``as_json``, unless it has a ``--json`` of its own.
+    Its function takes ``as_json``. A file is ``--output`` wherever a command writes one.
     """
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
-        if not any("--json" in param.opts for param in self.params):  # of some it names a file
-            self.params.append(
-                click.Option(["--json", "as_json"], is_flag=True, help="Print JSON on standard output, errors as well.")
-            )
+        self.params.append(
+            click.Option(["--json", "as_json"], is_flag=True, help="Print JSON on standard output, errors as well.")
+        )
         self.params.append(
             click.Option(
                 ["--debug"],

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import click
 
 from ragcache_core.errors import ConfigError
 
@@ -23,16 +26,24 @@ def counting_requests(name: str, num_requests: int) -> Iterator[Callable[[int], 
         yield bar.update
 
 
-def check_writable(option: str, path: Path, *, makes_folder: bool = False) -> None:
-    """Refuse a file that could not be written, before a long run; with ``makes_folder`` its folder may be missing.
+def output_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the ``--output`` of a command: the file that it writes, after :func:`check_output`."""
+    return click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT", help=what)
+
+
+def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
+    """Refuse a file that could not be written, or is one of ``inputs``, before a long run. Its folder may be missing.
 
     Raises:
         ConfigError: with the option, the file and why.
     """
+    if path is None:
+        return
+    check_no_input(option, path, inputs)
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory: name a file")
     folder = path.parent
-    while makes_folder and not folder.exists():
+    while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
         raise ConfigError(f"{option} {path} cannot be written, {folder} is no directory: make it, or name another")

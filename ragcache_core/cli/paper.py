@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.command import Command
-from ragcache_core.cli.output import check_writable, write_json
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.output import check_output, output_option, write_json
 from ragcache_core.cli.sweep import check_plot, clear_journal, read_finished, save_plots
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _QUICK_REQUESTS = 120
     examples=[
         "ragcache bench paper --table 2",
         "ragcache bench paper --figure 13 --figure 15 --seeds 5 --plot load.png",
-        "ragcache bench paper --all --jobs 4 --json build/bench-paper.json --plot build/bench-paper.html",
+        "ragcache bench paper --all --jobs 4 --output build/bench-paper.json --plot build/bench-paper.html",
         "ragcache bench paper --all --quick      (to see that it runs; the figures mean nothing)",
     ],
 )
@@ -55,13 +55,7 @@ _QUICK_REQUESTS = 120
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
 @click.option("--quick", is_flag=True, help=f"One seed and {_QUICK_REQUESTS} requests; the figures mean nothing.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print sections of a page.")
-@click.option(
-    "--json",
-    "output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="OUT",
-    help="Where every row goes as soon as its figure is finished.",
-)
+@output_option("Where every row goes as soon as its figure is finished.")
 @click.option(
     "--plot",
     "plot",
@@ -79,6 +73,7 @@ def paper(
     jobs: int | None,
     quick: bool,
     as_markdown: bool,
+    as_json: bool,
     output: Path | None,
     plot: Path | None,
     resume: bool,
@@ -89,16 +84,17 @@ def paper(
     on a real engine. What the paper only plots is compared with what its text says of it. Interrupted by Ctrl-C, it
     keeps what is finished beside OUT, and goes on with --resume.
     """
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --markdown both want standard output: give one of them.")
     asked = {*(f"figure {number}" for number in figures), *(f"table {number}" for number in tables)}
     if not asked and not is_all:
         raise click.UsageError("Name what to simulate: --figure N, --table N, or --all.")
     if resume and output is None:
-        raise click.UsageError("--resume goes on with what is kept beside OUT: give --json OUT as well.")
+        raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
     if plot is not None:
         check_plot(plot)
-    for option, path in (("--json", output), ("--plot", plot)):
-        if path is not None:
-            check_writable(option, path, makes_folder=True)
+    for option, path in (("--output", output), ("--plot", plot)):
+        check_output(option, path)
     from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict
     from ragcache_core.bench.paper.runs import PaperRuns
     from ragcache_core.sim.sweep import Journal
@@ -123,14 +119,17 @@ def paper(
             for name, exhibit in zip(names, measure(names, runs), strict=True):
                 exhibits.append(exhibit)
                 bar.say(name)
-                with bar.cleared():
-                    click.echo((exhibit.markdown() if as_markdown else exhibit.text()) + "\n")
+                if not as_json:
+                    with bar.cleared():
+                        click.echo((exhibit.markdown() if as_markdown else exhibit.text()) + "\n")
                 if output is not None:
                     write_json(to_dict(exhibits, runs), output)
     except (KeyboardInterrupt, SystemExit):
-        cure = "with --json OUT its runs would have been kept" if output is None else "add --resume to go on"
+        cure = "with --output OUT its runs would have been kept" if output is None else "add --resume to go on"
         click.echo(f"ragcache: {len(exhibits)} of {len(names)} figures are finished: {cure}", err=True)
         raise
+    if as_json:
+        print_json(to_dict(exhibits, runs))
     if journal is not None:
         clear_journal(journal, runs.keys)
     drawn = [one for exhibit in exhibits for one in exhibit.plots]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.command import Command, Group
-from ragcache_core.cli.output import check_no_input, check_writable, counting_requests, write_json
+from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
 from ragcache_core.cli.sweep import ORDERS, POLICIES, sweep
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult
 
-_STDOUT = "-"
 _TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b"
 
 
@@ -42,11 +40,11 @@ class Shares(click.ParamType[Any]):
     cls=Command,
     short_help="Simulate a trace of requests on one engine.",
     examples=[
-        "ragcache simulate mmlu.jsonl --policy pgdsf --host-tokens 262144 --json out.json",
-        "ragcache simulate mmlu.jsonl --order cache_aware --queue cache-aware --per-request --json out.json",
+        "ragcache simulate mmlu.jsonl --policy pgdsf --host-tokens 262144 --output out.json",
+        "ragcache simulate mmlu.jsonl --order cache_aware --queue cache-aware --per-request --output out.json",
         "ragcache simulate sysx.jsonl --chunk-reuse 0.3 --host-tokens 262144",
         "ragcache simulate mine.jsonl --granularity block --max-batch 4 --cost-model profile.json",
-        "ragcache simulate mmlu.jsonl --policy belady --warm-up 3000 --json - | jq .summary",
+        "ragcache simulate mmlu.jsonl --policy belady --warm-up 3000 --json | jq .summary",
         "ragcache simulate sweep --help      (several policies and capacities at a time)",
     ],
 )
@@ -157,9 +155,9 @@ class Shares(click.ParamType[Any]):
     "--warm-up", type=int, default=0, show_default=True, metavar="N", help="Requests at the start that do not count."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of when candidates settle.")
-@click.option("--per-request", is_flag=True, help="Put a record of each request into OUT.")
-@click.option("--json", "output", metavar="OUT", help="Where options and summary go as JSON; - is the standard output.")
-def run(trace: Path, per_request: bool, output: str | None, **settings: Any) -> None:
+@click.option("--per-request", is_flag=True, help="Put a record of each request into the JSON.")
+@output_option("Where options and summary go as JSON.")
+def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **settings: Any) -> None:
     """Simulate one engine that serves TRACE, in virtual time, with the project's own tree, policies and queue.
 
     TRACE is a file of 'ragcache trace'. Its documents go down from the GPU to host memory and disk, as the policy has
@@ -170,25 +168,23 @@ def run(trace: Path, per_request: bool, output: str | None, **settings: Any) -> 
     from ragcache_core.sim.testbeds import load_testbed
     from ragcache_core.sim.trace import read_trace
 
-    if per_request and output is None:
-        raise click.UsageError("--per-request writes into OUT: give --json OUT as well, or --json - for a pipe.")
+    if per_request and output is None and not as_json:
+        raise click.UsageError("--per-request makes records of JSON: give --output OUT as well, or --json.")
     with _options_as_typed():
         options = SimulationOptions(**settings)
         load_testbed(options.cost_model)
-    if output is not None and output != _STDOUT:
-        check_no_input("--json", Path(output), (trace, Path(options.cost_model)))
-        check_writable("--json", Path(output))
+    check_output("--output", output, (trace, Path(options.cost_model)))
     requests = read_trace(trace)
     with _options_as_typed(), counting_requests("simulating", len(requests)) as report:
         result = run_simulation(requests, options, progress=report, keeps_requests=per_request)
     for note in result.notes:
         click.echo(f"ragcache: {note}", err=True)
-    if output == _STDOUT:
-        click.echo(json.dumps(result.to_dict()))
-        return
-    click.echo(table(result))
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        click.echo(table(result))
     if output is not None:
-        write_json(result.to_dict(), Path(output))
+        write_json(result.to_dict(), output)
         click.echo(f"ragcache: written to {output}", err=True)
 
 

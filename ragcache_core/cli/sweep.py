@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core._version import __version__
-from ragcache_core.cli.command import Command
-from ragcache_core.cli.output import check_no_input, check_writable, counting_requests, write_json
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     cls=Command,
     short_help="Simulate many policies, orders and capacities.",
     examples=[
-        "ragcache simulate sweep mmlu.jsonl --policies pgdsf,tournament,belady --json sweep.json --plot sweep.png",
-        "ragcache simulate sweep a.jsonl b.jsonl --host-tokens 65536,262144,1048576 --jobs 4 --json sweep.json",
+        "ragcache simulate sweep mmlu.jsonl --policies pgdsf,tournament,belady --output sweep.json --plot sweep.png",
+        "ragcache simulate sweep a.jsonl b.jsonl --host-tokens 65536,262144,1048576 --jobs 4 --output sweep.json",
         "ragcache simulate sweep mmlu.jsonl --orders retrieval,cache_aware --plot sweep.html",
     ],
 )
@@ -119,13 +119,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 @click.option("--chunk-share", type=float, metavar="SHARE", help="Of host and disk, for these. [default: 0.5]")
 @click.option("--warm-up", type=int, metavar="N", help="Requests at the beginning that do not count. [default: 0]")
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
-@click.option(
-    "--json",
-    "output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="OUT",
-    help="Where options and summary of every run go; finished runs are kept beside it until all are.",
-)
+@output_option("Where options and summary of every run go; finished runs are kept beside it until all are.")
 @click.option(
     "--plot",
     "plot",
@@ -146,25 +140,24 @@ def sweep(
     plot: Path | None,
     resume: bool,
     no_overlap_transfers: bool,
+    as_json: bool,
     **settings: Any,
 ) -> None:  # fmt: skip
     """Simulate every combination of policies, orders and capacities on each TRACE, several at a time.
 
-    A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --json keeps what is finished, and
+    A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --output keeps what is finished, and
     goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
     """
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import Journal, plan
 
     if resume and output is None:
-        raise click.UsageError("--resume goes on with what is kept beside OUT: give --json OUT as well.")
+        raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
     if plot is not None:
         check_plot(plot)
     inputs = (*traces, Path(settings["cost_model"] or ""))
-    for option, path in (("--json", output), ("--plot", plot)):
-        if path is not None:
-            check_no_input(option, path, inputs)
-            check_writable(option, path, makes_folder=True)
+    for option, path in (("--output", output), ("--plot", plot)):
+        check_output(option, path, inputs)
     journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
     finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
     given = {name: value for name, value in settings.items() if value is not None}
@@ -173,10 +166,14 @@ def sweep(
     axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
     runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
+    report = {"version": __version__, "runs": [run.to_dict() for run in done]}
     if output is not None and journal is not None:
-        write_json({"version": __version__, "runs": [run.to_dict() for run in done]}, output)
+        write_json(report, output)
         clear_journal(journal, {run.key for run in done})
-    click.echo(table(done))
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(table(done))
     for note in dict.fromkeys(note for run in done for note in run.notes):
         click.echo(f"ragcache: {note}", err=True)
     if plot is not None:
@@ -232,7 +229,7 @@ def _run(
             return run_all(runs, jobs=jobs, finished=finished, keep=keep, report=report)
     except (KeyboardInterrupt, SystemExit):
         num_done = sum(run.key in kept for run in runs)
-        cure = "add --resume to go on" if journal is not None else "with --json OUT they would have been kept"
+        cure = "add --resume to go on" if journal is not None else "with --output OUT they would have been kept"
         click.echo(f"ragcache: {num_done} of {len(runs)} runs are finished: {cure}", err=True)
         raise
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(f"gpu-check: skipped: {missing}")
         return 0
-    for path in filter(None, (options.json, options.cost_model)):
+    for path in filter(None, (options.output, options.cost_model)):
         if path.is_dir():
             print(f"gpu-check: error: {path} is a folder: name a file", file=sys.stderr)
             return 2
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         _say(line)
     profile = None if options.skip_prefill else _prefill(stopwatch, machine, limits, options)
 
-    if options.json:
+    if options.output:
         data = {
             "machine": machine,
             "agreements": [asdict(one) | {"error": _finite(one.error), "is_met": one.is_met} for one in found],
@@ -101,8 +101,8 @@ def _run(options: argparse.Namespace) -> int:
             "not_measured": [*failures, *filter(None, [why_not])],
             "prefill": profile,
         }
-        write_json(data, options.json)
-        _say(f"written: {options.json}")
+        write_json(data, options.output)
+        _say(f"written: {options.output}")
     return 0 if all(one.is_met for one in found) and (options.skip_prefill or profile is not None) else 1
 
 
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything that was found")
     parser.add_argument("--cost-model", type=Path, metavar="FILE", help="write the prefill profile for the simulator")
     parser.add_argument("--skip-prefill", action="store_true", help="leave the prefill profile out (all of it: 25 GiB)")
     parser.add_argument("--sweep", action="store_true", help="time scattered attention in tiles of many sizes, too")

@@ -43,14 +43,14 @@ class Results:
         if not path.exists():
             return fresh
         if not resume:
-            raise ConfigError(f"{path} is there already: --resume goes on with it, another --json starts anew")
+            raise ConfigError(f"{path} is there already: --resume goes on with it, another --output starts anew")
         kept = cls.read(path)
         asked = json.loads(json.dumps(fresh.options))
         for name in (*asked, *kept.options):
             if asked.get(name) != kept.options.get(name):
                 raise ConfigError(
                     f"{path} was measured with {name} = {kept.options.get(name)!r:.120}, not {asked.get(name)!r:.120}: "
-                    "resume with the same options, trace and version, or choose another --json"
+                    "resume with the same options, trace and version, or choose another --output"
                 )
         kept._machine_now = dict(machine)
         return kept
@@ -76,7 +76,7 @@ class Results:
             raise
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{path} is not the file of a comparison ({error!r:.120}): choose another --json"
+                f"{path} is not the file of a comparison ({error!r:.120}): choose another --output"
             ) from error
         return results
 

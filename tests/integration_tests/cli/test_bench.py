@@ -49,7 +49,7 @@ def bench(folder: Path, *more: str) -> Any:
         *("--compare", ",".join(PEERS), "--model", str(model), "--trace", str(folder / "trace.jsonl")),
         *("--rates", ",".join(map(str, RATES)), *amounts),
         *("--kv-memory", "2MiB", "--host-memory", "8MiB"),
-        *("--json", str(folder / "out.json"), "--html", str(folder / "report.html"), *more),
+        *("--output", str(folder / "out.json"), "--html", str(folder / "report.html"), *more),
     ]
     return CliRunner().invoke(cli, ["bench", *arguments])
 

@@ -23,7 +23,7 @@ def test_the_ratio_is_the_median_over_pairs() -> None:
 
 def test_a_small_benchmark_writes_a_row_for_every_index(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    arguments = ["--vectors", "1000", "--dimension", "8", "--pairs", "5", "--json", str(path)]
+    arguments = ["--vectors", "1000", "--dimension", "8", "--pairs", "5", "--output", str(path)]
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     rows = json.loads(path.read_text())["staged search"]

@@ -62,7 +62,7 @@ def test_every_workload_asks_for_two_documents_at_the_same_rate() -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     path = tmp_path_factory.mktemp("bench") / "simulation.json"
-    done = CliRunner().invoke(main, ["--quick", "--json", str(path)], catch_exceptions=False)
+    done = CliRunner().invoke(main, ["--quick", "--output", str(path)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     data: dict[str, object] = json.loads(path.read_text())
     return data
@@ -95,7 +95,7 @@ def test_the_load_is_one_at_which_somebody_waits(report: dict[str, object]) -> N
 def test_a_run_that_was_interrupted_goes_on_with_what_was_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["--quick", "--only", "nq", "--json", str(tmp_path / "out.json")]
+    arguments = ["--quick", "--only", "nq", "--output", str(tmp_path / "out.json")]
     journal = tmp_path / "out.json.runs.jsonl"
 
     def interrupted(runs: Sequence[Run], *, keep: Callable[[FinishedRun], None], **settings: Any) -> None:

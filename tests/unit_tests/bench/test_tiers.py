@@ -28,7 +28,7 @@ CHEAP = ("decisions", "index", "killpoints", "policies")
 
 
 def run(path: Path, *parts: str) -> str:
-    arguments = ["--quick", "--json", str(path), *(word for part in parts for word in ("--only", part))]
+    arguments = ["--quick", "--output", str(path), *(word for part in parts for word in ("--only", part))]
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output

@@ -21,7 +21,7 @@ def bench(*arguments: str) -> Result:
 def on(server: ScriptedServer, path: Path) -> list[str]:
     """Return the arguments of a small load on a server that runs."""
     amounts = ["--requests", "3", "--warm-up", "2", "--seeds", "2", "--rates", "50,100"]
-    return ["--engine", server.url, "--scale", "0.125", *amounts, "--json", str(path)]
+    return ["--engine", server.url, "--scale", "0.125", *amounts, "--output", str(path)]
 
 
 @pytest.mark.parametrize(
@@ -45,19 +45,19 @@ def on(server: ScriptedServer, path: Path) -> list[str]:
     ],
 )
 def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:
-    done = bench("--json", str(tmp_path / "out.json"), *arguments)
+    done = bench("--output", str(tmp_path / "out.json"), *arguments)
     assert done.exit_code == status, done.output
     assert message in done.stderr
     assert status == 2 or len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("option", ["--output", "--html"])
 def test_a_file_that_cannot_be_written_or_is_read_is_refused_before_anything_runs(tmp_path: Path, option: str) -> None:
     kept, trace = tmp_path / "kept.json", tmp_path / "trace.jsonl"
     trace.write_text("{}\n")
     for path, said in ((trace / "new.json", "no directory"), (trace, f"would overwrite {trace}")):
-        done = bench("--trace", str(trace), "--json", str(kept), option, str(path))
+        done = bench("--trace", str(trace), "--output", str(kept), option, str(path))
         assert done.exit_code == 1
         assert f"ragcache: error: {option} {path}" in done.stderr
         assert said in done.stderr

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -19,6 +20,7 @@ from ragcache_core._version import __version__
 from ragcache_core.cli import cli
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.cures import _AS_TYPED, as_typed
+from ragcache_core.cli.simulate import run as simulate
 from ragcache_core.errors import EmptyStoreError, EngineStartError
 
 
@@ -165,3 +167,19 @@ def test_every_cure_that_is_translated_is_still_one_of_the_librarys(phrase: str)
     root = Path(ragcache_core.__file__).parent
     sources = "".join(p.read_text() for p in root.rglob("*.py") if p.parent.name != "cli")
     assert phrase in re.sub(r'"\n\s+f?"', "", sources)
+
+
+def commands(group: click.Group) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        if not isinstance(command, click.Group) or command.invoke_without_command:
+            yield command
+        if isinstance(command, click.Group):
+            yield from commands(command)
+
+
+@pytest.mark.parametrize("command", [*commands(cli), simulate], ids=lambda command: command.name)
+def test_json_is_a_flag_and_a_file_that_is_written_is_output(command: click.Command) -> None:
+    options = {name: param for param in command.params if isinstance(param, click.Option) for name in param.opts}
+    assert options["--json"].is_flag
+    assert "output" not in {param.name for name, param in options.items() if name != "--output"}
+    assert "--output" not in options or not options["--output"].is_flag

@@ -25,7 +25,7 @@ def run(*arguments: str | Path) -> Result:
 
 def test_a_table_is_printed_with_the_papers_numbers_written_and_drawn(tmp_path: Path) -> None:
     output, plot = tmp_path / "out" / "paper.json", tmp_path / "paper.html"
-    done = run("--figure", "19", "--table", "3", "--quick", "--jobs", "1", "--json", output, "--plot", plot)
+    done = run("--figure", "19", "--table", "3", "--quick", "--jobs", "1", "--output", output, "--plot", plot)
     assert done.exit_code == 0, done.output
     assert "Table 3: vector search that is not hidden" in done.stdout
     assert "mmlu, 12.5% searched, DSP " in done.stdout
@@ -54,7 +54,7 @@ def test_a_table_can_be_printed_as_a_section_of_a_page() -> None:
         (["--table", "1"], 2, "'1' is not one of"),
         (["--table", "3", "--seeds", "0"], 2, "--seeds"),
         (["--table", "3", "--jobs", "0"], 2, "--jobs"),
-        (["--table", "3", "--resume"], 2, "--json OUT"),
+        (["--table", "3", "--resume"], 2, "--output OUT"),
         (["--table", "3", "--plot", "out.pdf"], 2, "the name must end in .png, .svg, .html"),
         (["--figure", "17", "--requests", "2", "--seeds", "1"], 1, "ragcache: error: 2 requests are too few"),
     ],
@@ -77,7 +77,7 @@ def test_ctrl_c_ends_with_130_leaves_no_process_and_what_is_finished_need_not_be
     arguments = ["bench", "paper", "--figure", "19", "--table", "4", "--requests", "60", "--seeds", "1", "--jobs", "1"]
     code = "from ragcache_core.cli import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments, "--json", str(output)],
+        [sys.executable, "-c", code, *arguments, "--output", str(output)],
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -101,10 +101,10 @@ def test_ctrl_c_ends_with_130_leaves_no_process_and_what_is_finished_need_not_be
     journal = tmp_path / "paper.json.runs.jsonl"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["paper.json", journal.name]
     kept = journal.read_text()
-    refused = run(*arguments[2:], "--json", output)
+    refused = run(*arguments[2:], "--output", output)
     assert (refused.exit_code, journal.read_text()) == (1, kept)
     assert "add --resume to go on" in refused.stderr
-    done = run(*arguments[2:], "--json", output, "--resume")
+    done = run(*arguments[2:], "--output", output, "--resume")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith(printed[: printed.index("\n\n")]), "the same figure from the runs that were kept"
     assert [exhibit["name"] for exhibit in json.loads(output.read_text())["exhibits"]] == ["Figure 19", "Table 4"]
@@ -116,13 +116,13 @@ def test_going_on_with_one_figure_keeps_the_runs_of_the_others(tmp_path: Path) -
     journal = Journal(tmp_path / "paper.json.runs.jsonl")
     PaperRuns(num_seeds=1, journal=journal).summaries([Case(workload("nq", 3.0), ragcache(MISTRAL), 60)])
     others = journal.read().keys()
-    done = run("--table", "3", "--requests", "60", "--seeds", "1", "--jobs", "1", "--json", output, "--resume")
+    done = run("--table", "3", "--requests", "60", "--seeds", "1", "--jobs", "1", "--output", output, "--resume")
     assert done.exit_code == 0, done.output
     assert f"{journal.path} keeps 1 finished runs that were not asked for" in done.stderr
     assert others <= journal.read().keys()
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("option", ["--output", "--plot"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path, option: str) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -37,7 +37,7 @@ def run(*arguments: str | Path) -> Result:
 
 def test_a_run_is_shown_as_a_table_and_written_as_json(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = run(trace, "--policy", "pgdsf", "--host-tokens", "131072", "--json", out)
+    result = run(trace, "--policy", "pgdsf", "--host-tokens", "131072", "--output", out)
     assert result.exit_code == 0, result.output
     data = json.loads(out.read_text())
     assert data["options"]["policy"] == "pgdsf"
@@ -50,7 +50,7 @@ def test_a_run_is_shown_as_a_table_and_written_as_json(trace: Path, tmp_path: Pa
 
 
 def test_every_request_has_a_record_if_asked(trace: Path) -> None:
-    result = run(trace, "--per-request", "--json", "-", "--disk-tokens", "100000")
+    result = run(trace, "--per-request", "--json", "--disk-tokens", "100000")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     assert len(data["requests"]) == 200
@@ -62,7 +62,7 @@ def test_every_request_has_a_record_if_asked(trace: Path) -> None:
 
 def test_reused_documents_are_counted_and_shown(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = run(trace, "--chunk-reuse", "0.3", "--chunk-share", "0.25", "--host-tokens", "200000", "--json", out)
+    result = run(trace, "--chunk-reuse", "0.3", "--chunk-share", "0.25", "--host-tokens", "200000", "--output", out)
     assert result.exit_code == 0, result.output
     summary = json.loads(out.read_text())["summary"]
     counts = [summary[name] for name in ("chunk_reused_tokens", "chunk_recomputed_tokens")]
@@ -84,7 +84,7 @@ def test_every_policy_can_be_simulated(trace: Path, policy: str) -> None:
         (["--policy", "belady", "--order", "cache_aware"], ["belady", "retrieval or canonical"]),
         (["--cost-model", "h100-gpt"], ["--cost-model is 'h100-gpt'", "a10g-mistral-7b"]),
         (["--warm-up", "200"], ["200", "lower --warm-up"]),
-        (["--json", "/no/such/place/out.json"], ["/no/such/place", "no directory"]),
+        (["--output", "/dev/null/out.json"], ["/dev/null", "no directory"]),
     ],
 )
 def test_what_cannot_work_is_one_line(trace: Path, arguments: list[str], words: list[str]) -> None:
@@ -116,16 +116,16 @@ def test_what_is_read_is_not_overwritten(trace: Path, tmp_path: Path) -> None:
     before, link = trace.read_bytes(), tmp_path / "link.json"
     link.symlink_to(trace)
     for output in (trace, link):
-        result = run(trace, "--json", output)
+        result = run(trace, "--output", output)
         assert result.exit_code == 1
-        assert f"--json {output} would overwrite {trace}, which is read: name another file" in result.stderr
+        assert f"--output {output} would overwrite {trace}, which is read: name another file" in result.stderr
     assert trace.read_bytes() == before
 
 
 def test_records_need_a_place(trace: Path) -> None:
     result = run(trace, "--per-request")
     assert result.exit_code == 2
-    assert "--json OUT" in result.stderr
+    assert "--output OUT" in result.stderr
 
 
 def test_a_profile_that_ends_too_early_is_extended_or_refused_as_asked(trace: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_interrupted_run_leaves_one_line_and_its_status(tmp_path: Path) -> No
     path, out = tmp_path / "long.jsonl", tmp_path / "out.json"
     one = TracedRequest(0.0, ("a", "b"), (10, 10), 1, 1)
     write_trace(Trace.from_requests([one] * 2_000), path)
-    command = [sys.executable, "-c", _INTERRUPTED, "simulate", str(path), "--json", str(out)]
+    command = [sys.executable, "-c", _INTERRUPTED, "simulate", str(path), "--output", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "100"})
     assert done.returncode == 130
     assert done.stderr.strip() == "ragcache: interrupted"

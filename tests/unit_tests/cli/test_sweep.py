@@ -39,7 +39,7 @@ def journal_of(output: Path) -> Journal:
 
 def test_a_sweep_prints_a_row_and_writes_an_entry_for_every_run(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "out" / "sweep.json"
-    done = run(trace, *SMALL, "--json", output)
+    done = run(trace, *SMALL, "--output", output)
     assert done.exit_code == 0, done.output
     head, *rows = done.stdout.splitlines()
     assert head.split()[:2] == ["policy", "host"]
@@ -54,12 +54,12 @@ def test_a_sweep_prints_a_row_and_writes_an_entry_for_every_run(trace: Path, tmp
 
 def test_resume_runs_what_is_missing_and_nothing_else(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
-    run(trace, *SMALL, "--json", output)
+    run(trace, *SMALL, "--output", output)
     report = json.loads(output.read_text())
     marked = {**report["runs"][0], "summary": {**report["runs"][0]["summary"], "mean_ttft_s": 99.0}}
     journal_of(output).append(FinishedRun.from_dict(marked))
     output.write_text(json.dumps({**report, "runs": report["runs"][1:2]}))
-    done = run(trace, *SMALL, "--json", output, "--resume")
+    done = run(trace, *SMALL, "--output", output, "--resume")
     assert done.exit_code == 0, done.output
     assert "2 of 4 runs are finished already" in done.stderr
     again = json.loads(output.read_text())["runs"]
@@ -69,15 +69,15 @@ def test_resume_runs_what_is_missing_and_nothing_else(trace: Path, tmp_path: Pat
 
 def test_resume_keeps_finished_runs_that_were_not_asked_for(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
-    run(trace, *SMALL, "--json", output)
+    run(trace, *SMALL, "--output", output)
     journal = journal_of(output)
     for data in json.loads(output.read_text())["runs"]:
         journal.append(FinishedRun.from_dict(data))
     output.unlink()
-    narrower = run(trace, *SMALL, "--policies", "lru", "--json", output, "--resume")
+    narrower = run(trace, *SMALL, "--policies", "lru", "--output", output, "--resume")
     assert narrower.exit_code == 0, narrower.output
     assert f"{journal.path} keeps 2 finished runs that were not asked for" in narrower.stderr
-    again = run(trace, *SMALL, "--json", output, "--resume")
+    again = run(trace, *SMALL, "--output", output, "--resume")
     assert "4 of 4 runs are finished already" in again.stderr
     assert not journal.path.exists()
 
@@ -93,19 +93,19 @@ def test_what_a_reader_should_know_of_the_runs_is_said_once(trace: Path, tmp_pat
     assert "512 cached" not in done.stdout
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("option", ["--output", "--plot"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     trace: Path, tmp_path: Path, option: str
 ) -> None:
     blocked = trace / "new" / "out.svg"
     kept = tmp_path / "kept.json"
-    done = run(trace, *SMALL, "--json", kept, option, blocked)
+    done = run(trace, *SMALL, "--output", kept, option, blocked)
     assert done.exit_code == 1
     assert f"{option} {blocked} cannot be written, {trace} is no directory" in done.stderr
     assert not list(tmp_path.glob("kept.json*"))
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("option", ["--output", "--plot"])
 def test_a_trace_is_not_overwritten(trace: Path, tmp_path: Path, option: str) -> None:
     other = trace.rename(tmp_path / "trace.svg")
     before = other.read_bytes()
@@ -117,10 +117,10 @@ def test_a_trace_is_not_overwritten(trace: Path, tmp_path: Path, option: str) ->
 
 def test_a_sweep_does_not_overwrite_what_an_interrupted_one_finished(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
-    run(trace, *SMALL, "--json", output)
+    run(trace, *SMALL, "--output", output)
     journal = journal_of(output)
     journal.append(FinishedRun.from_dict(json.loads(output.read_text())["runs"][0]))
-    done = run(trace, *SMALL, "--json", output)
+    done = run(trace, *SMALL, "--output", output)
     assert done.exit_code == 1
     assert "1 finished runs of an interrupted sweep: add --resume" in done.stderr
     assert len(journal.read()) == 1
@@ -161,7 +161,7 @@ def test_without_a_capacity_that_varies_the_plot_has_bars(trace: Path, tmp_path:
         (("--gpu-tokens", "0"), 1, "gpu_tokens is 0"),
         (("--cost-model", "a100"), 1, "a100"),
         (("--warm-up", "200"), 1, "warm_up is 200"),
-        (("--resume",), 2, "--json OUT"),
+        (("--resume",), 2, "--output OUT"),
         (("--plot", "plot.gif"), 2, ".png, .svg, .html"),
         (("--jobs", "0"), 2, "--jobs"),
     ],
@@ -177,7 +177,7 @@ def test_a_broken_trace_is_named_with_its_line_before_anything_runs(trace: Path,
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace.read_text() + "{}\n")
     output = tmp_path / "sweep.json"
-    done = run(trace, broken, *SMALL, "--json", output)
+    done = run(trace, broken, *SMALL, "--output", output)
     assert done.exit_code == 1
     assert "broken.jsonl:201" in done.stderr
     assert not list(tmp_path.glob("sweep.json*"))
@@ -205,7 +205,7 @@ def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: 
     long, output = tmp_path / "long.jsonl", tmp_path / "sweep.json"
     write_trace(make_trace(WORKLOADS["mmlu"], 20_000, seed=1), long)
     small = ("--policies", "lru", "--host-tokens", "65536", "--jobs", "2")
-    arguments: list[str | Path] = [trace, long, *small, "--json", output]
+    arguments: list[str | Path] = [trace, long, *small, "--output", output]
     code = "from ragcache_core.cli.sweep import sweep\nif __name__ == '__main__': sweep()"
     script = tmp_path / "script.py"
     script.write_text(code)

@@ -30,7 +30,7 @@ def _run(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedP
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU here")
 def test_without_a_gpu_it_skips_with_one_line_and_writes_nothing(tmp_path: Path) -> None:
-    done = _run("--json", str(tmp_path / "found.json"), "--cost-model", str(tmp_path / "cost.json"))
+    done = _run("--output", str(tmp_path / "found.json"), "--cost-model", str(tmp_path / "cost.json"))
     assert (done.returncode, done.stdout) == (0, "gpu-check: skipped: torch finds no GPU on this machine\n")
     assert not list(tmp_path.iterdir())
 
@@ -59,7 +59,9 @@ def test_what_it_does_not_know_is_refused(arguments: list[str]) -> None:
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What the whole check prints and the folder to which it wrote, in the interpreter at toy sizes."""
     folder = tmp_path_factory.mktemp("check")
-    done = _run("--interpret", "--sweep", "--json", str(folder / "all.json"), "--cost-model", str(folder / "cost.json"))
+    done = _run(
+        "--interpret", "--sweep", "--output", str(folder / "all.json"), "--cost-model", str(folder / "cost.json")
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, folder
 

@@ -31,6 +31,6 @@ def test_every_file_of_the_shelf_is_named() -> None:
 
 def test_every_option_of_the_check_is_explained() -> None:
     options = {option for action in _parser()._actions for option in action.option_strings if option.startswith("--")}
-    assert {option for option in options if f"`{option}`" not in PAGE} <= {"--help", "--json", "--cost-model"}
-    assert "--json" in PAGE
+    assert {option for option in options if f"`{option}`" not in PAGE} <= {"--help", "--output", "--cost-model"}
+    assert "--output" in PAGE
     assert "--cost-model" in PAGE
