@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.policy import NodeStats, ReplacementPolicy
+from ragcache_core.sim.options import BELADY, INFINITE
 from ragcache_core.sim.trace import Trace
+
+if TYPE_CHECKING:
+    from ragcache_core.sim.sweep import FinishedRun
 
 _BUCKETS_PER_DOUBLING = 8
 
@@ -79,6 +85,70 @@ def next_uses(trace: Trace) -> npt.NDArray[np.float64]:
         is_same = path[order][1:] == path[order][:-1]
         result[at[order[:-1][is_same]]] = requests[order[1:][is_same]]
     return result
+
+
+def above_belady(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return why a policy of ``runs`` came out better than belady with the same trace and capacities, where one did.
+
+    A sentence for each way in which that can be, with the run where it shows most.
+    """
+    bounds = {(*_place(run), run.options["order"]): run for run in runs if run.options["policy"] == BELADY}
+    hits, seconds, orders = [], [], []
+    for run in runs:
+        if run.options["policy"] in (BELADY, INFINITE):
+            continue
+        if (bound := bounds.get((*_place(run), run.options["order"]))) is not None:
+            if (more := run.summary["token_hit_rate"] - bound.summary["token_hit_rate"]) > 0:
+                hits.append((more, run, bound))
+            elif (less_s := bound.summary["mean_ttft_s"] - run.summary["mean_ttft_s"]) > 0:
+                seconds.append((less_s, run, bound))
+        others = [bound for (*place, _), bound in bounds.items() if tuple(place) == _place(run)]
+        best = max(others, key=lambda bound: float(bound.summary["token_hit_rate"]), default=None)
+        if best is None or best.options["order"] == run.options["order"]:
+            continue
+        if (more := run.summary["token_hit_rate"] - best.summary["token_hit_rate"]) > 0:
+            orders.append((more, run, best))
+    reasons = (
+        (
+            hits,
+            "token_hit_rate",
+            "belady is no bound here: its rule, to evict what is farthest away times its size, hits most where all "
+            "documents have one size and lie in one tier. With many sizes the best choice is NP-hard, a document stays "
+            "as long as one behind it does, and what was just computed always enters the GPU",
+        ),
+        (
+            seconds,
+            "mean_ttft_s",
+            "belady hits no fewer tokens and is slower: it looks at when documents come again, and not at what they "
+            "cost to compute or to load, nor at who waits meanwhile",
+        ),
+        (
+            orders,
+            "token_hit_rate",
+            "belady bounds nothing but its own order of documents: another order makes other prefixes, of which more "
+            "come again",
+        ),
+    )
+    found = []
+    for above, key, why in reasons:
+        if above:
+            _, run, bound = max(above, key=lambda each: each[0])
+            overtaken = run.options["queue"] != "fifo" and above is not orders
+            found.append(
+                f"{_named(run)} came out better than {_named(bound)} ({key} {run.summary[key]:.3f} against "
+                f"{bound.summary[key]:.3f}; {Path(run.trace).name}, GPU {run.options['gpu_tokens']:,}, host "
+                f"{run.options['host_tokens']:,}): {why}"
+                + ("; and requests that overtake each other come in another order than it foresaw" if overtaken else "")
+            )
+    return found
+
+
+def _place(run: FinishedRun) -> tuple[object, ...]:
+    return run.trace, *(run.options[f"{tier}_tokens"] for tier in ("gpu", "host", "disk"))
+
+
+def _named(run: FinishedRun) -> str:
+    return f"{run.options['policy']} with order {run.options['order']}"
 
 
 def in_canonical_order(trace: Trace) -> Trace:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ragcache_core.sim.bound import in_canonical_order, next_uses
+from ragcache_core.sim.bound import above_belady, in_canonical_order, next_uses
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
+from ragcache_core.sim.sweep import FinishedRun
 from ragcache_core.sim.trace import Trace, TracedRequest
 from ragcache_core.sim.workload import WORKLOADS, make_trace
 
@@ -64,3 +65,36 @@ def test_endless_memory_misses_each_path_once_and_moves_nothing() -> None:
     paths = {request.doc_ids[:end] for request in MMLU for end in (1, 2)}
     assert sum(summary.hits_by_tier.values()) == 2 * len(MMLU) - len(paths)
     assert summary.swapped_out_tokens == summary.loaded_tokens == 0
+
+
+def finished(options: SimulationOptions, trace: Trace = MMLU) -> FinishedRun:
+    result = simulate(trace, options)
+    return FinishedRun("", "mmlu.jsonl", result.options.to_dict(), result.summary.to_dict(), (), 0.0)
+
+
+def test_a_policy_that_comes_out_better_than_the_bound_is_explained() -> None:
+    trace = make_trace(WORKLOADS["mmlu"], 800, seed=3)
+    small = SimulationOptions(gpu_tokens=16_384, host_tokens=8_192)
+    bound, ours = (finished(replace(small, policy=policy), trace) for policy in ("belady", "tournament"))
+    assert ours.summary["token_hit_rate"] > bound.summary["token_hit_rate"], "in a cache as small as a few prompts"
+    (why,) = above_belady([ours, bound])
+    assert why.startswith("tournament with order retrieval came out better than belady with order retrieval (token_hit")
+    assert "GPU 16,384, host 8,192" in why
+    assert "one size and lie in one tier" in why
+    assert "overtake" not in why
+    (faster,) = above_belady([replace(ours, summary={**ours.summary, "token_hit_rate": 0.0}), bound])
+    assert "mean_ttft_s" in faster
+    assert "what they cost to compute" in faster
+
+
+def test_another_order_that_comes_out_better_than_the_bound_of_its_own_is_explained() -> None:
+    large = SimulationOptions(host_tokens=1_048_576)
+    runs = [finished(replace(large, policy="belady")), finished(replace(large, order="cache_aware"))]
+    (why,) = above_belady(runs)
+    assert "tournament with order cache_aware came out better than belady with order retrieval" in why
+    assert "another order makes other prefixes" in why
+
+
+def test_nothing_is_said_where_the_bound_is_one_and_of_endless_memory() -> None:
+    policies = ("belady", "infinite", "lru", "tournament")
+    assert above_belady([finished(SimulationOptions(policy=policy)) for policy in policies]) == []
