@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ragcache_core.bench.engines import BLOCK_SIZE
@@ -56,11 +57,11 @@ def measure_curve(plan: Plan) -> Part:
         )
         for way in ways
     )
-    curve_plot(by_way).save_png(CURVE_PICTURE)
+    curve_plot(by_way, plan.model).save_png(CURVE_PICTURE)
     return Part(_WARM_UP, figures, {"summaries": _details(by_way)})
 
 
-def curve_plot(by_way: Mapping[str, Mapping[str, Summary]]) -> Plot:
+def curve_plot(by_way: Mapping[str, Mapping[str, Summary]], model: str) -> Plot:
     """Return right answers to the hard kind of question against computed tokens, a line for each selection."""
     kind = _KINDS["_cont"]
     prefix = by_way[PREFIX.name][kind]
@@ -72,12 +73,17 @@ def curve_plot(by_way: Mapping[str, Mapping[str, Summary]]) -> Plot:
     for way in (PREFIX, FULL):
         found_at = by_way[way.name][kind]
         series[way.name] = [(100.0 * found_at.computed_ratio(prefix), 100.0 * found_at.exact_match)]
-    return lines(
+    drawn = lines(
         f"Right answers to {kind} questions",
         "computed tokens, % of prefix caching's",
         "exact match, %",
         series,
     )
+    note = (
+        f"{prefix.num_questions} {kind} questions whose documents recur in new company, asked of {model}; each "
+        "point of a line computes more of what is reused (its alpha)."
+    )
+    return replace(drawn, note=note)
 
 
 def _figures(

@@ -7,9 +7,11 @@ matplotlib (``pip install "ragcache[bench]"``), which is imported when a plot is
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -21,23 +23,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    Panel = Callable[[Axes], None]
-
 Points = Sequence[tuple[float, float]]
 
 _COLOURS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666", "#a6761d", "#11a579"),
-    *("#c0392b", "#3969ac"),
+    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666", "#8b5a2b", "#9acd32"),
+    *("#7a0019", "#1b2a6b"),
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+_DASHES = ("-", "--", ":", "-.")
 _BY_HAND = (
     {"tournament": 0, "pgdsf": 1, "gdsf": 2, "lru": 3, "lfu": 4, "hybrid": 5, "belady": 6, "infinite": 7}
     | {"ragcache": 0, "vllm": 1, "ragcache-cache-aware": 2, "vllm-host-lru": 3, "vllm-host-arc": 4, "no-cache": 7}
-    | {"retrieval": 0, "canonical": 1, "cache_aware": 2}
+    | {"sglang": 4, "ragcache with dsp": 2, "our default": 6, "our default (tournament)": 0, "paper's pgdsf": 7}
+    | {"no dsp": 7, "dsp": 1, "first come": 7, "reordered": 0, "retrieval": 0, "canonical": 1, "cache_aware": 2}
+    | {"whole_chunks": 0, "cache_craft": 1, "prefix caching": 2, "full recompute": 7}
 )
 """The place in the palette of names that meet in one plot, so that no two of them look alike."""
 
-_INCHES = (6.4, 4.2)
+_INCHES = (6.4, 4.0)
+_COLUMNS = 2
+_LINE_INCHES = 0.21
+_CHARACTER_INCHES = 0.085
+_AXIS_INCHES = 5.4
+_MOST_LABELLED_BARS = 12
+_STEPS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7))
+"""Digits that ticks of a logarithmic axis begin with, from few ticks to many."""
 _SETTINGS: Mapping[Any, Any] = {
     "svg.hashsalt": "ragcache",
     "svg.fonttype": "none",
@@ -47,10 +57,10 @@ _SETTINGS: Mapping[Any, Any] = {
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.titlesize": 11.0,
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "lines.markersize": 5.0,
 }
 
 
@@ -60,14 +70,27 @@ class Style:
 
     colour: str
     marker: str
+    dashes: str = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One pair of axes: what draws it, and the names that its legend has."""
+
+    names: tuple[str, ...]
+    draw: Callable[[Axes], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of one panel or several side by side, drawn when it is asked for."""
+    """One figure of one panel or several, two in a row, drawn when it is asked for.
+
+    Legends stand below the axes and never on them. ``note`` stands below everything: what the figure was made of.
+    """
 
     title: str
     panels: tuple[Panel, ...]
+    note: str = ""
 
     def svg(self) -> str:
         """Return the plot as an SVG document: the same data gives the same text.
@@ -103,10 +126,29 @@ class Plot:
     def _figure(self) -> Figure:
         from matplotlib.figure import Figure
 
-        width, height = _INCHES
-        figure = Figure(figsize=(width * len(self.panels), height), layout="constrained")
-        for axes, draw in zip(figure.subplots(1, len(self.panels), squeeze=False)[0], self.panels, strict=True):
-            draw(axes)
+        num_columns = min(len(self.panels), _COLUMNS)
+        num_rows = math.ceil(len(self.panels) / _COLUMNS)
+        width = _INCHES[0] * num_columns
+        is_shared = len({panel.names for panel in self.panels}) == 1  # one legend for all
+        legend_width = width if is_shared else _INCHES[0]
+        columns = {panel.names: _legend_columns(panel.names, legend_width) for panel in self.panels}
+        legend_height = _LINE_INCHES * max((math.ceil(len(n) / c) for n, c in columns.items()), default=0)
+        notes = wrap(self.note, int(width / _CHARACTER_INCHES * 1.35))
+        drawn_height = (_INCHES[1] + (0 if is_shared else legend_height)) * num_rows + legend_height * is_shared
+        note_height = _LINE_INCHES * len(notes)
+        figure = Figure(figsize=(width, drawn_height + note_height), layout="constrained")
+        drawn, below = figure, None
+        if notes:
+            drawn, below = figure.subfigures(2, 1, height_ratios=(drawn_height, note_height))
+        cells = drawn.subfigures(num_rows, num_columns, squeeze=False).flat
+        for cell, panel in zip(cells, self.panels, strict=False):  # the last row may have room for one more
+            axes = cell.subplots()
+            panel.draw(axes)
+            if panel.names and (not is_shared or panel is self.panels[-1]):
+                where = drawn if is_shared else cell
+                where.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns[panel.names])
+        if below is not None:
+            below.text(0.01, 0.5, "\n".join(notes), fontsize=8, color="#555555", va="center")
         return figure
 
 
@@ -136,18 +178,21 @@ def lines(
     styles = styles_of(series)
 
     def draw(axes: Axes) -> None:
-        for name, points in series.items():
+        for number, (name, points) in enumerate(series.items()):
             x, style = [x for x, _ in points], styles[name]
-            axes.plot(x, [y for _, y in points], color=style.colour, marker=style.marker, label=name)
+            size = max(1 - number / 10, 0.5)  # a line that lies on another leaves that one's edge visible
+            axes.plot(
+                x, [y for _, y in points], color=style.colour, marker=style.marker, linestyle=style.dashes, label=name,
+                linewidth=2.6 * size, markersize=7.5 * size, clip_on=False, zorder=2.5,
+            )  # fmt: skip
             if bands := spread.get(name):
                 axes.fill_between(
                     x, [low for low, _ in bands], [high for _, high in bands], color=style.colour, alpha=0.15, lw=0
                 )
-        all_x = sorted({x for points in series.values() for x, _ in points})
-        _scale(axes, log_x, log_y, all_x)
-        _label(axes, title, x_label, y_label, len(series))
+        _scale(axes, log_x, log_y, sorted({x for points in series.values() for x, _ in points}))
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
 
-    return Plot(title, (draw,))
+    return Plot(title, (Panel(tuple(series), draw),))
 
 
 def cdfs(title: str, x_label: str, samples: Mapping[str, Sequence[float]]) -> Plot:
@@ -155,70 +200,149 @@ def cdfs(title: str, x_label: str, samples: Mapping[str, Sequence[float]]) -> Pl
     styles = styles_of(samples)
 
     def draw(axes: Axes) -> None:
+        last = max((max(values) for values in samples.values() if len(values)), default=1.0)
         for name, values in samples.items():
             x = np.sort(np.asarray(values, dtype=float))
             share = np.arange(len(x) + 1) / max(len(x), 1)
-            x = np.concatenate((x[:1], x)) if len(x) else np.zeros(1)
-            axes.step(x, share, where="post", color=styles[name].colour, label=name)
-        axes.set_ylim(0, 1)
-        _label(axes, title, x_label, "share of requests", len(samples))
+            x = np.concatenate((x[:1], x, [last])) if len(x) else np.zeros(2)
+            style = styles[name]
+            axes.step(
+                x, [*share, share[-1]], where="post", color=style.colour, linestyle=style.dashes, label=name,
+                linewidth=1.8, clip_on=False, zorder=2.5,
+            )  # fmt: skip
+        axes.set(ylim=(0, 1), title=title, xlabel=x_label, ylabel="share of requests")
+        axes.set_xlim(left=0)
 
-    return Plot(title, (draw,))
+    return Plot(title, (Panel(tuple(samples), draw),))
 
 
-def bars(title: str, y_label: str, groups: Mapping[str, Mapping[str, float]]) -> Plot:
-    """Return a plot with a bar for each name in each group; a name that a group lacks leaves a gap."""
-    names = list(dict.fromkeys(name for of in groups.values() for name in of))
-    styles = styles_of(names)
+def bars(
+    title: str,
+    y_label: str,
+    groups: Mapping[str, Mapping[str, float]],
+    *,
+    intervals: Mapping[str, tuple[float, float]] | None = None,
+    at_least: Container[str] = (),
+) -> Plot:
+    """Return a plot with a bar for each name in each group; a name that a group lacks leaves a gap.
+
+    Args:
+        intervals: for each name, (lowest, highest) of its bars; drawn as a whisker.
+        at_least: names whose bars are lower bounds: an arrow stands on them, and the number has a sign.
+    """
+    names = tuple(dict.fromkeys(name for of in groups.values() for name in of))
+    styles, intervals = styles_of(names), intervals or {}
     width = 0.8 / max(len(names), 1)
+    shows_numbers = len(names) * len(groups) <= _MOST_LABELLED_BARS
 
     def draw(axes: Axes) -> None:
         for i, name in enumerate(names):
             offset = (i - (len(names) - 1) / 2) * width
             heights = {number + offset: of[name] for number, of in enumerate(groups.values()) if name in of}
-            axes.bar(list(heights), list(heights.values()), width * 0.92, color=styles[name].colour, label=name)
-        axes.set_xticks(range(len(groups)), list(groups))
+            values = list(heights.values())
+            reach = None
+            if name in intervals:
+                low, high = intervals[name]
+                reach = [[max(value - low, 0) for value in values], [max(high - value, 0) for value in values]]
+            drawn = axes.bar(
+                list(heights), values, width * 0.92, color=styles[name].colour, label=name, yerr=reach,
+                error_kw={"ecolor": "#333333", "capsize": 3},
+            )  # fmt: skip
+            if name in at_least:
+                axes.bar_label(drawn, [f"\u2191\n\u2265 {value:.3g}" for value in values], padding=2, fontsize=8.5)
+            elif shows_numbers:
+                axes.bar_label(drawn, [f"{value:.3g}" for value in values], padding=2, fontsize=8.5)
+        axes.margins(y=0.14)
+        axes.set_ylim(bottom=0)
+        labels = [group.replace(", ", "\n") for group in groups]
+        longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
+        is_tight = longest * _CHARACTER_INCHES > _AXIS_INCHES / max(len(groups), 1)
+        slant: Mapping[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}
+        axes.set_xticks(range(len(groups)), list(groups) if is_tight else labels, **slant)
+        axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
-        _label(axes, title, "", y_label, len(names))
+        axes.set(title=title, ylabel=y_label)
 
-    return Plot(title, (draw,))
+    return Plot(title, (Panel(names, draw),))
 
 
-def beside(title: str, plots: Sequence[Plot]) -> Plot:
-    """Return one plot with the panels of all, side by side; each keeps its own title."""
-    return Plot(title, tuple(panel for plot in plots for panel in plot.panels))
+def beside(title: str, plots: Sequence[Plot], note: str = "") -> Plot:
+    """Return one plot with the panels of all, two in a row; each keeps its own title."""
+    return Plot(title, tuple(panel for plot in plots for panel in plot.panels), note)
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """Return the style of each name: its own in every plot, unless two names of this one would look alike."""
+    """Return the style of each name: its own in every plot, unless two names of this one would look alike.
+
+    Names that agree up to a comma have one colour: what follows it decides between dashes.
+    """
     styles: dict[str, Style] = {}
-    taken: set[str] = set()
-    for name in sorted(names, key=lambda name: name not in _BY_HAND):  # those keep their own
-        place = _BY_HAND.get(name, crc32(name.encode()))
-        turns = (_COLOURS[(place + turn) % len(_COLOURS)] for turn in range(len(_COLOURS)))
-        colour = next((colour for colour in turns if colour not in taken), _COLOURS[place % len(_COLOURS)])
-        taken.add(colour)
-        styles[name] = Style(colour, _MARKERS[place % len(_MARKERS)])
+    colours: dict[str, str] = {}
+    parts = {name: name.partition(", ")[::2] for name in names}
+    tails = list(dict.fromkeys(sorted((tail for _, tail in parts.values()), key=bool)))  # what has none is solid
+    for name in sorted(parts, key=lambda name: parts[name][0].lower() not in _BY_HAND):  # those keep their own
+        head, tail = parts[name]
+        place = _BY_HAND.get(head.lower(), crc32(head.encode()))
+        if head not in colours:
+            turns = (_COLOURS[(place + turn) % len(_COLOURS)] for turn in range(len(_COLOURS)))
+            taken = set(colours.values())
+            colours[head] = next((colour for colour in turns if colour not in taken), _COLOURS[place % len(_COLOURS)])
+        turn = tails.index(tail)
+        styles[name] = Style(colours[head], _MARKERS[(place + turn) % len(_MARKERS)], _DASHES[turn % len(_DASHES)])
     return styles
 
 
-def _scale(axes: Axes, log_x: bool, log_y: bool, all_x: Sequence[float]) -> None:
-    if log_x:
-        from matplotlib.ticker import FuncFormatter, NullLocator
+def _legend_columns(names: Sequence[str], width_inches: float) -> int:
+    """Return how many names stand side by side."""
+    if not names:
+        return 1
+    most = max(int(width_inches / (max(map(len, names)) * _CHARACTER_INCHES + 0.6)), 1)
+    return math.ceil(len(names) / math.ceil(len(names) / most))  # as many in each row
 
+
+def _scale(axes: Axes, log_x: bool, log_y: bool, all_x: Sequence[float]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    if log_x:
         axes.set_xscale("log")
-        axes.set_xticks(all_x)  # measured points are few: each has its number
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}" if float(x).is_integer() else f"{x:g}"))
+        ticks = _apart(all_x)  # measured points are few: each has its number, if there is room
+        axes.set_xticks(ticks, [_number(x) for x in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
     if log_y:
         axes.set_yscale("log")
+        ticks = log_ticks(*axes.get_ylim())
+        axes.set_yticks(ticks, [_number(y) for y in ticks])
+        axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(bottom=0)
 
 
-def _label(axes: Axes, title: str, x_label: str, y_label: str, num_names: int) -> None:
-    axes.set_title(title, fontsize=11)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    if num_names:
-        axes.legend()
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return three round numbers or more between two, for a logarithmic axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in _STEPS:
+        every = (float(f"{step}e{exponent}") for exponent in exponents for step in steps)
+        ticks = [tick for tick in every if low <= tick <= high]
+        if len(ticks) >= 3:
+            return ticks
+    even = MaxNLocator(5).tick_values(low, high)  # a short piece of a logarithmic axis is nearly a linear one
+    return [float(f"{tick:.6g}") for tick in even if low <= tick <= high]
+
+
+def _apart(values: Sequence[float]) -> list[float]:
+    """Return those of ascending values whose numbers do not run into each other on a logarithmic axis."""
+    if len(values) < 2:
+        return list(values)
+    inches_per_log = _AXIS_INCHES / math.log(values[-1] / values[0])
+    kept = [values[0]]
+    for value in values[1:]:
+        needed = (len(_number(value)) + len(_number(kept[-1]))) / 2 * _CHARACTER_INCHES + 0.1
+        if math.log(value / kept[-1]) * inches_per_log >= needed:
+            kept.append(value)
+    return kept
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"

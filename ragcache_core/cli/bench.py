@@ -13,15 +13,13 @@ from click.core import ParameterSource
 
 from ragcache_core.cli.command import CommandGroup, print_json
 from ragcache_core.cli.options import api_key_option
-from ragcache_core.cli.output import check_output
+from ragcache_core.cli.output import check_output, require_matplotlib
 from ragcache_core.cli.paper import paper
 from ragcache_core.cli.trace import WORKLOAD_NAMES
-from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from ragcache_core.bench.compare.options import Prepared
     from ragcache_core.bench.compare.results import Results
 
 _ENGINES = "no-cache,vllm,vllm-host-lru,vllm-host-arc,ragcache,ragcache-cache-aware"
@@ -45,6 +43,16 @@ class Rates(click.ParamType[Any]):
             return tuple(float(number) for number in numbers.split(",")), are_shares
         except ValueError:
             self.fail(f"{value!r} is no list of numbers: give requests a second as 0.5,1,2, or auto.", param, ctx)
+
+
+_html_option = click.option(
+    "--html",
+    "html_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="REPORT",
+    callback=lambda _context, _option, path: _drawable(path),
+    help="A page with tables and plots; the plots as PNG beside it.",
+)
 
 
 @click.group(
@@ -138,13 +146,7 @@ class Rates(click.ParamType[Any]):
     metavar="OUT",
     help="Where everything measured goes, run by run.",
 )
-@click.option(
-    "--html",
-    "html_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="REPORT",
-    help="A page with tables and plots; the plots as PNG beside it.",
-)
+@_html_option
 @click.option("--resume", is_flag=True, help="Go on with the runs that are in OUT already.")
 @click.pass_context
 def bench(
@@ -167,10 +169,9 @@ def bench(
     if ctx.invoked_subcommand is not None:
         return
     _check_engine(ctx, given["engine"])
-    if html_path is not None:
-        _require_matplotlib()
     for option, path in (("--output", output), ("--html", html_path)):
         check_output(option, path, [given["trace"] or Path()])
+    from ragcache_core.bench.compare.caveats import beforehand
     from ragcache_core.bench.compare.comparison import run_comparison
     from ragcache_core.bench.compare.options import BenchOptions, prepare
     from ragcache_core.bench.compare.results import Results
@@ -182,6 +183,8 @@ def bench(
         compare=tuple(compare.split(",")), rates=numbers, are_shares=are_shares, host_memory=sizes, **given
     )
     prepared = prepare(options)
+    for warning in beforehand(options.seeds, options.requests):
+        click.echo(f"ragcache: warning: {warning}", err=True)
     results = Results.open(output, prepared.facts, machine(), resume=resume)
     try:
         with _progress() as progress:
@@ -191,7 +194,15 @@ def bench(
         raise
     finally:  # an interruption as well: what is finished is worth reading
         if results.runs:
-            _report(prepared, results, html_path, as_json=as_json)
+            _report(results, html_path, as_json=as_json)
+            results.write()
+            click.echo(f"ragcache: written to {output}", err=True)
+
+
+def _drawable(html_path: Path | None) -> Path | None:
+    if html_path is not None:
+        require_matplotlib("--html")
+    return html_path
 
 
 def _check_engine(ctx: click.Context, engine: str) -> None:
@@ -209,36 +220,38 @@ def _check_engine(ctx: click.Context, engine: str) -> None:
 bench.add_command(paper)
 
 
-def _report(prepared: Prepared, results: Results, html_path: Path | None, *, as_json: bool) -> None:
+@bench.command(
+    short_help="Print, and draw, what a comparison measured.",
+    examples=["ragcache bench report build/compare.json --html build/compare.html"],
+)
+@click.argument("results", type=click.Path(path_type=Path), metavar="OUT")
+@_html_option
+def report(results: Path, html_path: Path | None, as_json: bool) -> None:
+    """Print the tables of a comparison that 'ragcache bench' wrote to OUT, and write its page; nothing is measured."""
+    from ragcache_core.bench.compare.results import Results
+
+    check_output("--html", html_path, [results])
+    _report(Results.read(results), html_path, as_json=as_json)
+
+
+def _report(results: Results, html_path: Path | None, *, as_json: bool) -> None:
+    """Print what was measured, and write the page."""
+    from ragcache_core.bench.compare.report import summary_of, warnings, write_report
     from ragcache_core.bench.compare.tables import tables
 
-    summary = prepared.comparison.summary(results)
-    results.summarise(summary.to_dict())
+    summary = summary_of(results)
+    results.summary = summary.to_dict()
+    for warning in warnings(results, summary):
+        click.echo(f"ragcache: warning: {warning}", err=True)
     if as_json:
         print_json({name: value for name, value in results.to_dict().items() if name != "runs"})
     else:
         click.echo(", ".join(f"{name} {value}" for name, value in results.machine.items()))
         for table in tables(summary, results.rates_rps):
             click.echo("\n" + table.text())
-    paths = [results.path]
-    if html_path is not None:
-        from ragcache_core.bench.compare.html import write_report
-
-        peers = {peer.name: peer.summary for peer in prepared.comparison.peers}
-        paths += write_report(html_path, results, summary, peers, prepared.notes)
-    click.echo("ragcache: written to " + ", ".join(map(str, paths)), err=True)
-
-
-def _require_matplotlib() -> None:
-    """Refuse a page before hours of measuring rather than after.
-
-    Raises:
-        ConfigError: it cannot be drawn.
-    """
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ConfigError('--html draws plots with matplotlib, which is not installed: pip install "ragcache[bench]"')
+    paths = [] if html_path is None else write_report(html_path, results)
+    if paths:
+        click.echo("ragcache: written to " + ", ".join(map(str, paths)), err=True)
 
 
 class _Bar:
@@ -255,6 +268,10 @@ class _Bar:
 
     def advance(self) -> None:
         self._bar.update()
+
+    def announce(self, sentence: str) -> None:
+        with self._bar.external_write_mode():
+            click.echo(f"ragcache: {sentence}", err=True)
 
 
 @contextmanager

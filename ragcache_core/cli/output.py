@@ -7,12 +7,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ragcache_core.errors import ConfigError
+
+_PLOT_KINDS = (".png", ".svg", ".html")
 
 
 @contextmanager
@@ -49,6 +52,31 @@ def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) ->
         raise ConfigError(f"{option} {path} cannot be written, {folder} is no directory: make it, or name another")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{option} {path} cannot be written, {folder} is not writable: name a file elsewhere")
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a plot that could not be drawn at the end of a long run.
+
+    Raises:
+        click.UsageError: of an unknown kind. ConfigError: matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if path.suffix not in _PLOT_KINDS:
+        raise click.UsageError(f"--plot {path}: the name must end in {', '.join(_PLOT_KINDS)}.")
+    require_matplotlib("--plot")
+
+
+def require_matplotlib(option: str) -> None:
+    """Refuse what draws plots before a long run rather than after.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            f'{option} draws plots with matplotlib, which is not installed: pip install "ragcache[bench]"'
+        )
 
 
 def check_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.output import check_output, output_option, write_json
-from ragcache_core.cli.sweep import check_plot, clear_journal, read_finished, save_plots
+from ragcache_core.cli.output import check_output, check_plot, output_option, write_json
+from ragcache_core.cli.sweep import clear_journal, read_finished
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -91,11 +91,10 @@ def paper(
         raise click.UsageError("Name what to simulate: --figure N, --table N, or --all.")
     if resume and output is None:
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     for option, path in (("--output", output), ("--plot", plot)):
         check_output(option, path)
-    from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, to_dict
+    from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, paper_report, to_dict
     from ragcache_core.bench.paper.runs import PaperRuns
     from ragcache_core.sim.sweep import Journal
 
@@ -134,7 +133,7 @@ def paper(
         clear_journal(journal, runs.keys)
     drawn = [one for exhibit in exhibits for one in exhibit.plots]
     if plot is not None and drawn:
-        save_plots(drawn, plot, "ragcache bench paper")
+        paper_report(exhibits, num_seeds, num_requests).save(plot)
     for path in (output, plot if drawn else None):
         if path is not None:
             click.echo(f"ragcache: written to {path}", err=True)

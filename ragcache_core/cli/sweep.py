@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,18 +13,19 @@ import click
 
 from ragcache_core._version import __version__
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
+from ragcache_core.cli.output import check_output, check_plot, counting_requests, output_option, write_json
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ragcache_core.bench.page import Report, Table
     from ragcache_core.bench.plots import Plot
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import FinishedRun, Journal, Run
 
 POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament", "belady", "infinite")
 ORDERS = ("retrieval", "canonical", "cache_aware")
-_PLOT_KINDS = (".png", ".svg", ".html")
-_CAPACITIES = ("host_tokens", "gpu_tokens", "disk_tokens")
+_TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
+_CAPACITIES = tuple(_TIERS)
 _VARIED = ("policy", "order", *_CAPACITIES)
 _COLUMNS = (
     ("hit rate", "token_hit_rate", "{:.3f}"),
@@ -153,8 +153,7 @@ def sweep(
 
     if resume and output is None:
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
-    if plot is not None:
-        check_plot(plot)
+    check_plot(plot)
     inputs = (*traces, Path(settings["cost_model"] or ""))
     for option, path in (("--output", output), ("--plot", plot)):
         check_output(option, path, inputs)
@@ -166,18 +165,18 @@ def sweep(
     axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
     runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
-    report = {"version": __version__, "runs": [run.to_dict() for run in done]}
+    whole = {"version": __version__, "runs": [run.to_dict() for run in done]}
     if output is not None and journal is not None:
-        write_json(report, output)
+        write_json(whole, output)
         clear_journal(journal, {run.key for run in done})
     if as_json:
-        print_json(report)
+        print_json(whole)
     else:
-        click.echo(table(done))
-    for note in dict.fromkeys(note for run in done for note in run.notes):
+        click.echo(table(done).text())
+    for note in notes_on(done):
         click.echo(f"ragcache: {note}", err=True)
     if plot is not None:
-        save_plots(plots(done), plot)
+        report(done, {str(path): count for path, count in num_requests.items()}).save(plot)
     for path in (output, plot):
         if path is not None:
             click.echo(f"ragcache: written to {path}", err=True)
@@ -266,79 +265,81 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
     return {run.key: run for run in whole} | interrupted
 
 
-def table(runs: Sequence[FinishedRun]) -> str:
+def table(runs: Sequence[FinishedRun]) -> Table:
     """Return a table with a row for each run; only what differs between the runs is named."""
+    from ragcache_core.bench.page import Table
+
     varied = _varied(runs)
     heads = [*(name.removesuffix("_tokens") for name in varied), *(head for head, _, _ in _COLUMNS)]
     rows = [
         [*(_shown(run, name) for name in varied), *(form.format(run.summary[key]) for _, key, form in _COLUMNS)]
         for run in runs
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    names = len(varied)
-
-    def line(cells: Sequence[str]) -> str:
-        aligned = [c.ljust(w) if i < names else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-        return "  ".join(aligned).rstrip()
-
-    return "\n".join(map(line, [heads, *rows]))
+    return Table("", heads, rows, len(varied))
 
 
 def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
-    """Return mean TTFT and hit rate against the capacity that varies; bars, where none does."""
+    """Return mean TTFT and hit rate against the capacity that varies, for each trace; bars, where none does."""
     from ragcache_core.bench.plots import bars, lines
 
-    varied = _varied(runs)
+    varied = [name for name in _varied(runs) if name != "trace"]
     axis = next((name for name in _CAPACITIES if name in varied), None)
     shown = []
-    for title, y_label, key in (
-        ("Mean time to first token", "s", "mean_ttft_s"),
-        ("Hit rate", "share of document tokens", "token_hit_rate"),
-    ):
-        if axis is None:
-            groups: dict[str, dict[str, float]] = {}
-            for run in runs:
-                group = ", ".join(_shown(run, name) for name in varied if name != "policy")
-                groups.setdefault(group, {})[run.options["policy"]] = run.summary[key]
-            shown.append(bars(title, y_label, groups))
-            continue
-        series: dict[str, list[tuple[float, float]]] = {}
-        for run in sorted(runs, key=lambda run: run.options[axis]):
-            name = ", ".join(_shown(run, name) for name in varied if name != axis) or run.options["policy"]
-            series.setdefault(name, []).append((run.options[axis], run.summary[key]))
-        is_log = min(run.options[axis] for run in runs) > 0
-        shown.append(lines(title, f"{axis.removesuffix('_tokens')} tokens", y_label, series, log_x=is_log))
+    for trace in dict.fromkeys(run.trace for run in runs):
+        of_trace = sorted((run for run in runs if run.trace == trace), key=lambda run: run.options[axis] if axis else 0)
+        for title, y_label, key in (
+            ("Mean time to first token", "mean TTFT, s", "mean_ttft_s"),
+            ("Hit rate", "share of document tokens", "token_hit_rate"),
+        ):
+            titled = f"{title}, {Path(trace).name}"
+            if axis is None:
+                groups: dict[str, dict[str, float]] = {}
+                for run in of_trace:
+                    group = ", ".join(_shown(run, name) for name in varied if name != "policy")
+                    groups.setdefault(group, {})[run.options["policy"]] = run.summary[key]
+                shown.append(bars(titled, y_label, groups))
+                continue
+            series: dict[str, list[tuple[float, float]]] = {}
+            for run in of_trace:
+                name = ", ".join(_shown(run, name) for name in varied if name != axis)
+                series.setdefault(name, []).append((run.options[axis], run.summary[key]))
+            is_log = min(run.options[axis] for run in runs) > 0
+            label = f"{_TIERS[axis]}, tokens"
+            shown.append(lines(titled, label, y_label, series, log_x=is_log))
     return shown
 
 
-def save_plots(shown: Sequence[Plot], path: Path, title: str = "ragcache simulate sweep") -> None:
-    """Write plots side by side as an image, or one below the other as a page that needs nothing else."""
-    from ragcache_core.bench.plots import beside
+def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int]) -> Report:
+    """Return plots and table of a sweep, with what was simulated; ``num_requests`` by trace."""
+    from ragcache_core.bench.page import Report, worded
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    match path.suffix:
-        case ".png":
-            beside("sweep", shown).save_png(path)
-        case ".svg":
-            path.write_text(beside("sweep", shown).svg(), encoding="utf-8")
-        case _:
-            figures = "\n".join(plot.svg()[plot.svg().index("<svg") :] for plot in shown)
-            head = html.escape(f"{title}, {__version__}")
-            page = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{head}</title>\n{figures}\n</html>\n'
-            path.write_text(page, encoding="utf-8")
+    options, varied = dict(runs[0].options), _varied(runs)
+    names = dict.fromkeys(run.trace for run in runs)
+    traces = ", ".join(f"{Path(trace).name} ({num_requests[trace]:,} requests)" for trace in names)
+    sizes = [
+        f"{words} {options[name]:,} tokens" if options[name] else f"no {words}"
+        for name, words in _TIERS.items()
+        if name not in varied
+    ]
+    batch = "one request at a time" if options["max_batch"] == 1 else f"batches of {options['max_batch']}"
+    warm_up = f"; the first {options['warm_up']:,} requests do not count" if options["warm_up"] else ""
+    lead = [
+        f"Simulated in virtual time: {traces}{warm_up}.",
+        f"Cost model {Path(options['cost_model']).name}; {', '.join(sizes)}; {batch}, queue {options['queue']}, "
+        f"{options['granularity']}s kept as one.",
+    ]
+    of_all = {
+        name: list(dict.fromkeys(run.options[name] for run in runs)) if name in varied else worded(name, value)
+        for name, value in options.items()
+    }
+    return Report("Policies side by side", lead, plots(runs), [table(runs)], notes=notes_on(runs), options=of_all)
 
 
-def check_plot(path: Path) -> None:
-    """Refuse a plot that could not be drawn at the end of a long sweep.
+def notes_on(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return what a reader should know of the runs, each sentence once."""
+    from ragcache_core.sim.bound import above_belady
 
-    Raises:
-        click.UsageError: of an unknown kind. ConfigError: matplotlib is not installed.
-    """
-    from ragcache_core.bench.plots import lines
-
-    if path.suffix not in _PLOT_KINDS:
-        raise click.UsageError(f"--plot {path}: the name must end in {', '.join(_PLOT_KINDS)}.")
-    lines("", "", "", {}).svg()
+    return [*dict.fromkeys(note for run in runs for note in run.notes), *above_belady(runs)]
 
 
 def _varied(runs: Sequence[FinishedRun]) -> list[str]:

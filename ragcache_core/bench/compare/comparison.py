@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +15,6 @@ from ragcache_core.bench.compare.peers import Peer
 from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import Amounts, Session, capacity_rps, measure, plan
-from ragcache_core.bench.compare.summary import Summary
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 
@@ -36,10 +36,16 @@ class Progress(Protocol):
     def advance(self) -> None:
         """Take note of one more answer."""
 
+    def announce(self, sentence: str) -> None:
+        """Tell whoever waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What to compare: engines, sizes of host memory, rates in requests a second or as shares of a capacity."""
+    """What to compare: engines, sizes of host memory, rates in requests a second or as shares of a capacity.
+
+    ``start_s`` is how long an engine's start takes, until one was timed.
+    """
 
     peers: tuple[Peer, ...]
     host_bytes: tuple[int, ...]
@@ -47,6 +53,7 @@ class Comparison:
     are_shares: bool
     seeds: tuple[int, ...]
     amounts: Amounts
+    start_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name, values in (("host memory", self.host_bytes), ("rates", self.rates)):
@@ -62,10 +69,6 @@ class Comparison:
     def num_trace_requests(self) -> int:
         """How many requests a seed's trace must have."""
         return self.amounts.num_warm_up + len(self.rates) * self.amounts.num_requests
-
-    def summary(self, results: Results) -> Summary:
-        """Return what the runs so far add up to."""
-        return Summary(results.runs, [peer.name for peer in self.peers], self.host_bytes, len(self.rates))
 
 
 def run_comparison(
@@ -87,8 +90,22 @@ def run_comparison(
     amounts = comparison.amounts
     num_requests = sum(amounts.count(session, names[session.peer].keeps_anything) for session in sessions)
     progress.plan(num_requests)
+    work, start_s = (
+        f"{len(sessions)} engines to open one after the other, {num_requests:,} requests",
+        comparison.start_s,
+    )
     if not results.rates_rps:
-        results.set_rates(*_rates(comparison, prompts(comparison.seeds[0]), open_engine, progress))
+        if comparison.are_shares:
+            first = comparison.peers[0].name
+            progress.announce(f"{work}; how long that takes is said when it is known what {first} can serve")
+        rates, capacity, start_s = _rates(comparison, prompts(comparison.seeds[0]), open_engine, progress)
+        results.set_rates(rates, capacity)
+    speed_rps = results.capacity_rps or max(results.rates_rps)
+    seconds = sum(
+        start_s + _seconds(session, amounts, names[session.peer], results.rates_rps, speed_rps) for session in sessions
+    )
+    if sessions:
+        progress.announce(f"{work}: about {duration(seconds)}")
     by_seed: dict[int, TracedPrompts] = {}
     for number, session in enumerate(sessions, 1):
         peer = names[session.peer]
@@ -119,20 +136,40 @@ def _sessions(comparison: Comparison, results: Results) -> list[Session]:
 
 def _rates(
     comparison: Comparison, prompts: TracedPrompts, open_engine: OpenEngine, progress: Progress
-) -> tuple[tuple[float, ...], float | None]:
-    """Return the rates in requests a second, and the capacity that shares are of: the first engine's."""
+) -> tuple[tuple[float, ...], float | None, float]:
+    """Return the rates in requests a second, the capacity that shares are of, the first engine's, and how long its
+    start took.
+    """
     if not comparison.are_shares:
-        return comparison.rates, None
+        return comparison.rates, None, comparison.start_s
     first, host_bytes = comparison.peers[0], comparison.host_bytes[0]
     progress.say(f"{first.name}: what it can serve")
+    began_s = time.perf_counter()
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder,
         open_engine(first, host_bytes, Path(folder)) as engine,
     ):
+        start_s = time.perf_counter() - began_s
         load = Load(engine, prompts, order=first.order, sends_documents=first.sends_documents)
         num_requests = min(comparison.amounts.num_requests, len(prompts) - _IN_FLIGHT)
         capacity = capacity_rps(load, num_requests, in_flight=_IN_FLIGHT)
-    return tuple(round(share * capacity, 4) for share in comparison.rates), round(capacity, 4)
+    return tuple(round(share * capacity, 4) for share in comparison.rates), round(capacity, 4), start_s
+
+
+def _seconds(session: Session, amounts: Amounts, peer: Peer, rates_rps: Sequence[float], speed_rps: float) -> float:
+    """Return about how long a session's requests take, of an engine that serves ``speed_rps`` at most."""
+    num_timed = len(session.rates) * amounts.num_requests
+    num_untimed = amounts.count(session, peer.keeps_anything) - num_timed
+    timed_s = sum(amounts.num_requests / min(rates_rps[rate], speed_rps) for rate in session.rates)
+    return num_untimed / speed_rps + timed_s
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words that are as exact as an estimate is."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def _telling(progress: Progress, where: str) -> Callable[[str], None]:

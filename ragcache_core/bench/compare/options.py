@@ -15,6 +15,7 @@ from ragcache_core.bench.compare.comparison import Comparison, OpenEngine
 from ragcache_core.bench.compare.peers import PEERS, Peer, Setup
 from ragcache_core.bench.compare.prompts import TracedPrompts, check_scale, scaled
 from ragcache_core.bench.compare.random_model import random_model
+from ragcache_core.bench.compare.report import LAUNCH, SERVER
 from ragcache_core.bench.compare.sessions import Amounts
 from ragcache_core.bench.compare.sizing import HOST_TOKENS, KV_TOKENS, ModelFacts, check_host, window
 from ragcache_core.client import Engine
@@ -23,7 +24,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.sim.trace import Trace, read_trace
 from ragcache_core.sim.workload import WORKLOADS, make_trace
 
-RANDOM, LAUNCH = "random", "launch"
+RANDOM = "random"
 AUTO_SHARES = (0.25, 0.5, 0.8, 1.2, 1.8, 2.6)
 _RANDOM_MODELS_SCALE = 0.125
 _ASSUMED_VOCABULARY = 1_024
@@ -60,13 +61,12 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A comparison that can begin. Results must agree in ``facts`` with it; ``notes`` are what a reader must know."""
+    """A comparison that can begin. Results must agree in ``facts`` with it."""
 
     comparison: Comparison
     prompts: Mapping[int, TracedPrompts]
     open_engine: OpenEngine
     facts: Mapping[str, Any]
-    notes: tuple[str, ...]
 
 
 def prepare(options: BenchOptions) -> Prepared:
@@ -118,9 +118,7 @@ def prepare(options: BenchOptions) -> Prepared:
         "disk_memory_bytes": setup.disk_bytes,
         "max_model_len": needed,
     }
-    return Prepared(
-        comparison, prompts, open_engine, {**_facts(options, scale), **sizes}, _notes(options, scale, comparison)
-    )
+    return Prepared(comparison, prompts, open_engine, {**_facts(options, scale), **sizes})
 
 
 def _on_a_server(options: BenchOptions) -> Prepared:
@@ -128,8 +126,8 @@ def _on_a_server(options: BenchOptions) -> Prepared:
     with Engine.connect(options.engine, api_key=options.api_key, tokenizer=False) as engine:
         is_ragcache = engine.stats().policy is not None
         num_tokens = engine.max_model_len
-    peer = Peer("server", f"the server at {options.engine}", is_ragcache=is_ragcache)
-    comparison = _comparison(options, (peer,), (1,))
+    peer = Peer(SERVER, f"the server at {options.engine}", is_ragcache=is_ragcache)
+    comparison = replace(_comparison(options, (peer,), (1,)), start_s=0.0)
     scale = _scale(options, 1.0)
     prompts = _prompts(options, comparison, scale, _ASSUMED_VOCABULARY)
     facts = ModelFacts(_ASSUMED_VOCABULARY, 1, num_tokens)
@@ -138,7 +136,7 @@ def _on_a_server(options: BenchOptions) -> Prepared:
     def open_engine(peer: Peer, host_bytes: int, folder: Path) -> Engine:  # noqa: ARG001 (it has its own)
         return Engine.connect(options.engine, api_key=options.api_key)
 
-    return Prepared(comparison, prompts, open_engine, _facts(options, scale), _notes(options, scale, comparison))
+    return Prepared(comparison, prompts, open_engine, _facts(options, scale))
 
 
 def _peers(names: tuple[str, ...]) -> tuple[Peer, ...]:
@@ -187,27 +185,3 @@ def _facts(options: BenchOptions, scale: float) -> dict[str, Any]:
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
     digest = None if options.trace is None else hashlib.sha256(options.trace.read_bytes()).hexdigest()
     return {**asked, "trace_sha256": digest, "ragcache_version": __version__}
-
-
-def _notes(options: BenchOptions, scale: float, comparison: Comparison) -> tuple[str, ...]:
-    what = "the trace" if options.trace is not None else f"the workload {options.workload}"
-    notes = [
-        f"Requests are those of {what}; lengths of documents and questions are times {scale:g}, how many documents "
-        "there are and how often each is asked for is not: with memory scaled alike, a tier holds as many documents.",
-        "Arrivals are Poisson, at the same moments for every engine. Requests go out when they are due, whatever "
-        "became of those before; TTFT counts from when one was due to the first chunk of its stream.",
-        f"{comparison.amounts.num_warm_up} requests warm an engine up; each rate has {comparison.amounts.num_requests} "
-        "of its own, the same for every engine. Engines run one at a time, another one first for each seed.",
-        f"The SLO is a mean TTFT of at most five times that of {comparison.peers[0].name} at the lowest rate, the same "
-        "for every engine; throughput is where the line through the measured rates leaves it.",
-        "CPU time and memory (proportional set size) are those of the engine's processes; the client is not in them.",
-        "Search time hidden: none, for a trace has no search.",
-    ]
-    if options.disk_memory != "0":
-        notes.append("vLLM's own file tier has no limit; RAGCache's has the one given.")
-    if options.engine == LAUNCH:
-        notes.append(
-            "vllm-host-* are vLLM's own scheduler, offloading and policies; on a machine without a GPU, for which vLLM "
-            "has no worker that copies blocks, they use RAGCache's."
-        )
-    return tuple(notes)

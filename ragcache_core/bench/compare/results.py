@@ -91,11 +91,6 @@ class Results:
         self.machine = {name: _then(self.machine.get(name), value) for name, value in self._machine_now.items()}
         self.write()
 
-    def summarise(self, summary: Mapping[str, Any]) -> None:
-        """Keep what the runs add up to beside them."""
-        self.summary = summary
-        self.write()
-
     def write(self) -> None:
         """Write the file. Atomic: when this raises, what was there before still is.
 

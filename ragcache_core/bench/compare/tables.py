@@ -3,28 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ragcache_core.bench.compare.summary import SLO_FACTOR, Estimate, Point, Summary
-
-MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of cells under heads; a cell may end in the interval of its figure, as ``1.2 [1.1, 1.3]``."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def text(self) -> str:
-        """Return the table as lines, without intervals."""
-        cells = [list(self.heads), *([cell.partition(" [")[0] for cell in row] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-                 for row in cells)  # fmt: skip
-        return "\n".join([self.title, *lines])
+from ragcache_core.bench.page import MIB, Table
 
 
 def engines_table(summary: Summary, rates_rps: Sequence[float], rate: int) -> Table:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragcache_core.bench.compare.tables import Table
+from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.published import Published
 
 if TYPE_CHECKING:
@@ -159,14 +159,12 @@ class Exhibit:
 
     def text(self) -> str:
         """Return everything but the plots, to read in a terminal."""
-        heads = ("", "paper", "where", "ours", "spread", "ours/paper", "")
-        rows = Table(f"{self.name}: {self.title}", heads, [row.cells() for row in self.rows])
-        tables = [f"\n{table.text()}" for table in self.tables]
+        tables = "\n\n".join(table.text() for table in self.all_tables())
         lines = [
             fill(f"{says}: {what}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
-            for says, what in self._notes()
+            for says, what in self.notes()
         ]
-        return "\n".join([rows.text(), *tables, "", *lines])
+        return "\n".join([tables, "", *lines])
 
     def markdown(self) -> str:
         """Return everything but the plots, as a section of a page."""
@@ -174,7 +172,7 @@ class Exhibit:
         parts = [f"#### {self.name}: {self.title}", _markdown_table(heads, [row.cells() for row in self.rows])]
         for table in self.tables:
             parts += [f"{table.title}:", _markdown_table(table.heads, table.rows)]
-        parts.append("\n".join(f"- **{says}**: {what}" for says, what in self._notes()))
+        parts.append("\n".join(f"- **{says}**: {what}" for says, what in self.notes()))
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -190,7 +188,13 @@ class Exhibit:
             "tables": [{"title": t.title, "heads": list(t.heads), "rows": [*map(list, t.rows)]} for t in self.tables],
         }
 
-    def _notes(self) -> list[tuple[str, str]]:
+    def all_tables(self) -> list[Table]:
+        """Return the rows as a table, and the tables beside them."""
+        heads = ("", "paper", "where", "ours", "spread", "ours/paper", "")
+        return [Table(f"{self.name}: {self.title}", heads, [row.cells() for row in self.rows]), *self.tables]
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Return (what it says, a few sentences) on how to read it."""
         why = [] if self.is_reproduced else [("why", reason) for reason in self.why]
         return [
             ("simulated", self.setting),

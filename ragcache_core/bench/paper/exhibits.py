@@ -11,11 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ragcache_core.bench.measure import machine
+from ragcache_core.bench.page import Report
 from ragcache_core.bench.paper.exhibit import Exhibit
 from ragcache_core.bench.paper.load import figure_13, figure_15, table_4
 from ragcache_core.bench.paper.policies import figure_17, table_2
 from ragcache_core.bench.paper.reordering import figure_18
-from ragcache_core.bench.paper.runs import FIRST_SEED, PaperRuns
+from ragcache_core.bench.paper.runs import FIRST_SEED, MISTRAL, PaperRuns
 from ragcache_core.bench.paper.search import figure_19, table_3
 
 EXHIBITS: Mapping[str, Callable[[PaperRuns], Exhibit]] = MappingProxyType(
@@ -41,6 +42,23 @@ def measure(names: Iterable[str], runs: PaperRuns) -> Iterator[Exhibit]:
     """
     for name in names:
         yield EXHIBITS[name](runs)
+
+
+def paper_report(exhibits: Sequence[Exhibit], num_seeds: int, num_requests: int | None) -> Report:
+    """Return the exhibits as a report, with how many traces of how many requests each was simulated."""
+    amount = "as many requests as arrive in an hour" if num_requests is None else f"{num_requests:,} requests"
+    seeds = "1 trace" if num_seeds == 1 else f"{num_seeds} traces"
+    lead = [
+        f"Simulated in virtual time, means over {seeds} of each kind, {amount} each.",
+        f"Cost model {MISTRAL.cost_model}, but for curves that name another model.",
+    ]
+    return Report(
+        "The RAGCache paper beside ours",
+        lead,
+        [plot for exhibit in exhibits for plot in exhibit.plots],
+        [table for exhibit in exhibits for table in exhibit.all_tables()],
+        notes=[f"{exhibit.name}, {says}: {what}" for exhibit in exhibits for says, what in exhibit.notes()],
+    )
 
 
 def to_dict(exhibits: Sequence[Exhibit], runs: PaperRuns) -> dict[str, Any]:

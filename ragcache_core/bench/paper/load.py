@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ragcache_core.bench.compare.summary import SLO_FACTOR, highest_rate
-from ragcache_core.bench.compare.tables import Table
+from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import (
     CLAIMS,
@@ -101,7 +101,7 @@ def figure_13(runs: PaperRuns) -> Exhibit:
         ),
         "ragcache bench --workload mmlu --compare no-cache,vllm,ragcache --rates auto",
         tables,
-        _curve_plots(curves_of),
+        _curve_plots("Figure 13", curves_of),
     )
 
 
@@ -147,7 +147,7 @@ def figure_15(runs: PaperRuns) -> Exhibit:
         "ragcache trace make --workload mmlu --k 5 --requests 400 --output k5.jsonl; "
         "ragcache bench --trace k5.jsonl --compare no-cache,vllm,ragcache",
         tables,
-        _curve_plots(curves_of),
+        _curve_plots("Figure 15", curves_of),
     )
 
 
@@ -242,12 +242,12 @@ def _curve_table(title: str, curves: Curves, served: Mapping[str, str] | None = 
     return Table(title, heads, rows)
 
 
-def _curve_plots(curves_of: Mapping[str, Curves]) -> list[Plot]:
+def _curve_plots(name: str, curves_of: Mapping[str, Curves]) -> list[Plot]:
     from ragcache_core.bench.plots import lines
 
     return [
         lines(
-            title,
+            f"{name}: {title}",
             "requests/s",
             "mean TTFT, s",
             {name: [(rate, _mean(of)) for rate, of in curve.items()] for name, curve in curves.items()},

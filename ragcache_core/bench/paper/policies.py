@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 
-from ragcache_core.bench.compare.tables import Table
+from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import (
     CLAIMS,
@@ -55,7 +55,7 @@ def figure_17(runs: PaperRuns) -> Exhibit:
                 rows.append(Row.of_range(what, gains, CLAIMS[f"hits over {other}"], "x", is_ours=ours != "PGDSF"))
     plots = [
         lines(
-            f"Hit rate, {name}",
+            f"Figure 17: hit rate, {name}",
             "host memory, GiB",
             "share of retrieved documents",
             {system: [(gib, _hit_rate(done[name, gib, system])) for gib in HOST_GIB] for system in _SYSTEMS},
@@ -127,9 +127,9 @@ def table_2(runs: PaperRuns) -> Exhibit:
                 )  # fmt: skip
     plots = [
         lines(
-            f"Mean TTFT, {name}",
+            f"Table 2: mean TTFT, {name}",
             "host memory, GiB",
-            "s",
+            "mean TTFT, s",
             {system: [(gib, fmean(_ttft_s(done[name, gib, system]))) for gib in HOST_GIB] for system in _SYSTEMS}
             | {"paper's PGDSF": [(gib, MEAN_TTFT_S[name, gib, "PGDSF"].low) for gib in HOST_GIB]},
             log_x=True,

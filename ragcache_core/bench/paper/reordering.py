@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ragcache_core.bench.compare.tables import Table
+from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import CLAIMS, REORDERING_HOST_GIB, REORDERING_RATE_RPS
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, reordered, workload
@@ -104,4 +104,4 @@ def _plot(done: Mapping[Case, Summaries], cases: Mapping[_Key, Case]) -> Plot:
         }
         for (name, gib), case in cases.items()
     }
-    return bars(f"Mean TTFT at {_LOAD:g} times what is served", "s", groups)
+    return bars(f"Figure 18: mean TTFT at {_LOAD:g} times what is served", "mean TTFT, s", groups)

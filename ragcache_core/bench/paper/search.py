@@ -95,9 +95,9 @@ def figure_19(runs: PaperRuns) -> Exhibit:
         ]
     plots = [
         lines(
-            f"Mean TTFT, {name}",
+            f"Figure 19: mean TTFT, {name}",
             "share of the vectors searched",
-            "s",
+            "mean TTFT, s",
             {
                 kind: [(share, fmean(s["mean_ttft_s"] for s in done[name, share, kind])) for share in SEARCHED_SHARES]
                 for kind in (_NO_DSP, *_PAIRS)

@@ -20,8 +20,10 @@ def test_each_selection_is_a_line_from_few_computed_tokens_to_many(tmp_path: Pat
         ("whole_chunks 1", 0.8, 300),
         ("cache_craft 1", 0.7, 600),
     ]
-    plot = curve_plot({name: _way(name, *figures) for name, *figures in ways})
+    plot = curve_plot({name: _way(name, *figures) for name, *figures in ways}, "a-model")
     plot.save_png(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     svg = plot.svg()
+    assert "10 continued questions" in svg
+    assert "asked of a-model" in svg
     assert all(name in svg for name in ("whole_chunks", "cache_craft", FULL.name, PREFIX.name))

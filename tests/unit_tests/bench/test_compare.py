@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Never
 
 import pytest
 
-from ragcache_core.bench.compare.comparison import Comparison
+from ragcache_core.bench.compare.caveats import afterwards, beforehand
+from ragcache_core.bench.compare.comparison import Comparison, duration, run_comparison
 from ragcache_core.bench.compare.peers import PEERS
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import Amounts, Run, Session, plan
@@ -97,7 +101,7 @@ def test_runs_of_two_machines_or_commits_name_both(tmp_path: Path) -> None:
     before, now = {"processor": "one", "cores": 2, "commit": "a"}, {"processor": "one", "cores": 4, "commit": "b"}
     Results.open(path, {}, before).add(a_run("ragcache", 64))
     again = Results.open(path, {}, now, resume=True)
-    again.summarise({})
+    again.write()
     assert again.machine == before, "nothing was measured there"
     for rate in (1, 2):
         again.add(a_run("ragcache", 64, rate=rate))
@@ -179,3 +183,76 @@ def test_a_throughput_that_was_not_reached_with_every_seed_is_a_lower_bound() ->
 def test_a_summary_is_plain_json() -> None:
     summary = Summary([a_run("no-cache"), a_run("ragcache", 64)], ["no-cache", "ragcache"], (64,), 1)
     assert json.loads(json.dumps(summary.to_dict()))["points"][0]["peer"] == "no-cache"
+
+
+@dataclass
+class Told:
+    """Keeps what a comparison tells those who wait."""
+
+    sentences: list[str] = field(default_factory=list)
+
+    def announce(self, sentence: str) -> None:
+        self.sentences.append(sentence)
+
+    def plan(self, num_requests: int) -> None: ...
+    def say(self, what: str) -> None: ...
+    def advance(self) -> None: ...
+
+
+class Opened(Exception):
+    """An engine would be opened now."""
+
+
+def announced(comparison: Comparison, results: Results) -> list[str]:
+    def open_engine(*_: object) -> Never:
+        raise Opened
+
+    told = Told()
+    with suppress(Opened):
+        run_comparison(comparison, results, lambda _: [], open_engine, told)  # type: ignore[arg-type, return-value]
+    return told.sentences
+
+
+def test_how_long_it_will_take_is_said_before_the_first_engine_is_opened(tmp_path: Path) -> None:
+    amounts = Amounts(num_warm_up=30, num_requests=100)
+    comparison = Comparison((PLAIN, OURS), (64,), (0.5, 2.0), False, (0, 1), amounts, start_s=20.0)
+    # Four engines of 20 s; for each seed 38 requests of warm-up at the highest rate, and twice 100 at 0.5 and at 2.
+    seconds = 4 * 20 + 2 * (8 + 30) / 2.0 + 4 * (100 / 0.5 + 100 / 2.0)
+    assert seconds == 1118
+    assert announced(comparison, Results(tmp_path / "a.json", {}, {})) == [
+        "4 engines to open one after the other, 876 requests: about 19 min"
+    ]
+    half_done = Results(tmp_path / "b.json", {}, {})
+    half_done.rates_rps = (0.5, 2.0)
+    half_done.runs = [a_run(peer, size, 0, r) for peer, size in (("no-cache", 0), ("ragcache", 64)) for r in (0, 1)]
+    assert announced(comparison, half_done) == ["2 engines to open one after the other, 438 requests: about 9 min"]
+
+
+def test_shares_of_a_capacity_that_is_not_known_yet_are_announced_as_such(tmp_path: Path) -> None:
+    comparison = Comparison((PLAIN,), (64,), (0.5, 2.0), True, (0,), Amounts(8, 100))
+    (said,) = announced(comparison, Results(tmp_path / "a.json", {}, {}))
+    assert said.endswith("208 requests; how long that takes is said when it is known what no-cache can serve")
+    known = Results(tmp_path / "b.json", {}, {})
+    known.rates_rps, known.capacity_rps = (1.0, 4.0), 2.0
+    # No engine answers more than it can: 8 / 2 + 100 / 1 + 100 / 2 s, and 30 s of its start.
+    assert announced(comparison, known)[0].endswith(f"about {duration(30 + 4 + 100 + 50)}")
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (45, "45 s"), (600, "10 min"), (11_520, "3 h 12 min")])
+def test_durations_are_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_figures_that_mean_little_are_named_before_and_after() -> None:
+    assert beforehand(3, 100) == []
+    one, few = beforehand(1, 99)
+    assert "--seeds 3" in one
+    assert "99 requests at each rate" in few
+    ttfts = {"no-cache": (2.0, 2.1, 1.9), "ragcache": (1.0, 1.1, 0.9), "vllm-host-lru": (1.0, 3.0, 2.0)}
+    runs = [a_run(p, 0 if p == "no-cache" else 64, seed, 0, t) for p, of in ttfts.items() for seed, t in enumerate(of)]
+    sure, unsure = ([run for run in runs if run.peer != peer] for peer in ("vllm-host-lru", "none"))
+    assert afterwards(Summary(sure, list(ttfts), (64,), 1), (1.0,)) == []
+    wide, alike = afterwards(Summary(unsure, list(ttfts), (64,), 1), (1.0,))
+    assert wide.startswith("1 of 3 mean TTFTs are known no better than to 25%")
+    assert "vllm-host-lru at 1 requests/s to 124%" in wide
+    assert alike.startswith("1 of 2 comparisons with no-cache have 1 in their interval")

@@ -8,8 +8,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
-from ragcache_core.bench.plots import Plot, bars, beside, cdfs, lines, styles_of
+from ragcache_core.bench.plots import _SETTINGS, Plot, bars, beside, cdfs, lines, log_ticks, styles_of
 from ragcache_core.errors import ConfigError
 
 SERIES = {"pgdsf": [(8.0, 2.0), (32.0, 1.3)], "tournament": [(8.0, 1.7), (32.0, 1.2)]}
@@ -85,3 +89,105 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
 def test_matplotlib_is_not_imported_before_a_plot_is_drawn() -> None:
     code = "import sys, ragcache_core.bench.plots as p; p.bars('a', 'b', {}); sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+LONG = [f"trace-number-{i}.jsonl, cache_aware, {size:,}" for i in range(5) for size in (65_536, 1_048_576)]
+
+
+NOTE = "made of this and that, " * 20
+
+
+def crowded() -> list[Plot]:
+    """What used to run into itself: many long names, many groups, points at the edges."""
+    heights = dict(zip(("lru", "lfu", "pgdsf"), (1.0, 1.0, 0.9), strict=True))
+    series = {name: [(2.0**n, 5.0 + i), (2.0 ** (n + 8), 0.0)] for i, name in enumerate(LONG) for n in (10,)}
+    close = {"lru": [(float(n), 1.0) for n in range(60_000, 1_000_000, 40_000)]}
+    return [
+        bars("many groups", "share", dict.fromkeys(LONG, heights)),
+        lines("many names", "tokens", "s", series, log_x=True),
+        lines("many points", "tokens", "s", close, log_x=True),
+        cdfs("distribution", "s", {name: [1.0, 2.0, 50.0] for name in LONG}),
+        beside("all", [bars("few", "s", {"": {"lru": 0.2}}), lines("more", "x", "y", SERIES, log_y=True)], NOTE),
+    ]
+
+
+def drawn(plot: Plot) -> Figure:
+    with rc_context(_SETTINGS):
+        figure = plot._figure()
+        FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def boxes_of(figure: Figure) -> list[tuple[Bbox, list[list[Bbox]], list[Bbox]]]:
+    """Return of each axes: the box of what is drawn, those of its tick labels, and those of all legends and notes."""
+    parts, found = [figure, *figure.subfigs], []
+    parts += [below for part in figure.subfigs for below in part.subfigs]
+    beside_axes = [artist for part in parts for artist in (*part.legends, *part.texts)]
+    for axes in figure.axes:
+        views = [(axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())]
+        shown = [
+            [
+                t.label1.get_window_extent()
+                for t in axis.get_major_ticks()
+                if low <= t.get_loc() <= high and t.label1.get_text()
+            ]
+            for axis, (low, high) in views
+        ]
+        found.append((axes.get_window_extent(), shown, [artist.get_window_extent() for artist in beside_axes]))
+    return found
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_no_label_lies_on_another_and_no_legend_or_note_on_what_is_drawn(number: int) -> None:
+    for axes, (x_labels, y_labels), others in boxes_of(drawn(crowded()[number])):
+        assert others
+        assert not any(axes.overlaps(box) for box in others)
+        assert not any(label.overlaps(box) for label in (*x_labels, *y_labels) for box in others)
+        if number != 0:  # those are slanted, and their boxes are not
+            assert not any(a.overlaps(b) for i, a in enumerate(x_labels) for b in x_labels[:i])
+        assert not any(a.overlaps(b) for i, a in enumerate(y_labels) for b in y_labels[:i])
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_everything_lies_within_the_picture(number: int) -> None:
+    figure = drawn(crowded()[number])
+    for _, (x_labels, y_labels), others in boxes_of(figure):
+        for box in (*x_labels, *y_labels, *others):
+            assert min(box.x0, box.y0) >= 0
+            assert box.x1 <= figure.bbox.x1
+            assert box.y1 <= figure.bbox.y1
+
+
+def test_points_at_the_edge_are_not_cut_in_half() -> None:
+    assert not any(line.get_clip_on() for axes in drawn(crowded()[1]).axes for line in axes.lines)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.4, 0.7), (0.3, 9.0), (0.002, 130.0), (1.0, 1.3)])
+def test_a_logarithmic_axis_has_plain_round_numbers(low: float, high: float) -> None:
+    ticks = log_ticks(low, high)
+    assert len(ticks) >= 3
+    assert all(low <= tick <= high and len(f"{tick:g}".replace(".", "").strip("0")) <= 3 for tick in ticks)
+    plot = lines("TTFT", "requests/s", "s", {"vllm": [(1.0, low), (2.0, high)]}, log_y=True)
+    (axes,) = drawn(plot).axes
+    shown = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(shown) >= 3
+    assert all(float(text) > 0 for text in shown), "no 6 x 10^-1"
+
+
+def test_a_bar_that_is_a_lower_bound_has_an_arrow_and_a_sign() -> None:
+    plot = bars("throughput", "requests/s", {"": {"vllm": 4.0, "ragcache": 9.0}}, at_least={"ragcache"})
+    (axes,) = drawn(plot).axes
+    assert [text.get_text() for text in axes.texts] == ["4", "\u2191\n\u2265 9"]
+
+
+def test_names_that_agree_up_to_a_comma_have_one_colour_and_other_dashes() -> None:
+    styles = styles_of(["lru, retrieval", "lru, cache_aware", "pgdsf, retrieval"])
+    first, second, other = styles.values()
+    assert first.colour == second.colour != other.colour
+    assert first.dashes != second.dashes
+    assert first.dashes == other.dashes == "-"
+
+
+def test_what_a_figure_was_made_of_stands_below_it() -> None:
+    plot = beside("both", three()[:2], "trace mmlu.jsonl, cost model a10g-mistral-7b")
+    assert "trace mmlu.jsonl, cost model a10g-mistral-7b" in plot.svg()

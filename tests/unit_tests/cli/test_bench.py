@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from click.testing import CliRunner, Result
 from ragcache_core.bench.compare.load import Load
 from ragcache_core.cli import cli
 from tests.scripted_server import ScriptedServer
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def bench(*arguments: str) -> Result:
@@ -75,6 +78,24 @@ def test_a_server_that_runs_is_put_under_load(tmp_path: Path) -> None:
     assert report["runs"][0]["cpu_s"] is None
     assert "At 50 requests/s" in done.stdout
     assert (tmp_path / "report.html").is_file()
+    said = done.stderr.splitlines()
+    few = "ragcache: warning: 3 requests at each rate: a mean is that of one burst or another"
+    assert said[0].startswith(few)
+    assert said[1] == "ragcache: 2 engines to open one after the other, 16 requests: about 1 s"
+    assert any(line.startswith(few) for line in said[2:]), "beside the figures as well"
+
+
+def test_a_report_is_made_again_without_measuring(tmp_path: Path) -> None:
+    page = tmp_path / "again.html"
+    measured = ROOT / "docs" / "results" / "bench-compare-slo.json"
+    done = bench("report", str(measured), "--html", str(page))
+    assert done.exit_code == 0, done.output
+    assert re.search(r"vllm-host-arc +>= 9 +>= 2.07\n", done.stdout)
+    assert "ragcache: warning: one seed: there is no interval" in done.stderr
+    assert "\u2265 9" in page.read_text(encoding="utf-8")
+    summary = json.loads(bench("report", str(measured), "--json").stdout)["summary"]
+    assert [found["is_bound"] for found in summary["throughput_at_slo"]] == [False, False, False, True, True]
+    assert "is not the file of a comparison" in bench("report", str(ROOT / "docs/results/bench-chunks.json")).stderr
 
 
 def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(

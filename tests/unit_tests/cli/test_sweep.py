@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,12 +137,28 @@ def test_a_plot_is_written_as_its_name_says(trace: Path, tmp_path: Path, kind: s
         return
     if kind == "svg":
         ElementTree.fromstring(content)
+        assert "small.jsonl (200 requests). Cost model a10g-mistral-7b; GPU 20,000 tokens, no disk" in content.decode()
+    else:  # the table and the options as well
+        rows = re.findall(r"<tr><td class=text>(lru|pgdsf)</td><td class=text>([\d,]+)</td>", content.decode())
+        assert rows == [("lru", "0"), ("lru", "20,000"), ("pgdsf", "0"), ("pgdsf", "20,000")]
+        assert "<td class=text>host tokens</td><td class=text>0, 20,000</td>" in content.decode()
     text = content.decode()
-    assert all(word in text for word in ("Mean time to first token", "Hit rate", "host tokens", "lru", "pgdsf"))
+    assert all(word in text for word in ("Mean time to first token", "Hit rate", "host memory, tokens", "lru", "pgdsf"))
     assert text.startswith("<?xml" if kind == "svg" else "<!doctype html>")
     assert "http://" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )
+
+
+def test_traces_are_drawn_apart_and_json_is_everything_on_standard_output(trace: Path, tmp_path: Path) -> None:
+    other, plot = tmp_path / "other.jsonl", tmp_path / "plot.html"
+    other.write_bytes(trace.read_bytes())
+    done = run(trace, other, *SMALL, "--plot", plot, "--json")
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout)["runs"]) == 8
+    titles = re.findall(r">((?:Mean time|Hit rate)[^<]*)<", plot.read_text())
+    assert titles == [f"{what}, {name}.jsonl" for name in ("small", "other")
+                      for what in ("Mean time to first token", "Hit rate")]  # fmt: skip
 
 
 def test_without_a_capacity_that_varies_the_plot_has_bars(trace: Path, tmp_path: Path) -> None:

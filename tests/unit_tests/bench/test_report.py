@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from ragcache_core.bench.compare.html import page, write_report
+from ragcache_core.bench.compare.report import report, summary_of, write_report
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import Run
 from ragcache_core.bench.compare.summary import Summary
@@ -17,7 +17,12 @@ SIZES = (64 << 20, 256 << 20, 1024 << 20)
 
 
 def measured(path: Path, *, seeds: int = 2, peers: tuple[str, ...] = PEERS) -> tuple[Results, Summary]:
-    results = Results(path, {"model": "<random>", "rates": [1, 2, 4]}, {"processor": "a test", "cores": 2})
+    options = {
+        "engine": "launch", "compare": peers, "workload": "mmlu", "trace": None, "rates": [1, 2, 4], "seeds": seeds,
+        "requests": 2, "warm_up": 3, "scale": 0.125, "model": "<random>", "dtype": "float32", "vllm_args": [],
+        "kv_memory_bytes": 40 << 20, "host_memory_bytes": SIZES, "output_tokens": None,
+    }  # fmt: skip
+    results = Results(path, options, {"processor": "a test", "cores": 2})
     results.rates_rps, results.capacity_rps = (1.0, 2.0, 4.0), 3.5
     for seed in range(seeds):
         for number, peer in enumerate(peers):
@@ -30,7 +35,7 @@ def measured(path: Path, *, seeds: int = 2, peers: tuple[str, ...] = PEERS) -> t
                             100 * number, 2, 1, {"gpu": 60 * number, "host": 40 * number}, 3.0, 700 << 20,
                         )
                     )  # fmt: skip
-    return results, Summary(results.runs, peers, SIZES, 3)
+    return results, summary_of(results)
 
 
 class _Checker(HTMLParser):
@@ -60,8 +65,8 @@ class _Checker(HTMLParser):
 
 
 def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
-    results, summary = measured(tmp_path / "out.json")
-    paths = write_report(tmp_path / "report.html", results, summary, {"ragcache": "ours & <more>"}, ["a note"])
+    results, _ = measured(tmp_path / "out.json")
+    paths = write_report(tmp_path / "report.html", results)
     checker = _Checker()
     text = paths[0].read_text(encoding="utf-8")
     checker.feed(text)
@@ -70,8 +75,14 @@ def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
     assert "url(http" not in text
     assert "@import" not in text
     assert text.count("<svg") == text.count("<figure>") == 5
-    assert "ours & <more>" in checker.text
-    assert "a note" in checker.text
+    assert "RAGCache as it comes" in checker.text
+    assert any("Arrivals are Poisson" in said for said in checker.text)
+    assert any("<random>, float32; 40 MiB of KV memory; 64 MiB, 256 MiB, 1,024 MiB of host" in t for t in checker.text)
+    options = checker.text[checker.text.index("Options") :]
+    assert [*map(options.__getitem__, (options.index("output tokens") + 1, options.index("vllm args") + 1))] == [
+        "not given", "none",
+    ]  # fmt: skip
+    assert any(said.startswith("2 requests at each rate") for said in checker.text)
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in paths}
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths[1:])
     assert len(paths) == 6
@@ -98,16 +109,16 @@ def test_the_tables_say_what_was_measured(tmp_path: Path) -> None:
 
 def test_one_seed_has_no_interval_and_no_band(tmp_path: Path) -> None:
     results, summary = measured(tmp_path / "out.json", seeds=1)
-    text = page(results, summary, {}, [], {})
+    text = report(results, summary, []).html()
     assert "1,500" in text
     assert "<small>" not in text
-    write_report(tmp_path / "report.html", results, summary, {}, [])
+    assert "one seed: there is no interval" in text
+    write_report(tmp_path / "report.html", results)
 
 
 def test_a_comparison_that_was_interrupted_early_has_a_page(tmp_path: Path) -> None:
     results, _ = measured(tmp_path / "out.json")
     del results.runs[1:]
-    summary = Summary(results.runs, PEERS, SIZES, 3)
-    (page_path, *_) = write_report(tmp_path / "report.html", results, summary, {}, [])
+    (page_path, *_) = write_report(tmp_path / "report.html", results)
     assert re.search(r"<td[^>]*>no-cache</td>", page_path.read_text(encoding="utf-8"))
-    assert "vllm-host-lru" not in page_path.read_text(encoding="utf-8")
+    assert not re.search(r"<td[^>]*>vllm-host-lru</td>", page_path.read_text(encoding="utf-8").partition("Options<")[0])

@@ -1,0 +1,175 @@
+"""What measurements and simulations leave to be read: tables for a terminal, and reports as a page or as pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragcache_core._version import __version__
+
+if TYPE_CHECKING:
+    from ragcache_core.bench.plots import Plot
+
+MIB = 2**20
+_STYLE = """
+:root { color-scheme: light dark; --line: #8886; --dim: #777; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.dim, .dim * { color: var(--dim); } .plots { display: flex; flex-wrap: wrap; gap: 1rem; }
+figure { margin: 0; background: #fff; border-radius: 6px; padding: .4rem; }
+figure svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+.text { text-align: left; } .text:last-child { white-space: normal; overflow-wrap: anywhere; }
+th { font-weight: 600; vertical-align: bottom; } small { color: var(--dim); }
+.warn { border-left: 4px solid #d55e00; padding-left: .7rem; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under heads; a cell may end in the interval of its figure, as ``1.2 [1.1, 1.3]``.
+
+    The first ``num_names`` columns are words, the others figures.
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_names: int = 1
+
+    def text(self) -> str:
+        """Return the table as lines, without intervals."""
+        cells = [list(self.heads), *([cell.partition(" [")[0] for cell in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (
+            "  ".join(
+                cell.ljust(width) if i < self.num_names else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        )
+        return "\n".join([self.title, *lines] if self.title else lines)
+
+    def html(self) -> str:
+        """Return the table as HTML, under its title."""
+        head = self._row("th", self.heads, escape)
+        body = "".join(self._row("td", row, _cell) for row in self.rows)
+        title = f"<h2>{escape(self.title)}</h2>" if self.title else ""
+        return f'{title}<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+    def _row(self, tag: str, cells: Iterable[str], shown: Callable[[str], str]) -> str:
+        names = [" class=text" if i < self.num_names else "" for i, _ in enumerate(self.heads)]
+        row = "".join(f"<{tag}{name}>{shown(cell)}</{tag}>" for name, cell in zip(names, cells, strict=True))
+        return f"<tr>{row}</tr>"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Plots and tables with what they were made of.
+
+    Attributes:
+        lead: a few sentences: of what, on what, with what; they stand below a picture as well.
+        warnings: why its figures may mean little.
+        notes: how it was measured.
+        options: all settings by their names in code.
+    """
+
+    title: str
+    lead: Sequence[str]
+    plots: Sequence[Plot]
+    tables: Sequence[Table] = ()
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def html(self) -> str:
+        """Return a page that needs nothing else."""
+        figures = "".join(f"<figure>{_inline(plot)}</figure>" for plot in self.plots)
+        shown = [(name.replace("_", " "), worded(name, value)) for name, value in self.options.items()]
+        parts = [
+            f"<h1>{escape(self.title)}</h1>",
+            *(f"<p class=dim>{escape(sentence)}</p>" for sentence in self.lead),
+            *(f"<p class=warn>{escape(warning)}</p>" for warning in self.warnings),
+            f'<div class="plots">{figures}</div>',
+            *(table.html() for table in self.tables),
+            _list("How it was measured", self.notes),
+            Table("Options", ("option", "value"), shown, 2).html() if shown else "",
+            f"<p class=dim>ragcache {__version__}</p>",
+        ]
+        head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><style>{_STYLE}</style>"
+        title = f"<!doctype html><html lang=en><head><title>{escape(self.title)}</title>"
+        return f"{title}{head}</head><body>{''.join(parts)}</body></html>\n"
+
+    def save(self, path: Path) -> None:
+        """Write the page, or for ``.png`` and ``.svg`` the plots alone, two in a row. The file is replaced whole.
+
+        Raises:
+            ConfigError: matplotlib is not installed. OSError: the file cannot be written.
+        """
+        from ragcache_core.bench.plots import beside
+
+        if path.suffix == ".html":
+            text = self.html()
+        else:
+            picture = beside(self.title, self.plots, " ".join(self.lead))
+            if path.suffix == ".png":
+                return _replace(path, picture.save_png)
+            text = picture.svg()
+        return _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    def save_each(self, path: Path, names: Iterable[str]) -> list[Path]:
+        """Write every plot as PNG beside ``path``, with its name from ``names``, and return where they are."""
+        images = []
+        for name, plot in zip(names, self.plots, strict=True):
+            images.append(path.with_name(f"{path.stem}-{name}.png"))
+            _replace(images[-1], replace(plot, note=" ".join(self.lead)).save_png)
+        return images
+
+
+def worded(name: str, value: Any) -> str:
+    """Return an option's value as it is read, sizes in MiB."""
+    if value is None:
+        return "not given"
+    if isinstance(value, list | tuple):
+        return ", ".join(worded(name, each) for each in value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return f"{value / MIB:,.0f} MiB"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _list(title: str, sentences: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    return f"<h2>{escape(title)}</h2><ul>{items}</ul>" if sentences else ""
+
+
+def _cell(text: str) -> str:
+    figure, bracket, rest = text.partition(" [")
+    return escape(figure) + (f" <small>[{escape(rest)}</small>" if bracket else "")
+
+
+def _inline(plot: Plot) -> str:
+    svg = plot.svg()
+    return svg[svg.index("<svg") :]
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to be replaced
+        write(path)
+        return
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
