@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
@@ -200,12 +200,20 @@ class ChunkStats:
     num_lost_chunks: int = 0
 
 
+_COUNTED = (
+    *("num_prompt_tokens", "num_output_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens"),
+    *("num_preemptions", "num_first_tokens", "sum_ttft_s"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A reading of the server's counters since it started.
 
     ``kv_cache_usage`` is the share of GPU (or CPU-platform) KV blocks in use, 0 to 1. ``num_prefix_query_tokens``
     and ``num_prefix_hit_tokens`` are prompt tokens that were looked up in, and found in, the prefix cache.
+
+    ``num_first_tokens`` answers have begun, ``sum_ttft_s`` after the arrival of their requests, added up.
 
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
@@ -230,6 +238,8 @@ class EngineStats:
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
+    num_first_tokens: int = 0
+    sum_ttft_s: float = 0.0
     num_restarts: int = 0
     policy: str | None = None
     tiers: tuple[TierStats, ...] = ()
@@ -254,6 +264,37 @@ class EngineStats:
         return self.num_prefix_hit_tokens / self.num_prefix_query_tokens if self.num_prefix_query_tokens else 0.0
 
     @property
+    def cached_share(self) -> float:
+        """Share of looked-up prompt tokens that were in some tier; 0 before the first look-up."""
+        return sum(map(self.tier_hit_rate, self.tiers)) if self.tiers else self.prefix_hit_rate
+
+    @property
+    def mean_ttft_s(self) -> float | None:
+        """Mean seconds from a request's arrival at the server to its first token; None before the first one."""
+        return self.sum_ttft_s / self.num_first_tokens if self.num_first_tokens else None
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """Return what was counted since an earlier reading; what is no counter is as it is now.
+
+        Of a server that began to count anew meanwhile, all that it counted.
+        """
+        spent = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
+        before = {tier.name: tier for tier in earlier.tiers}
+        tiers = [
+            replace(
+                tier,
+                num_hit_tokens=tier.num_hit_tokens - before[tier.name].num_hit_tokens,
+                num_evicted_blocks=tier.num_evicted_blocks - before[tier.name].num_evicted_blocks,
+            )
+            for tier in self.tiers
+            if tier.name in before
+        ]
+        counts = [*spent.values(), *(t.num_hit_tokens for t in tiers), *(t.num_evicted_blocks for t in tiers)]
+        if len(tiers) < len(self.tiers) or min(counts) < 0:
+            return self
+        return replace(self, **spent, tiers=tuple(tiers))
+
+    @property
     def reordered_share(self) -> float:
         """Share of the requests whose documents stood in another order than retrieved; 0 before the first request."""
         return self.num_reordered_prompts / self.num_requests if self.num_requests else 0.0
@@ -269,6 +310,8 @@ class EngineStats:
             "tiers": [{**asdict(t), "hit_rate": self.tier_hit_rate(t)} for t in self.tiers],
             "hottest_documents": [{**asdict(d), "tiers": list(d.tiers)} for d in self.hottest_documents],
             "prefix_hit_rate": self.prefix_hit_rate,
+            "cached_share": self.cached_share,
+            "mean_ttft_s": self.mean_ttft_s,
             "reordered_share": self.reordered_share,
         }
 

@@ -138,7 +138,7 @@ class ScriptedServer:
         self._ids = count(1)
         self._running: set[int] = set()
         self._connections: set[socket.socket] = set()
-        self.counters = dict.fromkeys(("prompt", "output", "query", "hit"), 0)
+        self.counters = dict.fromkeys(("prompt", "output", "query", "hit", "first", "ttft_ms"), 0)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("_BoundHandler", (_Handler,), {"server_of": self}))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), name="scripted-server")
@@ -208,7 +208,14 @@ class ScriptedServer:
             self._prompts.append(tokens)
             cached = min(shared, len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
             cached = cached if reply.num_cached_tokens is None else reply.num_cached_tokens
-            added = {"prompt": len(tokens), "output": num_output_tokens, "query": len(tokens), "hit": cached}
+            added = {
+                "prompt": len(tokens),
+                "output": num_output_tokens,
+                "query": len(tokens),
+                "hit": cached,
+                "first": 1,
+                "ttft_ms": 2,
+            }
             self.counters = {key: value + added[key] for key, value in self.counters.items()}
             host = disk = cached // 4
             self._figures[response_id] = {
@@ -250,6 +257,8 @@ class ScriptedServer:
             "prompt_tokens_total": self.counters["prompt"], "generation_tokens_total": self.counters["output"],
             "prefix_cache_queries_total": self.counters["query"], "prefix_cache_hits_total": self.counters["hit"],
             "num_preemptions_total": 0,
+            "time_to_first_token_seconds_count": self.counters["first"],
+            "time_to_first_token_seconds_sum": self.counters["ttft_ms"] / 1000,
         }  # fmt: skip
         return "".join(f'vllm:{k}{{engine="0",model_name="{self.model}"}} {float(v)}\n' for k, v in values.items())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 
 from ragcache_core.stats import DocumentUse, EngineStats, TierStats
 
@@ -26,6 +28,81 @@ def lines_of(model: str, reading: EngineStats) -> Iterator[str]:
         yield from _aligned(_document_rows(reading.hottest_documents), "<>><")
 
 
+def watched_lines(
+    model: str, address: str, now: datetime, reading: EngineStats, last: Interval | None
+) -> Iterator[str]:
+    """Yield a reading beside what was counted since the one before: what matters most fits 64 x 16 characters."""
+    of_last = None if last is None else last.counted
+    kind = "plain vLLM, without RAGCache" if reading.policy is None else f"policy {reading.policy}"
+    yield f"{now:%H:%M:%S}  {address}"
+    load = f"{reading.num_running:,} running, {reading.num_waiting:,} waiting, KV {reading.kv_cache_usage:.0%} full"
+    yield f"{load}; {kind}; {_printable(model)}"
+    yield ""
+    seconds = "last reading" if last is None else f"last {last.seconds:.1f} s"
+    yield from _aligned(iter((("", seconds, "since its start"), *_rates(reading, last))), "<>>")
+    if reading.tiers:
+        yield ""
+        rows = [("tier", "in use", "full", "evicted/s", "hits now", "hits")]
+        for tier in reading.tiers:
+            evicted, hits = "-", "-"
+            if last is not None and of_last is not None:
+                (counted,) = (each for each in of_last.tiers if each.name == tier.name)
+                evicted = f"{counted.num_evicted_blocks / last.seconds:.3g}"
+                hits = f"{of_last.tier_hit_rate(counted):.1%}"
+            full = f"{tier.usage:.0%}" if tier.is_enabled else "off"
+            used = f"{_size(tier.used_bytes)} of {_size(tier.capacity_bytes)}"
+            rows.append((tier.name, used, full, evicted, hits, f"{reading.tier_hit_rate(tier):.1%}"))
+        yield from _aligned(iter(rows), "<<>>>>")
+    if reading.hottest_documents:
+        yield "hottest: " + ", ".join(_printable(document.doc_id) for document in reading.hottest_documents)
+    if reading.policy is not None:
+        yield ""
+        yield from (f"{name:<16} {value}" for name, value in _cache_counters(reading))
+
+
+def _rates(reading: EngineStats, last: Interval | None) -> Iterator[Sequence[str]]:
+    counted, seconds = (None, 1.0) if last is None else (last.counted, last.seconds)
+    for name, field in (
+        ("answers begun", "num_first_tokens"),
+        ("prompt tokens", "num_prompt_tokens"),
+        ("output tokens", "num_output_tokens"),
+    ):
+        rate = "-" if counted is None else f"{_rate(getattr(counted, field) / seconds)}/s"
+        yield name, rate, f"{getattr(reading, field):,}"
+    yield "TTFT, mean", _milliseconds(counted), _milliseconds(reading)
+    shares = (
+        "-" if of is None or not of.num_prefix_query_tokens else f"{of.cached_share:.1%}" for of in (counted, reading)
+    )
+    yield "found in a tier", *shares
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What was counted between two readings that lie ``seconds`` apart."""
+
+    counted: EngineStats
+    seconds: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {
+            "seconds": self.seconds,
+            "first_tokens_per_s": self.counted.num_first_tokens / self.seconds,
+            "prompt_tokens_per_s": self.counted.num_prompt_tokens / self.seconds,
+            "output_tokens_per_s": self.counted.num_output_tokens / self.seconds,
+            "mean_ttft_s": self.counted.mean_ttft_s,
+            "cached_share": self.counted.cached_share,
+        }
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _milliseconds(of: EngineStats | None) -> str:
+    return "-" if of is None or of.mean_ttft_s is None else f"{1000 * of.mean_ttft_s:,.1f} ms"
+
+
 def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
     yield "model", model
     yield "requests", f"{reading.num_running} running, {reading.num_waiting} waiting"
@@ -37,7 +114,12 @@ def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
         f"{reading.num_prefix_hit_tokens:,} of {reading.num_prefix_query_tokens:,} tokens "
         f"({reading.prefix_hit_rate:.1%})",
     )
+    yield "TTFT, mean", f"{_milliseconds(reading)} of {reading.num_first_tokens:,} answers"
     yield "preemptions", f"{reading.num_preemptions:,}"
+    yield from _cache_counters(reading)
+
+
+def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
     if reading.policy is not None:
         yield "policy", reading.policy
         yield "ignored", f"metadata of {reading.num_ignored_metadata:,} requests"

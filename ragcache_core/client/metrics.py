@@ -17,6 +17,7 @@ _COUNTERS = {
     "num_prefix_query_tokens": "vllm:prefix_cache_queries_total",
     "num_prefix_hit_tokens": "vllm:prefix_cache_hits_total",
     "num_preemptions": "vllm:num_preemptions_total",
+    "num_first_tokens": "vllm:time_to_first_token_seconds_count",
 }
 
 
@@ -28,4 +29,9 @@ def parse_metrics(page: str, *, num_restarts: int = 0) -> EngineStats:
             totals[sample.name].append(sample.value)
     usage = totals["vllm:kv_cache_usage_perc"]
     counts: dict[str, Any] = {field: int(sum(totals[name])) for field, name in _COUNTERS.items()}
-    return EngineStats(**counts, kv_cache_usage=sum(usage) / len(usage) if usage else 0.0, num_restarts=num_restarts)
+    return EngineStats(
+        **counts,
+        kv_cache_usage=sum(usage) / len(usage) if usage else 0.0,
+        sum_ttft_s=sum(totals["vllm:time_to_first_token_seconds_sum"]),
+        num_restarts=num_restarts,
+    )

@@ -62,4 +62,6 @@ def test_stats_count_the_questions(engine: Engine, store: Path) -> None:
     stats = json.loads(ask(engine, store, "--json", question="where is the house of kin").stdout)["stats"]
     after = json.loads(CliRunner().invoke(cli, arguments).stdout)
     assert after["num_prompt_tokens"] - before["num_prompt_tokens"] == stats["num_prompt_tokens"]
+    assert after["num_first_tokens"] - before["num_first_tokens"] == 1
+    assert after["sum_ttft_s"] > before["sum_ttft_s"]
     assert after["num_output_tokens"] - before["num_output_tokens"] == stats["num_output_tokens"]

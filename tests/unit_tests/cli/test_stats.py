@@ -14,7 +14,8 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     result = stats(server)
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
+    assert re.fullmatch(rf"server           {server.base_url}, \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d", lines[0])
+    assert "TTFT, mean       - of 0 answers" in lines
     assert "found in cache   4,096 of 8,192 tokens (50.0%)" in lines
     assert "policy           tournament" in lines
     assert "ignored          metadata of 1 requests" in lines
@@ -115,6 +118,9 @@ class Pauses:
     events: list[Any] = field(default_factory=list)
     slept_s: list[float] = field(default_factory=list)
 
+    def monotonic(self) -> float:
+        return 100.0 + sum(self.slept_s)
+
     def sleep(self, seconds: float) -> None:
         self.slept_s.append(seconds)
         event = self.events.pop(0) if self.events else KeyboardInterrupt()
@@ -136,6 +142,10 @@ def test_a_watch_prints_an_object_per_reading_until_ctrl_c(server: ScriptedServe
 
     pauses.events = [work, work]
     result = stats(server, "--watch", "0.5", "--json")
+    readings = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [reading.get("interval", {}).get("prompt_tokens_per_s") for reading in readings] == [None, 200.0, 200.0]
+    assert readings[0]["url"] == server.base_url
+    assert datetime.fromisoformat(readings[0]["time"]).tzinfo is not None
     assert [json.loads(line)["num_prompt_tokens"] for line in result.stdout.splitlines()] == [0, 100, 200]
     assert (result.exit_code, result.stderr) == (0, "ragcache: stopping\n")
     assert pauses.slept_s == [0.5, 0.5, 0.5]
@@ -154,8 +164,10 @@ def test_a_watch_into_a_file_prints_readings_apart_and_no_control_characters(
 ) -> None:
     pauses.events = [lambda: None]
     shown = stats(server, "--watch").stdout
-    first, second = shown.split("\n\nmodel")
-    assert first == f"model{second}".rstrip("\n")
+    first, second = re.split(r"\n\n(?=\d\d:\d\d:\d\d)", shown)
+    assert [line.split("  ")[0] for line in first.splitlines()[2:]] == [
+        line.split("  ")[0] for line in second.rstrip("\n").splitlines()[2:]
+    ]
     assert "\x1b" not in shown
 
 
@@ -189,7 +201,49 @@ def test_a_server_that_was_never_there_is_an_ordinary_error() -> None:
     assert "went away" not in result.stderr
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(50, 120), (6, 40)])
+def test_a_watch_shows_what_happened_since_the_last_reading_within_64_by_16(
+    server: ScriptedServer, pauses: Pauses
+) -> None:
+    def work() -> None:
+        tiers = [dict(tier) for tier in THREE_TIERS["tiers"]]
+        tiers[1] |= {"num_hit_tokens": 2048 + 500, "num_evicted_blocks": 4 + 30}
+        server.cache = {**THREE_TIERS, "tiers": tiers}
+        for name, more in (("prompt", 4000), ("output", 90), ("query", 2000), ("first", 3), ("ttft_ms", 450)):
+            server.counters[name] += more
+
+    server.counters |= {"first": 1, "ttft_ms": 50, "prompt": 8192, "output": 10}
+    pauses.events = [work]
+    first, second = re.split(r"\n\n(?=\d\d:\d\d:\d\d)", stats(server, "--watch", "10").stdout)
+    shown = second.splitlines()[:15]
+    assert all(len(line) < 64 for line in shown if not line.startswith("0 running"))
+    assert re.fullmatch(rf"\d\d:\d\d:\d\d  {server.base_url}", shown[0])
+    assert shown[1].startswith("0 running, 0 waiting, KV 0% full; policy tournament; ")
+    table = {cells[0]: cells[1:] for line in shown[3:14] if len(cells := re.split(r"\s{2,}", line.strip())) > 1}
+    assert table["answers begun"] == ["0.3/s", "4"]
+    assert table["prompt tokens"] == ["400/s", "12,192"]
+    assert table["output tokens"] == ["9/s", "100"]
+    assert table["TTFT, mean"] == ["150.0 ms", "125.0 ms"]
+    assert table["found in a tier"] == ["25.0%", f"{(4096 + 2548) / 10192:.1%}"]
+    assert table["host"] == ["6.0 GiB of 8.0 GiB", "75%", "3", "25.0%", "25.0%"]
+    assert table["disk"][1] == "off"
+    assert shown[14] == "hottest: mel.txt, zor.md"
+    before = {cells[0]: cells[1:] for line in first.splitlines()[3:9] if len(cells := re.split(r"\s{2,}", line)) > 1}
+    assert before["answers begun"] == ["-", "1"], "no rate without a reading before"
+
+
+def test_counters_that_began_anew_are_not_subtracted() -> None:
+    tier = TierStats("gpu", 100, 50, 1, 7, 40, is_enabled=True)
+    earlier = EngineStats(0, 0, 0.0, 900, 9, 90, 9, 0, num_first_tokens=5, sum_ttft_s=1.0, policy="lru", tiers=(tier,))
+    later = replace(earlier, num_prompt_tokens=1000, num_first_tokens=7, sum_ttft_s=2.0)
+    assert later.since(earlier).num_prompt_tokens == 100
+    assert later.since(earlier).mean_ttft_s == 0.5
+    assert later.since(earlier).tiers[0].num_hit_tokens == 0
+    restarted = replace(later, num_prompt_tokens=30)
+    assert restarted.since(earlier) == restarted
+    assert earlier.since(replace(earlier, policy=None, tiers=())) == earlier, "its cache was not known then"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(50, 120), (16, 64), (6, 40)])
 def test_a_terminal_is_redrawn_in_place_within_its_size(server: ScriptedServer, rows: int, columns: int) -> None:
     pid, terminal = pty.fork()
     if pid == 0:  # the child: its standard streams are the terminal
@@ -205,13 +259,16 @@ def test_a_terminal_is_redrawn_in_place_within_its_size(server: ScriptedServer, 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(terminal)
 
-    first, *redrawn = re.split(r"\x1b\[(?:\d+)A\x1b\[J", shown)
+    _, *redrawn = re.split(r"\x1b\[(?:\d+)A\x1b\[J", shown)
     num_lines = [int(n) for n in re.findall(r"\x1b\[(\d+)A", shown)]
-    drawing = first[first.index("model") :].splitlines()
+    drawing = redrawn[0].splitlines()
     assert set(num_lines) == {len(drawing)} == {min(len(drawing), rows - 1)}
-    assert redrawn[0].splitlines() == drawing
+    assert re.match(r"\d\d:\d\d:\d\d  http", drawing[0])
+    assert [line.split()[:1] for line in redrawn[1].splitlines()[1:]] == [line.split()[:1] for line in drawing[1:]]
     assert all(len(line) < columns for line in drawing)
-    assert (len(drawing) == rows - 1) == (rows == 6)
+    assert (len(drawing) == rows - 1) == (rows < 50)
+    if rows == 16:
+        assert drawing[-1] == "hottest: mel.txt, zor.md"
 
 
 def read_until(terminal: int, is_enough: Callable[[str], bool]) -> str:

@@ -294,6 +294,13 @@ def test_metrics_are_summed_over_engines() -> None:
             'vllm:num_requests_running{engine="1"} 3.0',
             "# TYPE vllm:prefix_cache_hits_total counter",
             'vllm:prefix_cache_hits_total{engine="0"} 64.0',
+            "# TYPE vllm:time_to_first_token_seconds histogram",
+            'vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 4.0',
+            'vllm:time_to_first_token_seconds_count{engine="0"} 4.0',
+            'vllm:time_to_first_token_seconds_sum{engine="0"} 0.5',
+            'vllm:time_to_first_token_seconds_bucket{engine="1",le="+Inf"} 1.0',
+            'vllm:time_to_first_token_seconds_count{engine="1"} 1.0',
+            'vllm:time_to_first_token_seconds_sum{engine="1"} 0.25',
             "# TYPE vllm:kv_cache_usage_perc gauge",
             'vllm:kv_cache_usage_perc{engine="0"} 0.25',
             'vllm:kv_cache_usage_perc{engine="1"} 0.75',
@@ -302,6 +309,7 @@ def test_metrics_are_summed_over_engines() -> None:
     stats = parse_metrics(page + "\n", num_restarts=1)
     assert (stats.num_running, stats.num_prefix_hit_tokens, stats.kv_cache_usage) == (5, 64, 0.5)
     assert stats.num_restarts == 1
+    assert (stats.num_first_tokens, stats.mean_ttft_s) == (5, 0.15)
 
 
 @pytest.fixture(scope="module")
