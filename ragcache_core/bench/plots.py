@@ -21,7 +21,7 @@ from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 Points = Sequence[tuple[float, float]]
 
@@ -137,9 +137,10 @@ class Plot:
         drawn_height = (_INCHES[1] + (0 if is_shared else legend_height)) * num_rows + legend_height * is_shared
         note_height = _LINE_INCHES * len(notes)
         figure = Figure(figsize=(width, drawn_height + note_height), layout="constrained")
-        drawn, below = figure, None
+        drawn: FigureBase = figure
         if notes:
-            drawn, below = figure.subfigures(2, 1, height_ratios=(drawn_height, note_height))
+            drawn, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(drawn_height, note_height))[:, 0]
+            below.text(0.01, 0.5, "\n".join(notes), fontsize=8, color="#555555", va="center")
         cells = drawn.subfigures(num_rows, num_columns, squeeze=False).flat
         for cell, panel in zip(cells, self.panels, strict=False):  # the last row may have room for one more
             axes = cell.subplots()
@@ -147,8 +148,6 @@ class Plot:
             if panel.names and (not is_shared or panel is self.panels[-1]):
                 where = drawn if is_shared else cell
                 where.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns[panel.names])
-        if below is not None:
-            below.text(0.01, 0.5, "\n".join(notes), fontsize=8, color="#555555", va="center")
         return figure
 
 
