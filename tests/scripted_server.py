@@ -120,6 +120,8 @@ class ScriptedServer:
     """What ``/v1/ragcache/tokenizer`` hands out, ``TokenizerFiles`` as JSON; with ``None`` there is no such route."""
     offered_hash: str | None = None
     """The hash under which it is offered; by default its own."""
+    tokenizer_questions: list[str] = field(default_factory=list)
+    """What was asked of it."""
     confirmed: list[str] = field(default_factory=list)
     """Ids of the speculations that were confirmed."""
     admits_after_s: float | None = 0.0
@@ -313,10 +315,10 @@ class _Handler(BaseHTTPRequestHandler):
             case "/v1/ragcache/cached_paths" if owner.cached_paths is not None:
                 if self._is_allowed():
                     self._stream_paths(owner.cached_paths)
-            case path if path.startswith("/v1/ragcache/tokenizer") and owner.tokenizer is not None:
+            case path if path.startswith("/v1/ragcache/tokenizer"):
                 if self._is_allowed():
-                    owner.cache_questions.append(path.removeprefix("/v1/ragcache/"))
-                    self._hand_out(owner.tokenizer, owner.offered_hash or hashlib.sha256(owner.tokenizer).hexdigest())
+                    owner.tokenizer_questions.append(path.removeprefix("/v1/ragcache/"))
+                    self._hand_out(owner.tokenizer)
             case path if path.startswith("/v1/ragcache/"):
                 if self._is_allowed():
                     self._answer_of_the_cache(path.removeprefix("/v1/ragcache/"))
@@ -333,8 +335,11 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(200, answer)
 
-    def _hand_out(self, tokenizer: bytes, offered_hash: str) -> None:
-        if self.path == "/v1/ragcache/tokenizer":
+    def _hand_out(self, tokenizer: bytes | None) -> None:
+        offered_hash = self.server_of.offered_hash or hashlib.sha256(tokenizer or b"").hexdigest()
+        if tokenizer is None:
+            self._send(404, {"detail": "Not Found"})
+        elif self.path == "/v1/ragcache/tokenizer":
             self._send(200, {"sha256": offered_hash, "num_bytes": len(tokenizer)})
         elif self.path == f"/v1/ragcache/tokenizer/{offered_hash}":
             self._send(200, tokenizer.decode())

@@ -154,7 +154,7 @@ def test_a_tokenizer_is_fetched_once_and_kept_for_its_owner_alone(server: Script
         Engine.connect(server.url, api_key="secret").close()
     assert server.tokenizer is not None
     sha256 = sha256_of(server.tokenizer)
-    assert server.cache_questions == ["tokenizer", f"tokenizer/{sha256}", "tokenizer"]
+    assert server.tokenizer_questions == ["tokenizer", f"tokenizer/{sha256}", "tokenizer"]
     (kept,) = cache.iterdir()
     assert kept.read_bytes() == server.tokenizer
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -225,7 +225,7 @@ def test_the_hub_is_asked_for_what_a_user_names(server: ScriptedServer, monkeypa
         assert engine.tokenize("Zorval")
     assert asked["name"] == "someone/model"
     assert "model.safetensors" not in str(asked["allow_patterns"])
-    assert server.cache_questions == []
+    assert server.tokenizer_questions == []
 
 
 def test_a_name_that_the_hub_does_not_have_is_one_line(no_hub: list[str]) -> None:
@@ -241,7 +241,7 @@ def test_who_asks_for_figures_only_needs_no_tokenizer(server: ScriptedServer, ca
         assert engine.stats().policy == "tournament"
         with pytest.raises(TokenizerUnavailableError, match="tokenizer=False"):
             engine.tokenize("Zorval")
-    assert server.cache_questions == ["stats"]
+    assert server.tokenizer_questions == []
     assert caplog.records == []
 
 
