@@ -23,7 +23,8 @@ _NO_METADATA: Mapping[str, object] = MappingProxyType({})
 class Document:
     """A retrieved piece of text: a chunk of a file, or a whole short file.
 
-    ``doc_id`` is unique in its store. ``metadata`` is plain JSON data and is not interpreted.
+    ``doc_id`` is unique in its store. ``metadata`` is plain JSON data and is not interpreted, but for a ``title`` and a
+    ``source``: their words are looked for, as those of the id are.
     """
 
     doc_id: DocId
@@ -36,8 +37,9 @@ class RetrievalUpdate:
     """What a staged search knows after one stage (RAGCache §5.3, Algorithm 2, "D_temp").
 
     ``documents`` are ordered best first and ``scores`` are parallel to them: squared L2 distances (ascending) or
-    inner products (descending). ``stage`` counts from 0. The update with ``is_final`` is the answer of the
-    unmodified index; an earlier one is a guess.
+    inner products (descending), by the store's metric. ``stage`` counts from 0. The update with ``is_final`` is the
+    answer of the unmodified index, or what a store that is searched by words as well makes of it; an earlier one is a
+    guess.
     """
 
     documents: tuple[Document, ...]

@@ -44,6 +44,8 @@ class IndexOptions:
 
     ``nlist`` and ``nprobe`` (IVF), ``pq_m`` (bytes of a PQ code): ``None`` chooses from the number of vectors.
     ``ef_search`` (HNSW) is the least number of candidates: ``k`` documents are searched with ``max(ef_search, k)``.
+    ``word_weight`` is the share of their words, from 0 to 1, in how alike a question and a document are; ``None`` is
+    what stores of the first format have, which know no words.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -58,6 +60,7 @@ class IndexOptions:
     hnsw_m: int = 32
     ef_construction: int = 80
     ef_search: int = 64
+    word_weight: float | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -75,6 +78,11 @@ class IndexOptions:
         for name in ("nlist", "nprobe", "pq_m"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), 1)
+        weight = self.word_weight
+        if weight is not None and (
+            isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1
+        ):
+            raise ConfigError(f"word_weight is {weight!r}: give a share from 0 (vectors alone) to 1 (words alone)")
 
     @property
     def is_similarity(self) -> bool:

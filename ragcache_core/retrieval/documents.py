@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragcache_core.errors import (
     DocumentError,
@@ -35,6 +36,7 @@ from ragcache_core.errors import (
 )
 from ragcache_core.retrieval.base import Ids, Vectors
 from ragcache_core.retrieval.manifest import FileEntry, SegmentEntry, saving, seal_file, verify_file
+from ragcache_core.retrieval.words import Postings, WordWeights
 from ragcache_core.types import DocId, Document
 
 _SCHEMA = """
@@ -43,15 +45,16 @@ CREATE TABLE documents (
     doc_id TEXT NOT NULL UNIQUE,
     text TEXT NOT NULL,
     metadata TEXT NOT NULL,
-    vector BLOB NOT NULL
+    vector BLOB NOT NULL,
+    words BLOB
 )
 """
 _ROWS_PER_QUERY = 500
 _CURE = "restore the store from a backup, or add the documents anew"
 
 
-Row = tuple[int, DocId, str, str, bytes]
-"""Internal id, document id, text, metadata as JSON, vector as float32 bytes."""
+Row = tuple[int, DocId, str, str, bytes, bytes | None]
+"""Internal id, document id, text, metadata as JSON, vector as float32 bytes, packed words or ``None``."""
 
 
 def check_documents(documents: Sequence[Document]) -> list[str]:
@@ -130,6 +133,8 @@ class SegmentFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
+        self._postings: Postings | None = None
+        self._posting = threading.Lock()
         uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         with _reading(path):
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -167,6 +172,13 @@ class SegmentFile:
             yield from rows
             last = rows[-1][0]
 
+    def postings(self) -> Postings:
+        """Return the lists of its documents' words. Made once, when first asked for."""
+        with self._posting:
+            if self._postings is None:
+                self._postings = Postings.build(self.scan("words"))
+            return self._postings
+
 
 class DocumentTable:
     """All documents of one generation. Immutable."""
@@ -175,6 +187,9 @@ class DocumentTable:
         self.segments = tuple(segments)
         self._deleted = [frozenset(entry.deleted) for entry, _ in self.segments]
         self._first_ids = [entry.first_id for entry, _ in self.segments]
+        self._words: list[tuple[Postings, NDArray[np.bool_]]] | None = None
+        self._weights: WordWeights | None = None
+        self._counting = threading.RLock()
 
     @property
     def entries(self) -> list[SegmentEntry]:
@@ -203,15 +218,40 @@ class DocumentTable:
 
     def read(self, internal_ids: Sequence[int]) -> dict[int, Document]:
         """Return documents by internal id. Ids that were never stored are left out."""
+        return {
+            internal_id: Document(doc_id, text, json.loads(metadata))
+            for internal_id, doc_id, text, metadata in self._select("doc_id, text, metadata", internal_ids)
+        }
+
+    def read_vectors(self, internal_ids: Sequence[int], dimension: int) -> Vectors:
+        """Return the vectors of stored documents: ``[len(internal_ids), dimension]``."""
+        found = dict(self._select("vector", internal_ids))
+        joined = b"".join(found[internal_id] for internal_id in internal_ids)
+        return np.frombuffer(joined, np.float32).reshape(len(internal_ids), dimension)
+
+    def _select(self, columns: str, internal_ids: Sequence[int]) -> Iterator[Any]:
         by_segment: dict[int, list[int]] = {}
         for internal_id in internal_ids:
             by_segment.setdefault(bisect_right(self._first_ids, internal_id) - 1, []).append(internal_id)
-        found = {}
         for position, wanted in by_segment.items():
-            rows = self.segments[position][1].select("internal_id, doc_id, text, metadata", "internal_id", wanted)
-            for internal_id, doc_id, text, metadata in rows:
-                found[internal_id] = Document(doc_id, text, json.loads(metadata))
-        return found
+            yield from self.segments[position][1].select(f"internal_id, {columns}", "internal_id", wanted)
+
+    def words(self) -> list[tuple[Postings, NDArray[np.bool_]]]:
+        """Return the words of each segment, and which of its documents are live. Made once, when first asked for."""
+        with self._counting:
+            if self._words is None:
+                self._words = [
+                    (postings := file.postings(), ~np.isin(postings.ids, list(deleted)))
+                    for (_, file), deleted in zip(self.segments, self._deleted, strict=True)
+                ]
+            return self._words
+
+    def word_weights(self) -> WordWeights:
+        """Return what each word is worth among all documents. Computed once, when first asked for."""
+        with self._counting:
+            if self._weights is None:
+                self._weights = WordWeights(self.words())
+            return self._weights
 
     def doc_ids(self) -> Iterator[DocId]:
         """Yield the ids of all documents, in the order they were added."""
@@ -237,9 +277,13 @@ class DocumentTable:
         assert position == len(ids), "an internal id is in the index, but in no segment"
         return vectors
 
-    def rows_after(self, position: int) -> Iterator[Row]:
-        """Yield the live rows of the segments from ``position`` on, for a merge."""
-        for internal_id, values in self._live("doc_id, text, metadata, vector", position):
+    def rows_after(self, position: int, *, with_words: bool) -> Iterator[Row]:
+        """Yield the live rows of the segments from ``position`` on, for a merge.
+
+        Without words they are read from segments of the first store format as well, which have no such column.
+        """
+        words = "words" if with_words else "NULL"
+        for internal_id, values in self._live(f"doc_id, text, metadata, vector, {words}", position):
             yield (internal_id, *values)
 
     def _live(self, columns: str, position: int = 0) -> Iterator[tuple[int, Any]]:
@@ -287,7 +331,7 @@ def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEnt
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("BEGIN")
             connection.execute(_SCHEMA)
-            connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", counted())
+            connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", counted())
             connection.execute("COMMIT")
         finally:
             connection.close()

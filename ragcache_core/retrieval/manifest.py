@@ -32,7 +32,9 @@ from ragcache_core.errors import (
 )
 from ragcache_core.retrieval.base import IndexOptions
 
-FORMAT = 1
+FORMAT = 2
+"""2: documents may have words. A store of format 1 is read as it is, and becomes one of format 2 when it changes."""
+_READABLE_FORMATS = (1, FORMAT)
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = "writer.lock"
 _OUR_FILE = re.compile(r"documents-\d{6,}\.sqlite|index-\d{6,}\.faiss|embedder-\d{6,}\.npz|manifest\.json\.new")
@@ -128,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise StoreVersionError(
             f"{folder} was written in store format {version}, this RAGCache reads up to {FORMAT}: upgrade RAGCache"
         )
-    if version != FORMAT or digest != _digest(body):
+    if version not in _READABLE_FORMATS or digest != _digest(body):
         raise damaged
     try:
         return _from_json(body)

@@ -11,6 +11,7 @@ from typing import Any
 from ragcache_core.errors import StoreError, UnknownDocumentError
 from ragcache_core.retrieval.base import IndexKind, Metric
 from ragcache_core.retrieval.embed import Embedder, check_query
+from ragcache_core.retrieval.hybrid import Question
 from ragcache_core.retrieval.snapshot import Filter, Snapshot, StoreStats
 from ragcache_core.retrieval.threads import SearchThreads, closed_error
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -73,7 +74,8 @@ class StoreReader:
     # Searching
 
     def search(self, query: str, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
-        """Return the ``k`` nearest documents: the answer of the unmodified index, in one stage.
+        """Return the ``k`` best documents, in one stage: the answer of the unmodified index, or where words count
+        (``word_weight``) the best of what the index and the words put forward.
 
         An HNSW index is searched with ``efSearch = max(ef_search, k)``, more while deleted documents are in its graph,
         and its answer is that of the unmodified index with this value.
@@ -89,10 +91,10 @@ class StoreReader:
         return snapshot.search(snapshot.embed(query), k, where)
 
     def search_vector(self, vector: object, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
-        """Return the ``k`` documents nearest to a vector ``[dimension]``. See :meth:`search`."""
+        """Return the ``k`` documents nearest to a vector ``[dimension]``, by vectors alone. See :meth:`search`."""
         snapshot, _ = self.begin_search()
         snapshot.index_for(k)
-        return snapshot.search(check_query(vector, snapshot.manifest.dimension), k, where)
+        return snapshot.search(Question(check_query(vector, snapshot.manifest.dimension)), k, where)
 
     async def search_staged(
         self, query: str, k: int, *, stages: int | Sequence[float] | None = None
@@ -106,8 +108,8 @@ class StoreReader:
         """
         snapshot, threads = self.begin_search()
         snapshot.index_for(k)
-        vector = await threads.run(lambda: snapshot.embed(query))
-        async with aclosing(threads.updates(snapshot, vector, k, stages)) as updates:
+        question = await threads.run(lambda: snapshot.embed(query))
+        async with aclosing(threads.updates(snapshot, question, k, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -117,8 +119,8 @@ class StoreReader:
         """Yield what the search knows after each stage. See :meth:`search_staged`."""
         snapshot, threads = self.begin_search()
         snapshot.index_for(k)
-        checked = check_query(vector, snapshot.manifest.dimension)
-        async with aclosing(threads.updates(snapshot, checked, k, stages)) as updates:
+        question = Question(check_query(vector, snapshot.manifest.dimension))
+        async with aclosing(threads.updates(snapshot, question, k, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -152,6 +154,11 @@ class StoreReader:
     def metric(self) -> Metric:
         """How near two vectors are: ``l2`` or ``ip``."""
         return self._snapshot.manifest.options.metric
+
+    @property
+    def word_weight(self) -> float:
+        """The share of the words in how alike a question and a document are; 0 where vectors alone decide."""
+        return self._snapshot.manifest.options.word_weight or 0.0
 
     @property
     def index_kind(self) -> IndexKind:

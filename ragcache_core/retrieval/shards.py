@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ragcache_core.errors import (
@@ -17,12 +17,15 @@ from ragcache_core.errors import (
     TooFewDocumentsError,
     UnknownDocumentError,
 )
-from ragcache_core.retrieval.base import Metric, Vectors
+from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.documents import DocumentTable
 from ragcache_core.retrieval.embed import Embedder, TrainableEmbedder, check_query
+from ragcache_core.retrieval.hybrid import Question
 from ragcache_core.retrieval.opening import is_same_state
 from ragcache_core.retrieval.snapshot import Filter, Snapshot, check_k
 from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.retrieval.threads import SearchThreads
+from ragcache_core.retrieval.words import WordWeights
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 _MOST_IDS_COMPARED = 100_000
@@ -88,7 +91,14 @@ class ShardedStore:
                     "make one of them anew"
                 )
         self._compared: tuple[Embedder, ...] = ()
+        self._weighed: tuple[tuple[DocumentTable, ...], WordWeights] | None = None
         self._begin()
+        for a, b in pairwise(self._stores):
+            if a.word_weight != b.word_weight:
+                raise ConfigError(
+                    f"{a.path} has the word_weight {a.word_weight:g}, {b.path} {b.word_weight:g}: their scores cannot "
+                    "be compared, make one of them anew"
+                )
         self._check_ids()
 
     # Searching
@@ -101,12 +111,13 @@ class ShardedStore:
             EmbedderMismatchError: a shard was fitted otherwise since. An error of a shard's search names the shard.
         """
         shards = self._searched(k)
-        return self._search(shards, shards[0].snapshot.embed(query), k, where)
+        return self._search(shards, self._asked(shards, query), k, where)
 
     def search_vector(self, vector: object, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
         """Return the ``k`` documents nearest to a vector ``[dimension]``. See :meth:`search`."""
         shards = self._searched(k)
-        return self._search(shards, check_query(vector, shards[0].snapshot.manifest.dimension), k, where)
+        question = Question(check_query(vector, shards[0].snapshot.manifest.dimension))
+        return self._search(shards, question, k, where)
 
     async def search_staged(
         self, query: str, k: int, *, stages: int | Sequence[float] | None = None
@@ -119,9 +130,8 @@ class ShardedStore:
         Closing the iterator early stops the search in all of them.
         """
         shards = self._searched(k)
-        first = shards[0]
-        vector = await first.threads.run(lambda: first.snapshot.embed(query))
-        async with aclosing(self._updates(shards, vector, k, stages)) as updates:
+        question = await shards[0].threads.run(lambda: self._asked(shards, query))
+        async with aclosing(self._updates(shards, question, k, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -130,14 +140,26 @@ class ShardedStore:
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield the best of the shards that have arrived, after each. See :meth:`search_staged`."""
         shards = self._searched(k)
-        checked = check_query(vector, shards[0].snapshot.manifest.dimension)
-        async with aclosing(self._updates(shards, checked, k, stages)) as updates:
+        question = Question(check_query(vector, shards[0].snapshot.manifest.dimension))
+        async with aclosing(self._updates(shards, question, k, stages)) as updates:
             async for update in updates:
                 yield update
 
-    def _search(self, shards: Sequence[_Shard], vector: Vectors, k: int, where: Filter | None) -> RetrievalUpdate:
+    def _asked(self, shards: Sequence[_Shard], query: str) -> Question:
+        """Return a question whose words are worth what they are in all shards together."""
+        question = shards[0].snapshot.embed(query)
+        if question.words is None:
+            return question
+        tables = tuple(shard.snapshot.documents for shard in shards)
+        weighed = self._weighed
+        if weighed is None or weighed[0] != tables:
+            weighed = tables, WordWeights([part for table in tables for part in table.words()])
+            self._weighed = weighed
+        return replace(question, weights=weighed[1])
+
+    def _search(self, shards: Sequence[_Shard], question: Question, k: int, where: Filter | None) -> RetrievalUpdate:
         def search(shard: _Shard) -> Callable[[], RetrievalUpdate]:
-            return lambda: shard.snapshot.search(vector, min(int(k), shard.num_documents), where)
+            return lambda: shard.snapshot.search(question, min(int(k), shard.num_documents), where)
 
         running = []
         try:
@@ -155,7 +177,7 @@ class ShardedStore:
         return self._merged(found, k, 0, is_final=True)
 
     async def _updates(
-        self, shards: Sequence[_Shard], vector: Vectors, k: int, stages: int | Sequence[float] | None
+        self, shards: Sequence[_Shard], question: Question, k: int, stages: int | Sequence[float] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         arrived: asyncio.Queue[tuple[int, RetrievalUpdate | Exception]] = asyncio.Queue()
 
@@ -163,7 +185,7 @@ class ShardedStore:
             wanted = min(int(k), shard.num_documents)
             try:
                 with shard.naming_itself():
-                    updates = shard.threads.updates(shard.snapshot, vector, wanted, 1 if stages is None else stages)
+                    updates = shard.threads.updates(shard.snapshot, question, wanted, 1 if stages is None else stages)
                     async with aclosing(updates):
                         async for update in updates:
                             arrived.put_nowait((position, update))

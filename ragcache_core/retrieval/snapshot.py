@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragcache_core.errors import EmptyStoreError, SearchError, TooFewDocumentsError
-from ragcache_core.retrieval.base import IndexKind, Metric, Neighbors, Stage, StagedIndex, Vectors
+from ragcache_core.retrieval.base import IndexKind, Metric, Neighbors, Stage, StagedIndex
 from ragcache_core.retrieval.documents import DocumentTable
 from ragcache_core.retrieval.embed import Embedder, check_query
+from ragcache_core.retrieval.hybrid import Finder, Question
 from ragcache_core.retrieval.manifest import Manifest
+from ragcache_core.retrieval.words import count_words
 from ragcache_core.types import Document, RetrievalUpdate
 
 _FIRST_FETCH = 4
@@ -76,8 +78,8 @@ class Snapshot:
             )
         return self.index
 
-    def embed(self, query: object) -> Vectors:
-        """Return the vector of a question.
+    def embed(self, query: object) -> Question:
+        """Return the vector of a question, and its words where the store is searched by them.
 
         Raises:
             SearchError: there is no text in it. EmbedderMismatchError: the embedder's dimension has changed.
@@ -90,16 +92,27 @@ class Snapshot:
             raise SearchError(
                 f"the query has a lone surrogate at character {error.start}: decode it as UTF-8"
             ) from error
-        return check_query(self.embedder.embed_query(query), self.manifest.dimension, from_embedder=True)
+        vector = check_query(self.embedder.embed_query(query), self.manifest.dimension, from_embedder=True)
+        return Question(vector, count_words(query) if self.manifest.options.word_weight else None)
 
-    def search(self, vector: Vectors, k: int, where: Filter | None = None) -> RetrievalUpdate:
-        """Return the index's answer."""
-        index = self.index_for(k)
+    def finder(self, question: Question, k: object) -> Finder:
+        """Return what searches for a question, if ``k`` documents can be asked of it.
+
+        The words of the store are looked through at once, which takes about a millisecond for 100,000 documents.
+
+        Raises:
+            SearchError, EmptyStoreError, TooFewDocumentsError
+        """
+        return Finder(self.index_for(k), self.documents, question, self.manifest.options.word_weight or 0.0)
+
+    def search(self, question: Question, k: int, where: Filter | None = None) -> RetrievalUpdate:
+        """Return the ``k`` best documents."""
+        finder = self.finder(question, k)
         if where is not None:
-            return self._filtered(index, vector, int(k), where)
-        return self.update(Stage(index.search(vector, int(k)), is_final=True), 0, {})
+            return self._filtered(finder, int(k), where)
+        return self.update(Stage(finder.search(int(k)), is_final=True), 0, {})
 
-    def _filtered(self, index: StagedIndex, vector: Vectors, k: int, where: Filter) -> RetrievalUpdate:
+    def _filtered(self, finder: Finder, k: int, where: Filter) -> RetrievalUpdate:
         seen: dict[int, Document] = {}
         passed: dict[int, bool] = {}
         total = len(self.documents)
@@ -113,12 +126,12 @@ class Snapshot:
             return Neighbors(neighbors.ids[kept][:k], neighbors.scores[kept][:k])
 
         for wanted in _growing(_FIRST_FETCH * k, total):
-            neighbors = index.search(vector, wanted)
+            neighbors = finder.search(wanted)
             found = matching(neighbors)
             if len(found.ids) == k:
                 break
             if len(neighbors.ids) < wanted:  # what an approximate search reaches is exhausted
-                found = matching(index.search(vector, total, exhaustive=True))
+                found = matching(finder.search(total, exhaustive=True))
                 break
         return self.update(Stage(found, is_final=True), 0, seen)
 

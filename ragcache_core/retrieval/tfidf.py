@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,16 +21,25 @@ from numpy.typing import NDArray
 from ragcache_core.errors import ConfigError, StoreCorruptError
 from ragcache_core.retrieval.base import Ids, Vectors
 from ragcache_core.retrieval.extra import extra_module
+from ragcache_core.retrieval.words import count_words
 
 _NUM_BUCKETS = 1 << 22
 _SVD_SHARE = 0.75
 _DENSE_SVD_ROWS = 512
 """Up to so many documents the exact SVD through their Gram matrix is quicker than a randomised one."""
+_MOST_FITTED = 10_000
+"""Of more texts every so-manieth is learnt from: which words go together is known by then."""
+_SVD_ITERATIONS = 4
+_SVD_OVERSAMPLING = 10
+_TEXTS_PER_REPORT = 64
+_COUNTING_SHARE = 0.25
+"""Of the time that learning takes; the SVD takes the rest."""
 
-_CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_WORD = re.compile(rf"[{_CJK}]+|[^\W{_CJK}]+")
 _NAME = re.compile(r"tfidf-svd-(\d+)(?:-seed(\d+))?")
-_IS_CJK = re.compile(f"[{_CJK}]")
+
+
+def _tell_nobody(_: float) -> None:
+    pass
 
 
 class TfidfSvdEmbedder:
@@ -40,7 +47,8 @@ class TfidfSvdEmbedder:
 
     A store fits its own copy on the first ``add`` and keeps it with the documents; alone it works as
     ``TfidfSvdEmbedder().fit(texts).embed_query("...")``. Fit it on a good part of the corpus: words that come later are
-    found too, but not what they mean. The same texts, dimension and seed give the same vectors.
+    found too, but not what goes with them. The same texts, dimension and seed give the same vectors. They blur words:
+    alone they do not find a document by its name, which is why a store counts the words as well.
 
     Raises:
         ConfigError: fewer than 8 dimensions, or used before it was fitted.
@@ -68,11 +76,20 @@ class TfidfSvdEmbedder:
         """Whether it has seen documents, and can embed."""
         return self._buckets is not None
 
-    def fit(self, texts: Sequence[str]) -> TfidfSvdEmbedder:
-        """Learn words, their weights and their SVD from ``texts``; return this embedder."""
+    def fit(self, texts: Sequence[str], progress: Callable[[float], object] = _tell_nobody) -> TfidfSvdEmbedder:
+        """Learn words, their weights and their SVD from ``texts``; return this embedder.
+
+        Of more than 10,000 texts, that many are learnt from, evenly spread. ``progress`` is called with the share of
+        the work that is done, up to 1.
+        """
         if not texts:
             raise ConfigError("there are no texts to fit the embedder on: give it at least one")
-        counts = [_count_buckets(text) for text in texts]
+        texts = texts[:: -(-len(texts) // _MOST_FITTED)]
+        counts = []
+        for number, text in enumerate(texts, 1):
+            counts.append(_count_buckets(text))
+            if number % _TEXTS_PER_REPORT == 0:
+                progress(_COUNTING_SHARE * number / len(texts))
         frequency: Counter[int] = Counter()
         for count in counts:
             frequency.update(count.keys())
@@ -80,8 +97,11 @@ class TfidfSvdEmbedder:
         in_documents = np.array([frequency[b] for b in buckets.tolist()], np.float64)
         self._idf = (np.log((1 + len(texts)) / (1 + in_documents)) + 1).astype(np.float32)
         self._later_idf = math.log(1 + len(texts)) + 1
-        self._projection = self._decompose(counts, buckets)
+        self._projection = self._decompose(
+            counts, buckets, lambda share: progress(_COUNTING_SHARE + (1 - _COUNTING_SHARE) * share)
+        )
         self._buckets = buckets
+        progress(1.0)
         return self
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
@@ -135,7 +155,7 @@ class TfidfSvdEmbedder:
             raise StoreCorruptError(f"the saved embedder lacks {error}: restore the store from a backup") from error
         return embedder
 
-    def _decompose(self, counts: Sequence[Counter[int]], buckets: Ids) -> Vectors:
+    def _decompose(self, counts: Sequence[Counter[int]], buckets: Ids, progress: Callable[[float], object]) -> Vectors:
         """Return the right singular vectors of the weighted term matrix: ``[num buckets, rank]``."""
         sparse = extra_module("scipy.sparse")
 
@@ -154,20 +174,36 @@ class TfidfSvdEmbedder:
             order = [i for i in np.argsort(-eigenvalues, kind="stable")[:rank] if eigenvalues[i] > 1e-8]
             right = terms.T @ left[:, order] / np.sqrt(eigenvalues[order])
         else:
-            extmath = extra_module("sklearn.utils.extmath")
-            _, _, transposed = extmath.randomized_svd(terms, rank, n_iter=4, random_state=self.seed)
-            right = transposed.T
+            right = _right_singular_vectors(terms, rank, self.seed, progress)
         return np.ascontiguousarray(right, np.float32)
 
 
+def _right_singular_vectors(terms: Any, rank: int, seed: int, progress: Callable[[float], object]) -> Any:
+    """Return the first ``rank`` right singular vectors of a sparse matrix, by randomised subspace iteration (Halko et
+    al. 2011, Algorithm 4.4): ``[num columns, rank]``.
+    """
+    linalg = extra_module("scipy.linalg")
+
+    rng = np.random.default_rng(seed)
+    width = min(rank + _SVD_OVERSAMPLING, *terms.shape)
+    basis = rng.standard_normal((terms.shape[1], width))
+    num_steps = 2 * _SVD_ITERATIONS + 2
+    for step in range(num_steps):
+        reached = (terms if step % 2 == 0 else terms.T) @ basis
+        if step < num_steps - 1:
+            basis, _ = linalg.lu(reached, permute_l=True, check_finite=False)  # spans the same, sooner
+        else:
+            basis, _ = linalg.qr(reached, mode="economic", check_finite=False)
+        progress((step + 1) / num_steps)
+    _, _, transposed = np.linalg.svd(terms @ basis, full_matrices=False)
+    return basis @ transposed[:rank].T
+
+
 def _count_buckets(text: str) -> Counter[int]:
-    words: list[str] = []
-    for word in _WORD.findall(text.casefold()):
-        words.append(word)
-        if _IS_CJK.match(word):  # written without spaces: characters and pairs of them
-            words.extend(word)
-            words.extend(a + b for a, b in pairwise(word))
-    return Counter(zlib.crc32(word.encode("utf-8", "replace")) % _NUM_BUCKETS for word in words or [text])
+    counts: Counter[int] = Counter()
+    for word, count in count_words(text).items():
+        counts[word % _NUM_BUCKETS] += count
+    return counts
 
 
 def _directions(buckets: Ids, dimension: int, seed: int) -> Vectors:

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ragcache_core.errors import StoreError
-from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, Vectors, stage_cuts
+from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, stage_cuts
 from ragcache_core.retrieval.extra import faiss
+from ragcache_core.retrieval.hybrid import Question
 from ragcache_core.retrieval.snapshot import Snapshot
 from ragcache_core.types import Document, RetrievalUpdate
 
@@ -57,17 +58,18 @@ class SearchThreads:
         return await asyncio.wrap_future(self.submit(work))
 
     async def updates(
-        self, snapshot: Snapshot, vector: Vectors, k: int, stages: int | Sequence[float] | None
+        self, snapshot: Snapshot, question: Question, k: int, stages: int | Sequence[float] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what the search knows after each stage: one call of the executor for each, awaited in between.
 
-        A search that reaches its end is timed, without the waits and the reading of documents.
+        The index's search is timed if it reaches its end, without the waits, the words and the reading of documents.
         """
-        index = snapshot.index_for(k)
+        snapshot.index_for(k)
         cancel = Cancellation()
-        work = index.work(k)
+        finder = await self._stoppable(lambda: snapshot.finder(question, k), cancel)
+        work = finder.work(int(k))
         cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms)
-        steps = index.stages(vector, int(k), cuts, cancel)
+        steps = finder.stages(int(k), cuts, cancel)
         seen: dict[int, Document] = {}
         number = 0
         searched_s = 0.0
@@ -81,7 +83,7 @@ class SearchThreads:
                 return None
             if stage.is_final:
                 self._pace.record(work, searched_s)
-            return snapshot.update(stage, number, seen)
+            return snapshot.update(finder.joined(stage, int(k)), number, seen)
 
         try:
             while (update := await self._stoppable(advance, cancel)) is not None:

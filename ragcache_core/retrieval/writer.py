@@ -35,10 +35,13 @@ from ragcache_core.retrieval.manifest import (
     write_manifest,
 )
 from ragcache_core.retrieval.snapshot import Snapshot
+from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
+from ragcache_core.retrieval.words import pack_words
 from ragcache_core.types import DocId, Document
 
 Progress = Callable[[int, int], object]
-"""Called with the number of documents embedded so far, and of all."""
+"""Called with the number of steps done so far, and of all: a step is a document that was embedded, or before that,
+where the built-in embedder learns from them, one that was learnt from."""
 
 _UNSAVED_SHARE = 1 / 8
 _SMALL_INDEX_BYTES = 4 << 20
@@ -84,8 +87,16 @@ class Writer:
         embedder, rows = _embedded(snapshot, batch, doc_ids, embeddings, progress, batch_size)
         first_id = snapshot.manifest.next_id
         ids = np.arange(first_id, first_id + len(batch), dtype=np.int64)
+        with_words = bool(snapshot.manifest.options.word_weight)
         new_rows = (
-            (first_id + i, document.doc_id, document.text, metadata[i], rows[i].tobytes())
+            (
+                first_id + i,
+                document.doc_id,
+                document.text,
+                metadata[i],
+                rows[i].tobytes(),
+                pack_words(document) if with_words else None,
+            )
             for i, document in enumerate(batch)
         )
         changed = snapshot.manifest.changed(dimension=rows.shape[1], next_id=first_id + len(batch))
@@ -132,7 +143,10 @@ class Writer:
     ) -> DocumentTable:
         """Write a segment of what the segments from ``keep`` on hold and ``new_rows``."""
         name = f"documents-{changed.generation:06}.sqlite"
-        file, num_rows = write_segment(self._folder, name, chain(documents.rows_after(keep), new_rows))
+        with_words = bool(changed.options.word_weight)
+        file, num_rows = write_segment(
+            self._folder, name, chain(documents.rows_after(keep, with_words=with_words), new_rows)
+        )
         kept, entries = documents.segments[:keep], documents.entries
         if not num_rows:
             return DocumentTable(kept)
@@ -245,30 +259,32 @@ def _embedded(
                 "the store with PrecomputedEmbedder()"
             )
         return embedder, check_embeddings(embeddings, doc_ids, dimension)
-    if isinstance(embedder, TrainableEmbedder) and is_unfitted:
-        embedder = copy.copy(embedder).fit([document.text for document in batch])
-    parts = []
-    for start in _reported(len(batch), batch_size, progress):
-        stop = min(start + batch_size, len(batch))
-        vectors = embedder.embed_documents([document.text for document in batch[start:stop]])
-        parts.append(check_embeddings(vectors, doc_ids[start:stop], dimension))
-        dimension = parts[0].shape[1]
+    texts = [document.text for document in batch]
+    total = len(batch) * (2 if is_unfitted and isinstance(embedder, TfidfSvdEmbedder) else 1)
+    with _reporting(progress, total) as report:
+        if is_unfitted and isinstance(embedder, TfidfSvdEmbedder):
+            embedder = copy.copy(embedder).fit(texts, lambda share: report(int(share * len(batch))))
+        elif is_unfitted and isinstance(embedder, TrainableEmbedder):
+            embedder = copy.copy(embedder).fit(texts)
+        parts = []
+        for start in range(0, len(batch), batch_size):
+            stop = min(start + batch_size, len(batch))
+            vectors = embedder.embed_documents(texts[start:stop])
+            parts.append(check_embeddings(vectors, doc_ids[start:stop], dimension))
+            dimension = parts[0].shape[1]
+            report(total - len(batch) + stop)
     return embedder, np.concatenate(parts)
 
 
-def _reported(total: int, batch_size: int, progress: bool | Progress) -> Iterator[int]:
-    """Yield where each batch starts, and report that it is done."""
-    starts = range(0, total, batch_size)
-    if not progress:
-        yield from starts
-    elif callable(progress):
-        for start in starts:
-            yield start
-            progress(min(start + batch_size, total), total)
-    else:
+@contextmanager
+def _reporting(progress: bool | Progress, total: int) -> Iterator[Callable[[int], object]]:
+    """Yield what is told how many steps of ``total`` are done."""
+    if callable(progress):
+        yield lambda num_done: progress(num_done, total)
+    elif progress:
         from tqdm import tqdm
 
-        with tqdm(total=total, unit="doc") as bar:
-            for start in starts:
-                yield start
-                bar.update(min(batch_size, total - start))
+        with tqdm(total=total, unit="step") as bar:
+            yield lambda num_done: bar.update(num_done - bar.n)
+    else:
+        yield lambda _: None

@@ -34,8 +34,9 @@ class StagedFAISS(VectorStore):
     """A vector store in a folder. Nothing in it is ever unpickled.
 
     ``StagedFAISS.from_documents(documents)`` needs no embedding: the built-in one is fitted on the documents and kept
-    with them. Scores are the store's own: squared L2 distances (less is nearer) or, with ``metric="ip"``, inner
-    products (more is nearer). Metadata is plain JSON. ``k`` may be larger than the store.
+    with them. It finds documents by their words and names as well, where the question is a text. Scores are the store's
+    own: squared L2 distances (less is nearer) or, with ``metric="ip"``, inner products (more is nearer). Metadata is
+    plain JSON. ``k`` may be larger than the store.
 
     Adding a document whose id is stored replaces it. Each change is durable when it returns.
     """
@@ -219,14 +220,18 @@ class StagedFAISS(VectorStore):
                     yield update
 
     def max_marginal_relevance_search(
-        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+        self,
+        query: str,
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        *,
+        filter: MetadataFilter | None = None,
+        **kwargs: Any,
     ) -> list[LangChainDocument]:
-        """Return ``k`` of the ``fetch_k`` nearest documents, near to the question and far from each other."""
-        if not self._clamped(k):
-            return []
-        return self.max_marginal_relevance_search_by_vector(
-            self.embeddings.embed_query(query), k, fetch_k, lambda_mult, **kwargs
-        )
+        """Return ``k`` of the ``fetch_k`` best documents, near to the question and far from each other."""
+        nearest = _documents(self._search(query, max(k, fetch_k), filter)) if k > 0 else []
+        return self._diverse(self.embeddings.embed_query(query), nearest, k, lambda_mult) if nearest else []
 
     async def amax_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
@@ -244,8 +249,11 @@ class StagedFAISS(VectorStore):
         **kwargs: Any,
     ) -> list[LangChainDocument]:
         nearest = _documents(self._search(embedding, max(k, fetch_k), filter)) if k > 0 else []
-        if not nearest:
-            return []
+        return self._diverse(embedding, nearest, k, lambda_mult) if nearest else []
+
+    def _diverse(
+        self, embedding: list[float], nearest: list[LangChainDocument], k: int, lambda_mult: float
+    ) -> list[LangChainDocument]:
         vectors = self.embeddings.embed_documents([d.page_content for d in nearest])
         chosen = maximal_marginal_relevance(np.asarray(embedding), vectors, lambda_mult, k)
         return [nearest[i] for i in chosen]

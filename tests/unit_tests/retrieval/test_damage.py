@@ -118,17 +118,17 @@ def test_a_damaged_index_is_made_again_from_the_stored_vectors(saved: Path) -> N
 def test_a_store_of_a_newer_version_is_refused_and_left_alone(saved: Path) -> None:
     path = saved / MANIFEST_NAME
     manifest = json.loads(path.read_text())
-    manifest["format"] = 2
+    manifest["format"] = 3
     manifest["something new"] = {}
     path.write_text(json.dumps(manifest))
     before = {part: part.read_bytes() for part in parts(saved)}
-    with pytest.raises(errors.StoreVersionError, match=r"format 2.*reads up to 1: upgrade"):
+    with pytest.raises(errors.StoreVersionError, match=r"format 3.*reads up to 2: upgrade"):
         DocumentStore.open(saved)
     assert {part: part.read_bytes() for part in parts(saved)} == before
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", "7", "null", '{"format": 1}', '{"format": "1", "store": {}, "sha256": ""}', "{" * 9]
+    "text", ["[]", "7", "null", '{"format": 2}', '{"format": "1", "store": {}, "sha256": ""}', "{" * 9]
 )
 def test_a_manifest_that_is_something_else_is_corrupt(saved: Path, text: str) -> None:
     (saved / MANIFEST_NAME).write_text(text)
@@ -144,7 +144,7 @@ def test_a_manifest_with_a_right_hash_but_wrong_content_is_corrupt(saved: Path) 
     for key, value in (("index", elsewhere), ("options", {"kind": "tree"}), ("segments", [{}]), ("index", 5)):
         body = manifest["store"] | {key: value}
         digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-        path.write_text(json.dumps({"format": 1, "store": body, "sha256": digest}))
+        path.write_text(json.dumps({"format": 2, "store": body, "sha256": digest}))
         with pytest.raises(errors.StoreCorruptError):
             DocumentStore.open(saved)
 

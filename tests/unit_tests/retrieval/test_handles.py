@@ -206,7 +206,7 @@ def test_the_folders_that_create_makes_are_flushed_to_the_disk(tmp_path: Path, m
 def test_hnsw_answers_as_the_unmodified_index_does_with_the_documented_ef(folder: Path) -> None:
     import faiss
 
-    with DocumentStore.create(folder, index="hnsw", ef_search=4, hnsw_m=4) as store:
+    with DocumentStore.create(folder, index="hnsw", ef_search=4, hnsw_m=4, word_weight=0) as store:
         store.add(make_documents(200))
         vector = np.asarray(store.embedder.embed_query("the miller"), np.float32)
         for k in (2, 20):

@@ -56,7 +56,7 @@ def test_a_reopened_store_answers_bit_for_bit_as_before(folder: Path, index: Any
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize("index", INDEXES, ids=lambda i: "-".join(i.values()))
 def test_the_last_update_is_what_the_unmodified_faiss_index_answers(folder: Path, index: Any, metric: Any) -> None:
-    with DocumentStore.create(folder, metric=metric, **index) as store:
+    with DocumentStore.create(folder, metric=metric, word_weight=0, **index) as store:
         store.add(make_documents(300))
         store.put([Document(f"doc-{i}", "The same words, many times.") for i in range(20)])
         for query in ("the same words", "Who is the baker of Aro?", "Person41"):
@@ -210,9 +210,22 @@ def test_progress_is_called_with_counts_and_can_be_a_bar(folder: Path, capsys: p
     calls: list[tuple[int, int]] = []
     with DocumentStore.create(folder) as store:
         store.add(make_documents(10), progress=lambda done, total: calls.append((done, total)), batch_size=4)
+        assert calls == [(10, 20), (14, 20), (18, 20), (20, 20)]  # it learns from the ten first
+        calls.clear()
+        store.add(make_documents(10, first=10), progress=lambda done, total: calls.append((done, total)), batch_size=4)
         assert calls == [(4, 10), (8, 10), (10, 10)]
-        store.add(make_documents(10, first=10), progress=True, batch_size=4)
+        store.add(make_documents(10, first=20), progress=True, batch_size=4)
     assert "10/10" in capsys.readouterr().err
+
+
+def test_progress_moves_while_the_built_in_embedder_learns(folder: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    with DocumentStore.create(folder) as store:
+        store.add(make_documents(1000), progress=lambda done, total: calls.append((done, total)))
+    done = [number for number, total in calls if total == 2000]
+    assert done == sorted(done)
+    assert done[-1] == 2000
+    assert len([number for number in done if number < 1000]) >= 20
 
 
 def test_a_reader_keeps_its_state_while_another_handle_writes(store: DocumentStore, folder: Path) -> None:

@@ -1,0 +1,87 @@
+"""A question's search: by its vector, in the index, and where the store says so by its words as well.
+
+The two are joined by one score, a weighted mean of two cosines, ``w * words + (1 - w) * vectors``. It is computed anew
+for each document that either of them found, so it is the same in every stage, store and shard. It is reported in the
+store's metric: as it is for ``ip``, and as the squared distance of unit vectors, ``2 - 2 * score``, for ``l2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragcache_core.retrieval.base import Cancellation, Ids, Neighbors, Stage, StagedIndex, Vectors, best_first
+from ragcache_core.retrieval.documents import DocumentTable
+from ragcache_core.retrieval.words import WordMatches, WordWeights
+
+_CANDIDATES = 2
+"""Words and vectors put forward so many times the documents asked for, each."""
+_LEAST_BY_WORDS = 64
+"""Words put forward at least so many: they cost next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is searched for: a vector ``[dimension]`` and, where words count, how often each is asked for."""
+
+    vector: Vectors
+    words: Mapping[int, int] | None = None
+    weights: WordWeights | None = None
+    """What the words are worth; by default what they are in the documents searched."""
+
+
+class Finder:
+    """Searches one index for one question."""
+
+    def __init__(self, index: StagedIndex, documents: DocumentTable, question: Question, word_weight: float) -> None:
+        self._index = index
+        self._documents = documents
+        self._vector = question.vector
+        self._word_weight = word_weight
+        self._matches: WordMatches | None = None
+        self._cosines: dict[int, float] = {}
+        if question.words is not None and word_weight:
+            weights = question.weights or documents.word_weights()
+            self._matches = WordMatches(documents.words(), weights, question.words)
+
+    def search(self, k: int, *, exhaustive: bool = False) -> Neighbors:
+        """Return the ``k`` best documents; ``exhaustive`` looks at all."""
+        return self._joined(self._index.search(self._vector, self._num_neighbors(k), exhaustive=exhaustive), k)
+
+    def work(self, k: int) -> float:
+        """Return about how many multiply-adds the index's search costs."""
+        return self._index.work(self._num_neighbors(k))
+
+    def stages(self, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
+        """Yield what the index knows after each share of the work; see :meth:`joined`."""
+        yield from self._index.stages(self._vector, self._num_neighbors(k), cuts, cancel)
+
+    def joined(self, stage: Stage, k: int) -> Stage:
+        """Return a stage of the index as one of the whole search: the last is what :meth:`search` returns."""
+        return Stage(self._joined(stage.neighbors, k), stage.is_final)
+
+    def _num_neighbors(self, k: int) -> int:
+        return k if self._matches is None else min(_CANDIDATES * k, len(self._documents))
+
+    def _joined(self, neighbors: Neighbors, k: int) -> Neighbors:
+        if self._matches is None:
+            return neighbors
+        ids = np.union1d(neighbors.ids, self._matches.best(max(_CANDIDATES * k, _LEAST_BY_WORDS)))
+        score = self._word_weight * self._matches.of(ids) + (1 - self._word_weight) * self._cosines_of(ids)
+        is_similarity = self._index.options.is_similarity
+        scores = np.asarray(score if is_similarity else 2 - 2 * score, np.float32)
+        order = best_first(scores, ids, is_similarity)[:k]
+        return Neighbors(ids[order], scores[order])
+
+    def _cosines_of(self, ids: Ids) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        new = [internal_id for internal_id in ids.tolist() if internal_id not in self._cosines]
+        if new:
+            rows = self._documents.read_vectors(new, len(self._vector)).astype(np.float64)
+            query = self._vector.astype(np.float64)
+            lengths = np.sqrt((rows**2).sum(axis=1) * (query**2).sum())
+            products = (rows * query).sum(axis=1)
+            cosines = np.divide(products, lengths, out=np.zeros(len(new)), where=lengths > 0)
+            self._cosines.update(zip(new, cosines.tolist(), strict=True))
+        return np.array([self._cosines[internal_id] for internal_id in ids.tolist()])
