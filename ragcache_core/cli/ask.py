@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ragcache_core.client import Engine, Generation
     from ragcache_core.client.generation import Prompt
     from ragcache_core.retrieval import DocumentStore
+    from ragcache_core.retrieval.base import Metric
     from ragcache_core.types import RetrievalUpdate
 
 _LAYOUT = PromptLayout()
@@ -118,10 +119,10 @@ def ask(
             if engine is None:  # only now: a store that cannot answer is known before a model is loaded
                 engine = stack.enter_context(join())
             if show_documents and not as_json:
-                _show_documents(found)
+                _show_documents(found, documents.metric)
             answer = _answer(engine, layout, found, text, max_tokens, temperature, _printer(stream))
             if as_json:
-                print_json(_as_json(text, found, answer))
+                print_json(_as_json(text, found, documents.metric, answer))
             else:
                 click.echo("" if stream else answer.text)
                 click.echo(_summary(found, answer), err=True)
@@ -173,9 +174,13 @@ def _printer(stream: bool) -> Callable[[str], None]:
     return (lambda text: click.echo(text, nl=False)) if stream else (lambda _: None)
 
 
-def _show_documents(found: RetrievalUpdate) -> None:
+_SCORE_NAMES: dict[Metric, str] = {"l2": "distance", "ip": "similarity"}
+"""What a store's scores are: a document at a smaller distance, or of a larger similarity, is nearer."""
+
+
+def _show_documents(found: RetrievalUpdate, metric: Metric) -> None:
     for document, score in zip(found.documents, found.scores, strict=True):
-        click.echo(f"[{document.doc_id}] score {score:.4g}", err=True)
+        click.echo(f"[{document.doc_id}] {_SCORE_NAMES[metric]} {score:.4g}", err=True)
         for line in document.text.strip().splitlines():
             click.echo(f"  {line}", err=True)
 
@@ -193,9 +198,10 @@ def _summary(found: RetrievalUpdate, answer: Generation) -> str:
     )
 
 
-def _as_json(question: str, found: RetrievalUpdate, answer: Generation) -> dict[str, object]:
+def _as_json(question: str, found: RetrievalUpdate, metric: Metric, answer: Generation) -> dict[str, object]:
     scored: Sequence[dict[str, object]] = [
-        {"id": document.doc_id, "score": score} for document, score in zip(found.documents, found.scores, strict=True)
+        {"id": document.doc_id, _SCORE_NAMES[metric]: score}
+        for document, score in zip(found.documents, found.scores, strict=True)
     ]
     return {
         "question": question,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
+
+if TYPE_CHECKING:  # the client does not need the store
+    from ragcache_core.retrieval.base import Metric
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineEvent:
     """Something that happened during a search.
 
-    ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``. ``start``, ``cancel``, ``confirm``: a
+    ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``, which are the search's own (see
+    :class:`~ragcache_core.types.RetrievalUpdate`; :func:`similarities`). ``start``, ``cancel``, ``confirm``: a
     speculation from ``doc_ids``, in the order of the prompt, was sent, given up, or right. ``miss``: the final
     documents were not those of the speculation that was sent. ``settle``: the answer has ended whose speculation was
     confirmed. ``search_s`` is the time since the search began.
@@ -85,3 +90,17 @@ def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float)
     if speculation.started_s is None or not speculation.has_documents:
         return search_s
     return min(max(speculation.started_s - speculation.making_s - began_s, 0.0), search_s)
+
+
+def similarities(scores: Sequence[float], metric: Metric | None) -> list[float]:
+    """Return the scores of a search so that the larger is the nearer: inner products are, a squared distance ``d``
+    becomes ``1 / (1 + d)``.
+
+    Of a source that does not tell its ``metric`` the order says it: the first document is the best. Its scores may be
+    anything that ascends, negative numbers too.
+    """
+    if metric is None:
+        metric = "l2" if scores and scores[0] < scores[-1] else "ip"
+    if metric == "ip":
+        return list(scores)
+    return [1.0 / (1.0 + distance) if distance >= 0.0 else 1.0 - distance for distance in scores]

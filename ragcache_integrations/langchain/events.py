@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
 from langchain_core.runnables import RunnableConfig
 
 from ragcache_core.client.pipeline import PipelineEvent
+from ragcache_core.client.search_result import similarities
+
+if TYPE_CHECKING:
+    from ragcache_core.retrieval.base import Metric
 
 CANDIDATES_EVENT = "ragcache.candidates"
 """Custom event of each stage: ``{"query", "stage", "is_final", "doc_ids", "scores"}``.
 
-``scores`` is empty where the retriever does not tell them."""
+``scores`` are the larger, the nearer, as LangChain's relevance scores are: ``1 / (1 + squared distance)``, or inner
+products. They are empty where the retriever does not tell them."""
 SPECULATION_EVENT = "ragcache.speculation"
 """Custom event of each speculation: ``{"query", "event", "stage", "doc_ids", "hidden_search_s", "search_s"}``.
 
@@ -27,20 +32,25 @@ after all), otherwise with ``confirm`` (``None``: the engine has not told yet wh
 Listener = Callable[[PipelineEvent], Awaitable[None] | None]
 
 
-def dispatcher(query: str, config: RunnableConfig) -> Callable[[PipelineEvent], None]:
-    """Return what dispatches the events of a search for ``query``; ``config`` is that of its run's children."""
-    return lambda event: dispatch_custom_event(*_named(query, event), config=config)
+def dispatcher(query: str, config: RunnableConfig, metric: Metric | None = None) -> Callable[[PipelineEvent], None]:
+    """Return what dispatches the events of a search for ``query``, by ``metric`` where the store tells it.
+
+    ``config`` is that of the children of its run.
+    """
+    return lambda event: dispatch_custom_event(*_named(query, event, metric), config=config)
 
 
-def async_dispatcher(query: str, config: RunnableConfig) -> Callable[[PipelineEvent], Awaitable[None]]:
+def async_dispatcher(
+    query: str, config: RunnableConfig, metric: Metric | None = None
+) -> Callable[[PipelineEvent], Awaitable[None]]:
     """Do :func:`dispatcher` for an asynchronous run."""
-    return lambda event: adispatch_custom_event(*_named(query, event), config=config)
+    return lambda event: adispatch_custom_event(*_named(query, event, metric), config=config)
 
 
-def _named(query: str, event: PipelineEvent) -> tuple[str, dict[str, Any]]:
+def _named(query: str, event: PipelineEvent, metric: Metric | None) -> tuple[str, dict[str, Any]]:
     data: dict[str, Any] = {"query": query, "stage": event.stage, "doc_ids": list(event.doc_ids)}
     if event.kind == "stage":
-        scores = [float(score) for score in event.scores if not math.isnan(score)]
+        scores = similarities([float(score) for score in event.scores if not math.isnan(score)], metric)
         return CANDIDATES_EVENT, {**data, "is_final": event.is_final, "scores": scores}
     hidden = {"hidden_search_s": event.hidden_search_s, "search_s": event.search_s}
     return SPECULATION_EVENT, {**data, "event": event.kind, **hidden}

@@ -21,6 +21,7 @@ from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import DocumentStore
+from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.threads import run_blocking
@@ -94,7 +95,7 @@ class RAGCacheRetriever(BaseRetriever):
         k: int | None = None,
         overlap: SearchOverlap | None = None,
     ) -> list[LangChainDocument]:
-        on_event = dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()))
+        on_event = dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
         return run_blocking(lambda: self._search(query, k, overlap, on_event))
 
     async def _aget_relevant_documents(
@@ -105,7 +106,7 @@ class RAGCacheRetriever(BaseRetriever):
         k: int | None = None,
         overlap: SearchOverlap | None = None,
     ) -> list[LangChainDocument]:
-        on_event = async_dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()))
+        on_event = async_dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
         return await self._search(query, k, overlap, on_event)
 
     async def _search(
@@ -135,6 +136,10 @@ class RAGCacheRetriever(BaseRetriever):
             if told is not None:
                 told.remember_documents(result.documents, query=query)
         return [to_langchain(document) for document in result.documents]
+
+    def _metric(self) -> Metric | None:
+        store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
+        return getattr(store, "metric", None)
 
     def _updates(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         store = self.store.store if isinstance(self.store, StagedFAISS) else self.store

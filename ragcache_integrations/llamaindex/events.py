@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index_instrumentation import get_dispatcher
@@ -21,7 +21,11 @@ from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
 from ragcache_core.client.pipeline import PipelineEvent
+from ragcache_core.client.search_result import similarities
 from ragcache_core.stats import ChunkReuseStats, DocumentStats, RequestStats
+
+if TYPE_CHECKING:
+    from ragcache_core.retrieval.base import Metric
 
 dispatcher = get_dispatcher("ragcache_integrations.llamaindex")
 """What publishes the events of this room; they reach the handlers of LlamaIndex's root dispatcher too."""
@@ -72,7 +76,7 @@ class CacheStatsEvent(BaseEvent):
 class RetrievalStageEvent(BaseEvent):
     """What a staged search knew after one stage: a guess, or the answer where ``is_final``.
 
-    ``scores`` is empty where the retriever does not tell them.
+    ``scores`` are those of the nodes: the larger, the nearer. They are empty where the retriever does not tell them.
     """
 
     query: str
@@ -110,11 +114,11 @@ class SpeculationEvent(BaseEvent):
         return "SpeculationEvent"
 
 
-def publish(event: PipelineEvent, *, query: str, span_id: str | None) -> None:
-    """Publish what happened during a search for ``query``."""
+def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Metric | None = None) -> None:
+    """Publish what happened during a search for ``query``, by ``metric`` where the store tells it."""
     ids, stage = event.doc_ids, event.stage
     if event.kind == "stage":
-        scores = tuple(float(score) for score in event.scores if not math.isnan(score))
+        scores = tuple(similarities([float(score) for score in event.scores if not math.isnan(score)], metric))
         dispatcher.event(
             RetrievalStageEvent(
                 query=query, stage=stage, is_final=event.is_final, document_ids=ids, scores=scores, span_id=span_id

@@ -5,8 +5,7 @@ from __future__ import annotations
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
-from ragcache_core.retrieval.base import Metric
-from ragcache_core.types import DocId, Document, RetrievalUpdate
+from ragcache_core.types import DocId, Document
 
 _NODE_CONTENT = "_node_content"
 _NO_SOURCE = "None"
@@ -49,17 +48,3 @@ def source_of(document: Document) -> DocId | None:
 def shown_document(node: BaseNode) -> Document:
     """Return a node as the document that the LLM shall read: with the metadata that the node shows to an LLM."""
     return Document(node.node_id, node.get_content(metadata_mode=MetadataMode.LLM))
-
-
-def similarities(update: RetrievalUpdate, metric: Metric | None) -> list[float]:
-    """Return the scores of an update as LlamaIndex has them: the larger, the nearer.
-
-    Of a source that does not tell its ``metric`` the order says it: the first document is the best. Its scores may be
-    anything that ascends, negative numbers too.
-    """
-    scores = update.scores
-    if metric is None:
-        metric = "l2" if scores and scores[0] < scores[-1] else "ip"
-    if metric == "ip":
-        return list(scores)
-    return [1.0 / (1.0 + distance) if distance >= 0.0 else 1.0 - distance for distance in scores]

@@ -19,6 +19,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.arranging import in_order
 from ragcache_core.client.binding import BoundPrompt
 from ragcache_core.client.pipeline import PipelineResult, run_pipeline
+from ragcache_core.client.search_result import similarities
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_stage, check_timeout, check_updates, close_stages
 from ragcache_core.errors import ConfigError
@@ -31,7 +32,7 @@ from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
-from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document, similarities
+from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 
 AskAhead = Callable[[list[NodeWithScore]], Callable[[], Speculation] | None]
@@ -154,7 +155,8 @@ class RAGCacheRetriever(BaseRetriever):
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None
     ) -> list[NodeWithScore]:
         engine, overlap, timeout_s = self._engine, self._overlap, self._search_timeout_s
-        found = _FoundNodes(getattr(self._store, "metric", None))
+        metric: Metric | None = getattr(self._store, "metric", None)
+        found = _FoundNodes(metric)
         ask_ahead, prompt = None if engine is None else _prefill(engine, self._bound_prompt), self._bound_prompt
         if overlap is not None:
             prompt = overlap.prompt or prompt
@@ -168,7 +170,7 @@ class RAGCacheRetriever(BaseRetriever):
             engine,
             _NodesAhead(found, ask_ahead) if ask_ahead is not None and self._speculate else None,
             timeout_s=timeout_s,
-            on_event=partial(publish, query=query.query_str, span_id=active_span_id.get()),
+            on_event=partial(publish, query=query.query_str, span_id=active_span_id.get(), metric=metric),
             arrange=None if self._document_order == "retrieval" else partial(self._arranged, engine, prompt, found),
             history=self._history,
             k=self._similarity_top_k,
@@ -239,7 +241,7 @@ class _FoundNodes:
         self._scores: dict[DocId, float] = {}
 
     def note(self, update: RetrievalUpdate) -> None:
-        scored = list(zip(update.documents, similarities(update, self._metric), strict=False))
+        scored = list(zip(update.documents, similarities(update.scores, self._metric), strict=False))
         self._scores.update((d.doc_id, score) for d, score in reversed(scored) if not math.isnan(score))
 
     def nodes(self, documents: Sequence[Document]) -> list[NodeWithScore]:

@@ -22,10 +22,11 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
+from ragcache_core.client.search_result import similarities
 from ragcache_core.errors import ConfigError, SearchError, StoreNotFoundError
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.types import Document, RetrievalUpdate
-from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, similarities, source_of
+from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
 
 _SCAN_BATCH = 512
 
@@ -182,7 +183,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
     def _as_result(self, update: RetrievalUpdate) -> VectorStoreQueryResult:
         nodes = [node_from_document(document) for document in update.documents]
-        return _result(nodes, similarities(update, self._store.metric))
+        return _result(nodes, similarities(update.scores, self._store.metric))
 
     def _delete_where(self, accepts: Callable[[Document], bool], node_ids: Sequence[str] | None = None) -> None:
         with self._changing:

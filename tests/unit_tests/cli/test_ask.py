@@ -76,7 +76,9 @@ def test_json_is_one_object_with_everything(server: ScriptedServer, store: Path)
     assert set(answer) == {"question", "answer", "finish_reason", "documents", "stats"}
     assert answer["question"] == QUESTION
     assert len(answer["documents"]) == 2
-    assert set(answer["documents"][0]) == {"id", "score"}
+    assert set(answer["documents"][0]) == {"id", "distance"}
+    distances = [document["distance"] for document in answer["documents"]]
+    assert distances == sorted(distances)
     assert answer["stats"]["ttft_s"] > 0
     assert result.stderr == ""
 
@@ -96,7 +98,7 @@ def test_a_streamed_answer_is_the_same_text(server: ScriptedServer, store: Path)
 
 def test_documents_are_shown_on_request(server: ScriptedServer, store: Path) -> None:
     result = ask(server, store, "--show-documents", "--k", "3")
-    assert "[mel.txt] score " in result.stderr
+    assert "[mel.txt] distance " in result.stderr
     assert "  It ends in Tar.\n" in result.stderr
 
 

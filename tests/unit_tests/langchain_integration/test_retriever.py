@@ -82,6 +82,7 @@ async def test_each_stage_is_an_event_and_the_last_one_is_the_answer(store: Stag
     last = blocking.seen[-1]
     assert last["doc_ids"] == [d.id for d in answer]
     assert len(last["scores"]) == 3
+    assert last["scores"] == sorted(last["scores"], reverse=True), "the larger, the nearer"
     assert last["query"] == "Who is Mel?"
 
 

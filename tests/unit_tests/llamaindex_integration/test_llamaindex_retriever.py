@@ -18,6 +18,7 @@ from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from ragcache_core.client import Engine
+from ragcache_core.client.search_result import similarities
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval import DocumentStore
@@ -32,7 +33,6 @@ from ragcache_integrations.llamaindex import (
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
-from ragcache_integrations.llamaindex.nodes import similarities
 from tests.scripted_server import ScriptedServer
 from tests.scripted_source import ScriptedSource, Stage
 from tests.unit_tests.llamaindex_integration.conftest import EventLog
@@ -90,7 +90,7 @@ def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None
 
 @pytest.mark.parametrize("scores", [(-3.0, -1.0, 0.0, 2.0), (2.0, 0.5, -1.0), (0.25, 4.0)])
 def test_scores_of_any_source_become_similarities_in_its_order(scores: tuple[float, ...]) -> None:
-    found = similarities(RetrievalUpdate((), scores, 0, is_final=True), None)
+    found = similarities(scores, None)
     assert found == sorted(set(found), reverse=True)
     assert len(found) == len(scores)
 
@@ -112,6 +112,7 @@ async def test_every_stage_is_published(tmp_path: Path, event_log: EventLog) -> 
             assert [e.is_final for e in stages] == [False, False, False, True]
             assert all(len(e.document_ids) == len(e.scores) <= 5 and e.query == "which?" for e in stages)
             assert list(stages[-1].document_ids) == [n.node.node_id for n in nodes]
+            assert list(stages[-1].scores) == [n.score for n in nodes]
             assert nodes[0].node.node_id == "d17"
             assert len({e.span_id for e in stages}) == 1
             assert stages[0].span_id is not None
