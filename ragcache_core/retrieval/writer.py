@@ -84,19 +84,11 @@ class Writer:
                 f"document {next(iter(taken))!r} is in the store already: delete it first, put() it, or give it "
                 "another id"
             )
-        embedder, rows = _embedded(snapshot, batch, doc_ids, embeddings, progress, batch_size)
+        embedder, rows, words = _embedded(snapshot, batch, doc_ids, embeddings, progress, batch_size)
         first_id = snapshot.manifest.next_id
         ids = np.arange(first_id, first_id + len(batch), dtype=np.int64)
-        with_words = bool(snapshot.manifest.options.word_weight)
         new_rows = (
-            (
-                first_id + i,
-                document.doc_id,
-                document.text,
-                metadata[i],
-                rows[i].tobytes(),
-                pack_words(document) if with_words else None,
-            )
+            (first_id + i, document.doc_id, document.text, metadata[i], rows[i].tobytes(), words[i])
             for i, document in enumerate(batch)
         )
         changed = snapshot.manifest.changed(dimension=rows.shape[1], next_id=first_id + len(batch))
@@ -248,8 +240,12 @@ def _embedded(
     embeddings: object | None,
     progress: bool | Progress,
     batch_size: int,
-) -> tuple[Embedder, Vectors]:
-    """Return the vectors of ``batch``, and the embedder: a copy that was fitted on it, where it is the first."""
+) -> tuple[Embedder, Vectors, list[bytes | None]]:
+    """Return the embedder, the vectors of ``batch`` and its packed words.
+
+    The embedder is a copy that was fitted on the batch, where that is the first.
+    """
+    pack = pack_words if snapshot.manifest.options.word_weight else _no_words
     embedder, dimension = snapshot.embedder, snapshot.manifest.dimension
     is_unfitted = isinstance(embedder, TrainableEmbedder) and not embedder.is_fitted
     if embeddings is not None:
@@ -258,7 +254,8 @@ def _embedded(
                 f"this store embeds with {embedder.name!r}, which is fitted on texts: leave embeddings= out, or make "
                 "the store with PrecomputedEmbedder()"
             )
-        return embedder, check_embeddings(embeddings, doc_ids, dimension)
+        vectors = check_embeddings(embeddings, doc_ids, dimension)
+        return embedder, vectors, [pack(document) for document in batch]
     texts = [document.text for document in batch]
     total = len(batch) * (2 if is_unfitted and isinstance(embedder, TfidfSvdEmbedder) else 1)
     with _reporting(progress, total) as report:
@@ -266,14 +263,20 @@ def _embedded(
             embedder = copy.copy(embedder).fit(texts, lambda share: report(int(share * len(batch))))
         elif is_unfitted and isinstance(embedder, TrainableEmbedder):
             embedder = copy.copy(embedder).fit(texts)
-        parts = []
+        parts: list[Vectors] = []
+        words: list[bytes | None] = []
         for start in range(0, len(batch), batch_size):
             stop = min(start + batch_size, len(batch))
             vectors = embedder.embed_documents(texts[start:stop])
             parts.append(check_embeddings(vectors, doc_ids[start:stop], dimension))
+            words.extend(pack(document) for document in batch[start:stop])
             dimension = parts[0].shape[1]
             report(total - len(batch) + stop)
-    return embedder, np.concatenate(parts)
+    return embedder, np.concatenate(parts), words
+
+
+def _no_words(_: Document) -> None:
+    return None
 
 
 @contextmanager

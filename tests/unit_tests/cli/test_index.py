@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import termios
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -210,3 +212,24 @@ def test_an_interruption_leaves_the_store_as_it_was(
         assert index(notes, "--update").exit_code == status
     assert stored(notes) == before
     assert index(notes, "--update").exit_code == 0
+
+
+def test_progress_moves_while_the_embedder_learns_and_every_few_documents(
+    notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = "\n".join(json.dumps({"id": f"n-{i}", "text": f"Note {i} is about w{i % 7}."}) for i in range(700))
+    (notes / "faq.jsonl").write_text(records)
+    put, calls = DocumentStore.put, []
+
+    def watched(store: DocumentStore, documents: Any, *, progress: Any, **how: Any) -> Any:
+        def report(num_done: int, total: int) -> None:
+            calls.append(num_done / total)
+            progress(num_done, total)
+
+        return put(store, documents, progress=report, **how)
+
+    monkeypatch.setattr(DocumentStore, "put", watched)
+    assert index(notes).exit_code == 0
+    assert calls == sorted(calls)
+    assert calls[-1] == 1
+    assert max(after - before for before, after in pairwise([0, *calls])) <= 0.07
