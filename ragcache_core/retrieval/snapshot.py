@@ -98,7 +98,7 @@ class Snapshot:
     def finder(self, question: Question, k: object) -> Finder:
         """Return what searches for a question, if ``k`` documents can be asked of it.
 
-        The words of the store are looked through at once, which takes about a millisecond for 100,000 documents.
+        The words of the store are looked through at once: milliseconds where it holds 100,000 documents.
 
         Raises:
             SearchError, EmptyStoreError, TooFewDocumentsError

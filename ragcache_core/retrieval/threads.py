@@ -64,9 +64,12 @@ class SearchThreads:
 
         The index's search is timed if it reaches its end, without the waits, the words and the reading of documents.
         """
-        snapshot.index_for(k)
         cancel = Cancellation()
-        finder = await self._stoppable(lambda: snapshot.finder(question, k), cancel)
+        if question.words is None:
+            finder = snapshot.finder(question, k)
+        else:
+            snapshot.index_for(k)
+            finder = await self._stoppable(lambda: snapshot.finder(question, k), cancel)
         work = finder.work(int(k))
         cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms)
         steps = finder.stages(int(k), cuts, cancel)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import ConfigError, StoreCorruptError
-from ragcache_core.retrieval import TfidfSvdEmbedder, TrainableEmbedder
+from ragcache_core.retrieval import TfidfSvdEmbedder, TrainableEmbedder, tfidf
 
 from .conftest import make_documents
 
@@ -104,6 +104,29 @@ def test_what_was_fitted_can_be_saved_and_read_back() -> None:
     del state["idf"]
     with pytest.raises(StoreCorruptError, match="idf"):
         TfidfSvdEmbedder.from_state(state)
+
+
+def test_of_very_many_texts_some_are_learnt_from_evenly_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [document.text for document in make_documents(35)]
+    expected = TfidfSvdEmbedder(32).fit(texts[::4]).state()
+    monkeypatch.setattr(tfidf, "_MOST_FITTED", 10)
+    found = TfidfSvdEmbedder(32).fit(texts).state()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_learning_tells_how_far_it_is() -> None:
+    shares: list[float] = []
+    TfidfSvdEmbedder(32).fit([document.text for document in make_documents(700)], shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert len(shares) >= 20
+
+
+@pytest.mark.parametrize("text", ["the same words", "!"])
+def test_many_equal_texts_are_learnt_from_too(text: str) -> None:
+    embedder = TfidfSvdEmbedder(32).fit([text] * 700)
+    assert float(embedder.embed_query(text) @ embedder.embed_documents([text])[0]) == pytest.approx(1, abs=1e-5)
 
 
 def test_it_says_when_it_is_not_fitted() -> None:
