@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validator
 
 from ragcache_core.client import Engine
 from ragcache_core.client.arranging import in_order
@@ -23,14 +24,15 @@ from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
-from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
+from ragcache_core.retrieval.snapshot import Filter
+from ragcache_core.retrieval.sources import StageSource, as_source, filtered, nothing_found
 from ragcache_core.retrieval.threads import run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.chain import RANK_KEY
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
-from ragcache_integrations.langchain.vectorstore import StagedFAISS
+from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +62,29 @@ class RAGCacheRetriever(BaseRetriever):
     drops what the next stage proves wrong; ``ragcache.speculation`` events tell of it. It needs to know the prompt:
     from :meth:`engine.bind_prompt() <ragcache_core.client.asking.ServerDoor.bind_prompt>`, or from the first request.
 
+    ``filter`` and ``k`` are the retriever's, or those of ``search_kwargs``, or of a call, which wins:
+    ``retriever.invoke(query, filter={"tenant": "a"})``. A search with a filter has one stage: nothing is prefilled
+    meanwhile. What the retriever does not know is refused.
+
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
-        ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own.
+        ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter for a
+            source that is no store, or one that cannot be a filter.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     store: StagedFAISS | DocumentStore | ShardedStore | StageSource = Field(exclude=True, repr=False)
     """What is searched: a store, shards of one, or any other source of stages."""
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     prompt: BoundPrompt | None = Field(default=None, exclude=True, repr=False)
     """The prompt that shows the documents; by default the one that the engine knows."""
-    k: int = Field(default=4, ge=1)
-    """How many documents to return; a call may ask for another number, ``retriever.invoke(query, k=2)``."""
+    k: int = Field(default=4, ge=1, validation_alias=AliasChoices("k", "top_k"))
+    """How many documents to return, also called ``top_k``; a call may ask for another number."""
+    filter: MetadataFilter | None = None
+    """Values that the metadata of every document must have, ``{"tenant": "a"}``, or a function that accepts it."""
+    search_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """``k`` and ``filter`` as LangChain's vector stores take them; those that are here go before the retriever's."""
     stages: int | Sequence[float] | None = None
     """Number of stages of a store's search, or increasing shares of the work that end in 1. By default by its size."""
     document_order: DocumentOrder = "retrieval"
@@ -87,33 +98,47 @@ class RAGCacheRetriever(BaseRetriever):
     """Whether the engine works ahead during a search."""
     _history: SettlingHistory = PrivateAttr(default_factory=SettlingHistory)
 
+    @field_validator("search_kwargs")
+    @classmethod
+    def _check_search_kwargs(cls, given: dict[str, Any]) -> dict[str, Any]:
+        _asked_for(given)
+        return given
+
+    @field_validator("filter")
+    @classmethod
+    def _check_filter(cls, given: MetadataFilter | None) -> MetadataFilter | None:
+        as_where(given)
+        return given
+
     def _get_relevant_documents(
         self,
         query: str,
         *,
         run_manager: CallbackManagerForRetrieverRun,
-        k: int | None = None,
         overlap: SearchOverlap | None = None,
+        **asked: Any,
     ) -> list[LangChainDocument]:
         on_event = dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
-        return run_blocking(lambda: self._search(query, k, overlap, on_event))
+        return run_blocking(lambda: self._search(query, asked, overlap, on_event))
 
     async def _aget_relevant_documents(
         self,
         query: str,
         *,
         run_manager: AsyncCallbackManagerForRetrieverRun,
-        k: int | None = None,
         overlap: SearchOverlap | None = None,
+        **asked: Any,
     ) -> list[LangChainDocument]:
         on_event = async_dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
-        return await self._search(query, k, overlap, on_event)
+        return await self._search(query, asked, overlap, on_event)
 
     async def _search(
-        self, query: str, k: int | None, overlap: SearchOverlap | None, on_event: Listener
+        self, query: str, asked: dict[str, Any], overlap: SearchOverlap | None, on_event: Listener
     ) -> list[LangChainDocument]:
         engine, speculator, timeout_s = self.engine, self._warmer(), self.search_timeout_s
-        prompt, k = self._prompt, self.k if k is None else k
+        own = {"k": self.k, "filter": self.filter}
+        prompt, settings = self._prompt, {**own, **_asked_for(self.search_kwargs), **_asked_for(asked)}
+        k, where = settings["k"], as_where(settings["filter"])
         if k < 0:
             raise ConfigError(f"k is {k}: ask for 0 documents or more")
         if overlap is not None:
@@ -121,7 +146,7 @@ class RAGCacheRetriever(BaseRetriever):
             if overlap.speculator is not None:
                 engine, speculator, prompt = overlap.engine, overlap.speculator, overlap.prompt
         result = await run_pipeline(
-            self._updates(query, k),
+            self._updates(query, k, where),
             engine,
             speculator if self.speculate else None,
             timeout_s=timeout_s,
@@ -141,10 +166,14 @@ class RAGCacheRetriever(BaseRetriever):
         store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
         return getattr(store, "metric", None)
 
-    def _updates(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+    def _updates(self, query: str, k: int, where: Filter | None) -> AsyncGenerator[RetrievalUpdate, None]:
         store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
         if isinstance(store, DocumentStore | ShardedStore):
             k = min(k, len(store))
+            if where is not None and k > 0:
+                return filtered(partial(store.search, query, k, where=where))
+        elif where is not None:
+            raise ConfigError(f"a filter is given, but {type(store).__name__} is no store: let stages() itself filter")
         return as_source(store, stages=self.stages).stages(query, k) if k > 0 else nothing_found()
 
     def _prompt(self) -> BoundPrompt | None:
@@ -164,6 +193,19 @@ class RAGCacheRetriever(BaseRetriever):
 
     def _warmer(self) -> Speculator | None:
         return None if self.engine is None else _PromptWarmer(self.engine, self._prompt)
+
+
+def _asked_for(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``k`` and ``filter`` of a call or of ``search_kwargs``, as far as they are given.
+
+    Raises:
+        ConfigError: there is more than that.
+    """
+    asked = {"k" if name == "top_k" else name: value for name, value in settings.items()}
+    if unknown := asked.keys() - {"k", "filter"}:
+        raise ConfigError(f"RAGCacheRetriever knows no {', '.join(sorted(unknown))}: a search takes k and filter")
+    as_where(asked.get("filter"))
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

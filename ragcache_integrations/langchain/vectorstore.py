@@ -21,6 +21,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import DocumentStore, LangChainEmbedder
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
@@ -38,7 +39,8 @@ class StagedFAISS(VectorStore):
     own: squared L2 distances (less is nearer) or, with ``metric="ip"``, inner products (more is nearer). Metadata is
     plain JSON. ``k`` may be larger than the store.
 
-    Adding a document whose id is stored replaces it. Each change is durable when it returns.
+    Adding a document whose id is stored replaces it. Each change is durable when it returns. What a search does not
+    know is refused: a misspelt ``filter`` would find everybody's documents.
     """
 
     def __init__(self, store: DocumentStore) -> None:
@@ -180,32 +182,32 @@ class StagedFAISS(VectorStore):
     def similarity_search(
         self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[LangChainDocument]:
-        return _documents(self._search(query, k, filter))
+        return _documents(self._search(query, k, filter, kwargs))
 
     async def asimilarity_search(
         self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[LangChainDocument]:
-        return _documents(await self._asearch(query, k, filter))
+        return _documents(await self._asearch(query, k, filter, kwargs))
 
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[tuple[LangChainDocument, float]]:
-        return _scored(self._search(query, k, filter))
+        return _scored(self._search(query, k, filter, kwargs))
 
     async def asimilarity_search_with_score(
         self, query: str, k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[tuple[LangChainDocument, float]]:
-        return _scored(await self._asearch(query, k, filter))
+        return _scored(await self._asearch(query, k, filter, kwargs))
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[LangChainDocument]:
-        return _documents(self._search(embedding, k, filter))
+        return _documents(self._search(embedding, k, filter, kwargs))
 
     async def asimilarity_search_by_vector(
         self, embedding: list[float], k: int = 4, *, filter: MetadataFilter | None = None, **kwargs: Any
     ) -> list[LangChainDocument]:
-        return _documents(await self._asearch(embedding, k, filter))
+        return _documents(await self._asearch(embedding, k, filter, kwargs))
 
     async def asimilarity_search_staged(
         self, query: str, k: int = 4, *, stages: int | Sequence[float] | None = None
@@ -230,7 +232,7 @@ class StagedFAISS(VectorStore):
         **kwargs: Any,
     ) -> list[LangChainDocument]:
         """Return ``k`` of the ``fetch_k`` best documents, near to the question and far from each other."""
-        nearest = _documents(self._search(query, max(k, fetch_k), filter)) if k > 0 else []
+        nearest = _documents(self._search(query, max(k, fetch_k), filter, kwargs)) if k > 0 else []
         return self._diverse(self.embeddings.embed_query(query), nearest, k, lambda_mult) if nearest else []
 
     async def amax_marginal_relevance_search(
@@ -248,7 +250,7 @@ class StagedFAISS(VectorStore):
         filter: MetadataFilter | None = None,
         **kwargs: Any,
     ) -> list[LangChainDocument]:
-        nearest = _documents(self._search(embedding, max(k, fetch_k), filter)) if k > 0 else []
+        nearest = _documents(self._search(embedding, max(k, fetch_k), filter, kwargs)) if k > 0 else []
         return self._diverse(embedding, nearest, k, lambda_mult) if nearest else []
 
     def _diverse(
@@ -274,24 +276,42 @@ class StagedFAISS(VectorStore):
     def _clamped(self, k: int) -> int:
         return max(0, min(k, len(self.store)))
 
-    def _search(self, query: str | list[float], k: int, filter: MetadataFilter | None) -> RetrievalUpdate:
+    def _search(
+        self, query: str | list[float], k: int, filter: MetadataFilter | None, unknown: Mapping[str, object]
+    ) -> RetrievalUpdate:
+        if unknown:
+            raise ConfigError(f"a search knows no {', '.join(unknown)}: it takes k and filter")
+        where = as_where(filter)
         if not (k := self._clamped(k)):
             return _NOTHING
-        where = None if filter is None else _where(filter)
         if isinstance(query, str):
             return self.store.search(query, k, where=where)
         return self.store.search_vector(query, k, where=where)
 
-    async def _asearch(self, query: str | list[float], k: int, filter: MetadataFilter | None) -> RetrievalUpdate:
-        return await run_in_executor(None, self._search, query, k, filter)
+    async def _asearch(
+        self, query: str | list[float], k: int, filter: MetadataFilter | None, unknown: Mapping[str, object]
+    ) -> RetrievalUpdate:
+        return await run_in_executor(None, self._search, query, k, filter, unknown)
 
 
 _NOTHING = RetrievalUpdate((), (), 0, is_final=True)
 
 
-def _where(accepted: MetadataFilter) -> Callable[[Document], bool]:
+def as_where(accepted: MetadataFilter | None) -> Callable[[Document], bool] | None:
+    """Return which documents a filter accepts; ``None`` for all.
+
+    Raises:
+        ConfigError: it is no filter, or it has operators, which would be taken for values.
+    """
+    if accepted is None:
+        return None
     if callable(accepted):
         return lambda document: accepted(document.metadata)
+    if not isinstance(accepted, Mapping):
+        raise ConfigError(f"filter is {accepted!r:.80}: pass {{'key': value}}, or a function of the metadata")
+    for name in (*accepted, *(key for value in accepted.values() if isinstance(value, Mapping) for key in value)):
+        if str(name).startswith("$"):
+            raise ConfigError(f"filter has the operator {name!r}: pass a function of the metadata instead")
     return lambda document: all(name in document.metadata and document.metadata[name] == value
                                 for name, value in accepted.items())  # fmt: skip
 

@@ -13,6 +13,7 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
@@ -27,13 +28,16 @@ from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
-from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
+from ragcache_core.retrieval.sources import StageSource, as_source, filtered, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document
-from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
+from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore, accepts
+
+_OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
+"""Arguments of every retriever of LlamaIndex."""
 
 AskAhead = Callable[[list[NodeWithScore]], Callable[[], Speculation] | None]
 """Returns what asks the engine for what follows from the nodes of a stage; ``None`` if nothing can be asked."""
@@ -81,6 +85,8 @@ class RAGCacheRetriever(BaseRetriever):
         stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
             its time. A source of stages has its own.
         embed_model: the model that embedded the nodes.
+        filters: what the metadata of every node must be. A search with filters has one stage: nothing is prefilled
+            meanwhile.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
         keep_first: whether the best node stays in front in every order.
@@ -89,8 +95,8 @@ class RAGCacheRetriever(BaseRetriever):
 
     Raises:
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
-            ``store`` is nothing that can be searched in stages, or an ``embed_model`` is given for one that takes no
-            vectors, or ``stages`` for one that has its own.
+            ``store`` is nothing that can be searched in stages, or an ``embed_model`` or ``filters`` are given for one
+            that takes none, or ``stages`` for one that has its own; an argument that there is not.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 
@@ -102,6 +108,7 @@ class RAGCacheRetriever(BaseRetriever):
         similarity_top_k: int = 2,
         stages: int | Sequence[float] | None = None,
         embed_model: BaseEmbedding | None = None,
+        filters: MetadataFilters | None = None,
         prompt: BoundPrompt | None = None,
         document_order: DocumentOrder = "retrieval",
         keep_first: bool = False,
@@ -115,11 +122,19 @@ class RAGCacheRetriever(BaseRetriever):
         check_timeout(search_timeout_s)
         if document_order not in DOCUMENT_ORDERS:
             raise ConfigError(f"document_order is {document_order!r}: choose one of {', '.join(DOCUMENT_ORDERS)}")
+        if unknown := kwargs.keys() - _OF_LLAMAINDEX:
+            raise ConfigError(
+                f"RAGCacheRetriever knows no {', '.join(sorted(unknown))}: how many nodes is similarity_top_k, which "
+                "ones is filters=MetadataFilters(...)"
+            )
         super().__init__(callback_manager=callback_manager, **kwargs)
         self._store = store.client if isinstance(store, StagedFAISSVectorStore) else store
         self._source = as_source(self._store, stages=stages)
         if embed_model is not None and not isinstance(self._store, DocumentStore | ShardedStore):
             raise ConfigError(f"{store!r:.80} is searched by text: leave embed_model out")
+        if filters is not None and not isinstance(self._store, DocumentStore | ShardedStore):
+            raise ConfigError(f"filters are given, but {store!r:.80} is no store: let stages() itself filter")
+        self._where = accepts(filters) if filters is not None and filters.filters else None
         self._engine = engine
         self._similarity_top_k = similarity_top_k
         self._stages = stages
@@ -205,16 +220,21 @@ class RAGCacheRetriever(BaseRetriever):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
             return nothing_found()
+        where, k = self._where, min(k, len(store))
         embedding = await embed() if query.embedding is None and embed is not None else query.embedding
+        if embedding is not None and where is not None:
+            return filtered(partial(store.search_vector, embedding, k, where=where))
         if embedding is not None:
-            return store.search_vector_staged(embedding, min(k, len(store)), stages=self._stages)
+            return store.search_vector_staged(embedding, k, stages=self._stages)
         if isinstance(store.embedder, PrecomputedEmbedder):
             where = store.path if isinstance(store, DocumentStore) else "the shards"
             raise ConfigError(
                 f"{where} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever the "
                 "embed_model that did it"
             )
-        return self._source.stages(query.query_str, min(k, len(store)))
+        if where is not None:
+            return filtered(partial(store.search, query.query_str, k, where=where))
+        return self._source.stages(query.query_str, k)
 
     def _bound_prompt(self) -> BoundPrompt | None:
         return self._prompt or (None if self._engine is None else self._engine.bound_prompt)

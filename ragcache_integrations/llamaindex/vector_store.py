@@ -123,7 +123,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
         **delete_kwargs: Any,
     ) -> None:
         """Remove the nodes that have one of the ids, if any are given, and pass the filters."""
-        self._delete_where(_accepts(filters), node_ids)
+        self._delete_where(accepts(filters), node_ids)
 
     async def adelete_nodes(
         self,
@@ -143,8 +143,8 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """Return the nodes that have one of the ids, if any are given, and pass the filters."""
-        accepts = _accepts(filters)
-        return [node_from_document(document) for document in self._documents(node_ids) if accepts(document)]
+        passes = accepts(filters)
+        return [node_from_document(document) for document in self._documents(node_ids) if passes(document)]
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
@@ -185,9 +185,9 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
         nodes = [node_from_document(document) for document in update.documents]
         return _result(nodes, similarities(update.scores, self._store.metric))
 
-    def _delete_where(self, accepts: Callable[[Document], bool], node_ids: Sequence[str] | None = None) -> None:
+    def _delete_where(self, is_gone: Callable[[Document], bool], node_ids: Sequence[str] | None = None) -> None:
         with self._changing:
-            gone = [document.doc_id for document in self._documents(node_ids) if accepts(document)]
+            gone = [document.doc_id for document in self._documents(node_ids) if is_gone(document)]
             if gone:
                 self._store.delete(gone)
 
@@ -224,18 +224,19 @@ def _where(query: VectorStoreQuery) -> Callable[[Document], bool] | None:
     node_ids, sources = set(query.node_ids or ()), set(query.doc_ids or ())
     if not (node_ids or sources or (query.filters and query.filters.filters)):
         return None
-    accepts = _accepts(query.filters)
+    passes = accepts(query.filters)
     return lambda document: (
         (not node_ids or document.doc_id in node_ids)
         and (not sources or source_of(document) in sources)
-        and accepts(document)
+        and passes(document)
     )
 
 
-def _accepts(filters: MetadataFilters | None) -> Callable[[Document], bool]:
+def accepts(filters: MetadataFilters | None) -> Callable[[Document], bool]:
+    """Return what says of a stored node whether it passes ``filters``."""
     if filters is None or not filters.filters:
         return lambda _: True
-    parts = [_accepts(f) if isinstance(f, MetadataFilters) else _passes(f) for f in filters.filters]
+    parts = [accepts(f) if isinstance(f, MetadataFilters) else _passes(f) for f in filters.filters]
     match filters.condition or FilterCondition.AND:
         case FilterCondition.AND:
             return lambda document: all(part(document) for part in parts)

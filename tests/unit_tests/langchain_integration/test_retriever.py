@@ -5,13 +5,18 @@ from uuid import UUID
 
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import ConfigurableField
 from langchain_core.tools import create_retriever_tool
 from langchain_tests.integration_tests import RetrieversIntegrationTests
 
 from ragcache_core.client import Engine
+from ragcache_core.errors import ConfigError
+from ragcache_core.retrieval import ShardedStore
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, StagedFAISS
 from tests.scripted_server import ScriptedServer
+from tests.scripted_source import ScriptedSource
 
 TEXTS = [f"Planet number {i} is called {name}." for i, name in enumerate(["Zor", "Mel", "Tak", "Ruv", "Bim", "Lof"])]
 
@@ -64,6 +69,63 @@ def test_a_document_store_of_the_core_serves_as_well(store: StagedFAISS) -> None
 def test_more_documents_than_the_store_holds_are_all_of_them(store: StagedFAISS) -> None:
     assert len(RAGCacheRetriever(store=store, k=100).invoke("Mel")) == len(TEXTS)
     assert len(RAGCacheRetriever(store=store).invoke("Mel", k=0)) == 0
+
+
+def numbers(documents: list[Document]) -> set[int]:
+    return {d.metadata["number"] for d in documents}
+
+
+async def test_a_filter_decides_whose_documents_are_found(store: StagedFAISS) -> None:
+    accepted = {"number": 3}
+    for retriever in (
+        RAGCacheRetriever(store=store, filter=accepted),
+        RAGCacheRetriever(store=store, filter=lambda metadata: metadata["number"] == 3),
+        RAGCacheRetriever(store=store, search_kwargs={"filter": accepted, "k": 5}),
+        RAGCacheRetriever(store=ShardedStore([store.store]), filter=accepted),
+    ):
+        assert numbers(retriever.invoke("Who is Mel?")) == {3}
+        assert numbers(await retriever.ainvoke("Who is Mel?")) == {3}
+        assert numbers(retriever.invoke("Who is Mel?", filter={"number": 4})) == {4}  # a call's goes before
+    assert RAGCacheRetriever(store=store, filter={"number": 99}).invoke("Who is Mel?") == []
+
+
+def test_a_filter_can_be_configured_for_each_call_of_a_chain(store: StagedFAISS) -> None:
+    field = ConfigurableField(id="search_kwargs")
+    retriever = RAGCacheRetriever(store=store).configurable_fields(search_kwargs=field)
+    for number in (2, 5):
+        config: Any = {"configurable": {"search_kwargs": {"filter": {"number": number}}}}
+        assert numbers(retriever.invoke("Who is Mel?", config)) == {number}
+
+
+def test_the_number_of_documents_has_the_names_that_users_know(store: StagedFAISS) -> None:
+    assert len(RAGCacheRetriever(store=store, k=2).invoke("Mel")) == 2
+    assert len(RAGCacheRetriever(store=store, top_k=2).invoke("Mel")) == 2  # type: ignore[call-arg]
+    assert len(RAGCacheRetriever(store=store, search_kwargs={"k": 3}).invoke("Mel")) == 3
+    assert len(RAGCacheRetriever(store=store).invoke("Mel", top_k=1)) == 1
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"filters": {"number": 3}},
+        {"search_kwargs": {"filters": {"number": 3}}},
+        {"search_kwargs": {"filter": {"number": {"$in": [3]}}}},
+        {"filter": {"$and": [{"number": 3}]}},
+        {"filter": "number = 3"},
+    ],
+)
+def test_what_a_retriever_does_not_know_is_refused(store: StagedFAISS, unknown: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"filter"):
+        RAGCacheRetriever(store=store, **unknown)
+    with pytest.raises(ConfigError, match="knows no filters: a search takes k and filter"):
+        RAGCacheRetriever(store=store).invoke("Who is Mel?", filters={"number": 3})
+    with pytest.raises(ConfigError, match="knows no filters: it takes k and filter"):
+        store.as_retriever(search_kwargs={"filters": {"number": 3}}).invoke("Who is Mel?")
+
+
+def test_a_source_of_stages_has_to_filter_itself() -> None:
+    with pytest.raises(ConfigError, match="is no store"):
+        RAGCacheRetriever(store=ScriptedSource(()), filter={"number": 3}).invoke("Who is Mel?")
 
 
 def test_an_empty_store_has_no_documents(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent,
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
 
 from ragcache_core.client import Engine
 from ragcache_core.client.search_result import similarities
@@ -73,6 +74,22 @@ async def test_fewer_documents_than_asked_for_are_all_returned(store: DocumentSt
     assert len(await both_ways(RAGCacheRetriever(store, similarity_top_k=10), "sea")) == 3
     with DocumentStore.create(tmp_path / "empty") as empty:
         assert await both_ways(RAGCacheRetriever(empty), "sea") == []
+
+
+async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> None:
+    last = MetadataFilters(filters=[MetadataFilter(key="page", operator=FilterOperator.GT, value=1)])
+    for searched in (store, ShardedStore([store])):
+        for query in ("Who is a pilot?", QueryBundle("Who?", embedding=store.embedder.embed_query("pilot").tolist())):
+            retriever = RAGCacheRetriever(searched, filters=last, similarity_top_k=3)
+            assert [n.node.node_id for n in await both_ways(retriever, query)] == ["sea"]
+    with pytest.raises(ConfigError, match="ScriptedSource.* is no store"):
+        RAGCacheRetriever(ScriptedSource(()), filters=last)
+
+
+@pytest.mark.parametrize("unknown", ["filter", "search_kwargs", "top_k"])
+def test_arguments_of_another_framework_are_refused_with_the_right_names(store: DocumentStore, unknown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"knows no {unknown}: .* similarity_top_k, .* filters="):
+        RAGCacheRetriever(store, **{unknown: {"tenant": "a"}})
 
 
 def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None:
