@@ -174,6 +174,12 @@ class RememberedDocuments:
         with self._lock:
             return list(reversed(self._shown))
 
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._searches.clear()
+            self._shown.clear()
+
     def searches(self) -> list[RememberedSearch]:
         """Return what the last searches found, the newest first."""
         with self._lock:

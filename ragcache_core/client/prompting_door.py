@@ -10,6 +10,7 @@ from ragcache_core.client.asker import current_asker
 from ragcache_core.client.binding import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.learning import LayoutLearner
 from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, server_renders
+from ragcache_core.client.retrieved import RETRIEVED
 from ragcache_core.errors import TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage, PromptTokenizer
 from ragcache_core.types import Document
@@ -110,7 +111,8 @@ class PromptingDoor:
     ) -> RequestPlan:
         """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
 
-        ``documents`` are found by their text, and so are those that were remembered. ``settings`` are the other fields
+        ``documents`` are found by their text, and so are those that were remembered, and those that a framework's
+        retrievers returned lately. ``settings`` are the other fields
         of the request (tools, ``extra_body``, ...). Requests with tools or settings of the chat template, messages
         other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty,
         and the engine knows no documents of theirs to reuse. ``chunk_reuse`` is that of ``stream``.
@@ -124,7 +126,8 @@ class PromptingDoor:
             return RequestPlan()
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
-        shown = given + [(doc_id, text) for doc_id, text in self._remembered.shown() if doc_id not in known]
+        seen = dict.fromkeys((*self._remembered.shown(), *RETRIEVED.shown()))
+        shown = given + [(doc_id, text) for doc_id, text in seen if doc_id not in known]
         if self._bound is None:
             is_prefilled = current_asker() is None  # who asks in a name asks for the whole answer ahead
             self._learner.see(messages, self._remembered.searches(), is_prefilled=is_prefilled)

@@ -21,12 +21,14 @@ from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.plan import merge_bodies
+from ragcache_core.client.retrieved import DocumentHint
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import Document
 from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.langchain.documents import to_core
+from ragcache_integrations.langchain.retrieved import CURE
 
 BASE_URL_ENV = "RAGCACHE_BASE_URL"
 API_KEY_ENV = "RAGCACHE_API_KEY"
@@ -50,7 +52,7 @@ class ChatRAGCache(BaseChatOpenAI):
 
     Documents whose text is in the prompt are announced to the engine. They are found among the ``documents`` of the
     call (``llm.bind(documents=docs)``), those of a message (``additional_kwargs["ragcache_documents"]``), and those
-    that a :class:`~ragcache_integrations.langchain.retriever.RAGCacheRetriever` with the same engine returned lately.
+    that any retriever of LangChain's returned lately in this process. Whose prompts show none is told so once.
 
     ``chunk_reuse`` lets documents be reused behind others than they were computed behind, which is approximate; of the
     model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`ServerDoor.stream
@@ -76,6 +78,7 @@ class ChatRAGCache(BaseChatOpenAI):
     use_responses_api: bool | None = False
     _connecting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
     _connected: Engine | None = PrivateAttr(default=None)
+    _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))
 
     @field_validator("chunk_reuse")
     @classmethod
@@ -276,6 +279,7 @@ class ChatRAGCache(BaseChatOpenAI):
         plan = engine.plan_chat(
             payload["messages"], documents=documents or None, settings=payload, chunk_reuse=chunk_reuse
         )
+        self._hint.see(plan)
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)

@@ -30,11 +30,13 @@ from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyp
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.plan import merge_bodies
+from ragcache_core.client.retrieved import DocumentHint
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
+from ragcache_integrations.llamaindex.retrieved import CURE
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -51,6 +53,9 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
 
     Without an engine it connects to the server at ``api_base`` (or ``base_url``); :meth:`close` then closes that
     connection. An engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``.
+
+    The engine is told which documents a prompt shows: nodes that any retriever of LlamaIndex's returned lately in this
+    process, found by their text. Whose prompts show none is told so once.
 
     Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
     chat template: ``is_chat_model=False``) goes to the completions endpoint, where the documents are not known.
@@ -74,6 +79,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     _engine: Engine = PrivateAttr()
     _owns_engine: bool = PrivateAttr(default=False)
     _open_streams: OpenStreams | None = PrivateAttr(default=None)
+    _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))
 
     def __init__(
         self,
@@ -231,6 +237,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
             settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
             chunk_reuse=chunk_reuse,
         )
+        self._hint.see(plan)
         body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
         return MeasuredRequest(self._engine, plan, body, self.model)
 

@@ -1,0 +1,42 @@
+"""Hears of the documents that LangChain's retrievers return, in every chain: importing this is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document as LangChainDocument
+from langchain_core.tracers.context import register_configure_hook
+
+from ragcache_core.client.retrieved import RETRIEVED
+from ragcache_integrations.langchain.documents import to_core
+
+CURE = (
+    "Search with a retriever, vector_store.as_retriever() for example, and show its documents' page_content unchanged; "
+    "or name what the prompt shows: llm.bind(documents=[Document(id=..., page_content=<the text as shown>)])"
+)
+
+
+class _RetrieverListener(BaseCallbackHandler):
+    """Remembers what retrievers return, before the chain goes on."""
+
+    run_inline = True
+
+    @property
+    def ignore_llm(self) -> bool:
+        return True
+
+    @property
+    def ignore_chat_model(self) -> bool:
+        return True
+
+    def on_retriever_end(self, documents: Sequence[LangChainDocument], **kwargs: Any) -> None:
+        RETRIEVED.add(to_core(documents))
+
+
+_LISTENER = _RetrieverListener()
+
+_listener: ContextVar[BaseCallbackHandler | None] = ContextVar("ragcache_listener", default=_LISTENER)
+register_configure_hook(_listener, inheritable=False)  # not handed down: every run asks for it itself
