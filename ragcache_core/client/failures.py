@@ -21,6 +21,8 @@ from ragcache_core.errors import (
 
 ENGINE_DEAD_SIGNS = ("EngineCore encountered an issue", "EngineDeadError")
 """How vLLM's server says, in an answer of status 500 or inside a stream, that its engine process is gone."""
+_NO_TOOLS_SIGNS = ("requires --enable-auto-tool-choice", "requires --tool-call-parser")
+"""How it refuses tools where it was started without what reads a model's calls of them."""
 _TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_len", "longer than the maximum")
 
 
@@ -61,6 +63,13 @@ def translated(error: Exception) -> RAGCacheError:
             return EngineAuthError(f"the engine at {_address(error)} refused the API key: pass the server's api_key")
         case openai.BadRequestError() if any(sign in message for sign in _TOO_LONG_SIGNS):
             return PromptTooLongError(f"{message} Retrieve fewer documents, or launch with a larger max_model_len.")
+        case openai.BadRequestError() if any(sign in message for sign in _NO_TOOLS_SIGNS):
+            return RequestRejectedError(
+                "the engine was started without tools: start it with --enable-auto-tool-choice --tool-call-parser and "
+                "the parser of the model's family, `ragcache serve MODEL -- --enable-auto-tool-choice "
+                "--tool-call-parser hermes` or Engine.launch(MODEL, enable_auto_tool_choice=True, "
+                "tool_call_parser='hermes'); docs/how-it-works.md names the parsers"
+            )
         case openai.BadRequestError() | openai.NotFoundError() | openai.UnprocessableEntityError():
             return RequestRejectedError(f"the engine refused the request: {message}")
         case openai.LengthFinishReasonError():

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+
+import pytest
+from langchain_core.tools import tool
+from llama_index.core.tools import FunctionTool
 
 from ragcache_core.client import Engine
+from ragcache_core.errors import RequestRejectedError
+from ragcache_integrations.langchain import ChatRAGCache
+from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.conftest import DEMO_MODEL
 
 
-def test_plain_vllm_answers_at_once_and_says_nothing_of_a_cache(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Plain vLLM, and without tools."""
     with Engine.launch(
         str(DEMO_MODEL),
         cache=None,
@@ -16,19 +25,44 @@ def test_plain_vllm_answers_at_once_and_says_nothing_of_a_cache(tmp_path: Path) 
         enforce_eager=True,
         max_model_len=512,
         block_size=32,
-        log_path=tmp_path / "server.log",
+        log_path=tmp_path_factory.mktemp("plain") / "server.log",
     ) as engine:
-        answers = [engine.generate("Who is cold?", max_tokens=2) for _ in range(3)]
-        http, key = engine.http_client(), {"Authorization": f"Bearer {engine.api_key}"}
-        for route in ("stats", "requests/cmpl-1"):  # not there, so that nobody waits for their answers
-            assert http.get(f"{engine.base_url}/ragcache/{route}", headers=key).json().get("detail") == "Not Found"
-        assert {answer.stats.num_gpu_tokens for answer in answers} == {None}
-        stats = engine.stats()
-        assert (stats.policy, stats.tiers) == (None, ())
-        assert stats.num_prompt_tokens > 0
-        page = engine.http_client().get(f"{engine.base_url.removesuffix('/v1')}/metrics").text
-        assert "vllm:prompt_tokens_total" in page
-        assert "ragcache_" not in page
-        log = (tmp_path / "server.log").read_text(encoding="utf-8")
-        assert "RAGCacheScheduler" not in log
-        assert "ragcache_core.vllm_plugin.connector" not in log
+        yield engine
+
+
+def test_plain_vllm_answers_at_once_and_says_nothing_of_a_cache(plain: Engine) -> None:
+    answers = [plain.generate("Who is cold?", max_tokens=2) for _ in range(3)]
+    http, key = plain.http_client(), {"Authorization": f"Bearer {plain.api_key}"}
+    for route in ("stats", "requests/cmpl-1"):  # not there, so that nobody waits for their answers
+        assert http.get(f"{plain.base_url}/ragcache/{route}", headers=key).json().get("detail") == "Not Found"
+    assert {answer.stats.num_gpu_tokens for answer in answers} == {None}
+    stats = plain.stats()
+    assert (stats.policy, stats.tiers) == (None, ())
+    assert stats.num_prompt_tokens > 0
+    page = plain.http_client().get(f"{plain.base_url.removesuffix('/v1')}/metrics").text
+    assert "vllm:prompt_tokens_total" in page
+    assert "ragcache_" not in page
+    assert plain.log_path is not None
+    log = plain.log_path.read_text(encoding="utf-8")
+    assert "RAGCacheScheduler" not in log
+    assert "ragcache_core.vllm_plugin.connector" not in log
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def test_tools_on_an_engine_that_was_started_without_them_name_both_options(plain: Engine) -> None:
+    wanted = r"--enable-auto-tool-choice --tool-call-parser .*enable_auto_tool_choice=True, tool_call_parser="
+    llm = ChatRAGCache(engine=plain)
+    for choice in (None, "any", "add"):
+        with pytest.raises(RequestRejectedError, match=wanted):
+            llm.bind_tools([add], tool_choice=choice).invoke("What is 1 + 2?")
+    with pytest.raises(RequestRejectedError, match=wanted):
+        await llm.bind_tools([add]).ainvoke("What is 1 + 2?")
+    with pytest.raises(RequestRejectedError, match=wanted):
+        list(llm.bind_tools([add]).stream("What is 1 + 2?"))
+    with pytest.raises(RequestRejectedError, match=wanted):
+        RAGCacheLLM(plain).chat_with_tools([FunctionTool.from_defaults(add.func)], user_msg="What is 1 + 2?")

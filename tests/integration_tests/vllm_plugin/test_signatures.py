@@ -7,9 +7,11 @@ takes seconds and sets process-wide state. Those of its offloading are in ``test
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,14 @@ def vllm_facts() -> dict[str, object]:
 
 def test_this_is_the_supported_vllm(vllm_facts: dict[str, object]) -> None:
     assert str(vllm_facts["version"]).startswith("0.32"), "support a new vLLM in compat.py, then change SUPPORTED_VLLM"
+
+
+def test_every_parser_of_tool_calls_that_the_docs_name_is_there(vllm_facts: dict[str, Any]) -> None:
+    tools = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split("## Tools")[1].split("\n## ")[0]
+    rows = [line.split("|")[2] for line in tools.splitlines() if line.startswith("| ")][1:]
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert len(named) > 10
+    assert named - set(vllm_facts["tool_parsers"]) == set()
 
 
 def test_the_connector_has_every_method_that_vllm_asks_for(vllm_facts: dict[str, object]) -> None:

@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers import hf
 from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers import ToolParserManager
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -98,6 +99,7 @@ def facts() -> dict[str, object]:
                 for kind in (ChatCompletionRequest, CompletionRequest)
             ],
         ],
+        "tool_parsers": sorted(ToolParserManager.list_registered()),
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
         "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),
