@@ -26,7 +26,8 @@ except ModuleNotFoundError as error:
         f'{error.name} is not installed, ragcache_integrations.langchain needs it: pip install "ragcache[langchain]"'
     ) from error
 
-from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, CacheSummary, DocumentHits
+from ragcache_core.client.cache_summary import CacheSummary, DocumentHits
+from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler
 from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
 from ragcache_integrations.langchain.chat_model import ChatRAGCache
 from ragcache_integrations.langchain.documents import to_core, to_langchain

@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
         f'{error.name} is not installed, ragcache_integrations.llamaindex needs it: pip install "ragcache[llamaindex]"'
     ) from error
 
+from ragcache_core.client.cache_summary import CacheSummary, DocumentHits
 from ragcache_integrations.llamaindex.embedding import TfidfSvdEmbedding
 from ragcache_integrations.llamaindex.events import (
     CacheStatsEvent,
@@ -37,6 +38,8 @@ from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 __all__ = [
     "CacheStatsEvent",
     "CacheStatsEventHandler",
+    "CacheSummary",
+    "DocumentHits",
     "RAGCacheLLM",
     "RAGCacheQueryEngine",
     "RAGCacheRetriever",

@@ -5,13 +5,12 @@
     handler = CacheStatsEventHandler()
     get_dispatcher().add_event_handler(handler)
     ...
-    print(handler.num_cached_tokens, "of", handler.num_prompt_tokens)
+    print(handler)
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +19,7 @@ from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
+from ragcache_core.client.cache_summary import CacheSummary, CacheTally
 from ragcache_core.client.pipeline import PipelineEvent
 from ragcache_core.client.search_result import similarities
 from ragcache_core.stats import ChunkReuseStats, DocumentStats, RequestStats
@@ -131,46 +131,15 @@ def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Me
     )
 
 
-_SUMMED = (
-    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
-    *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_loaded_bytes", "num_stored_bytes"),
-)
-"""Fields of an event that are summed up under their own names; what the engine did not tell counts as nothing."""
-
-
 class CacheStatsEventHandler(BaseEventHandler):
-    """Sums up the requests of an application; add it to the dispatcher. Safe to use from several threads."""
+    """Sums up the requests of an application; add it to the dispatcher. Safe to use from several threads.
 
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    num_gpu_tokens: int = 0
-    num_host_tokens: int = 0
-    num_disk_tokens: int = 0
-    num_loaded_bytes: int = 0
-    num_stored_bytes: int = 0
-    num_reused_chunks: int = 0
-    """Documents that were reused behind others than they were computed behind; those answers are approximate."""
-    num_reused_tokens: int = 0
-    """Of them, the tokens that were taken as they were stored."""
-    num_recomputed_tokens: int = 0
-    """Of them, the tokens that were computed anew."""
-    num_timed_requests: int = 0
-    """Requests whose time to first token is known: those that were streamed, or all where the engine tells it."""
-    sum_ttft_s: float = 0.0
-    num_queued_requests: int = 0
-    """Requests of which the engine told how long they waited to be scheduled."""
-    sum_queue_s: float = 0.0
-    num_speculations: int = 0
-    """How often the engine worked ahead while documents were searched."""
-    num_confirmed_speculations: int = 0
-    """How often it did with the documents that were found."""
-    hidden_search_s: float = 0.0
-    """Seconds of searching that cost no time, because the engine worked on the answer already."""
+    ``print(handler)`` says in one line what :meth:`summary` does.
+    """
+
     last: CacheStatsEvent | None = None
 
-    _lock: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    _tally: CacheTally = PrivateAttr(default_factory=CacheTally)
 
     @classmethod
     def class_name(cls) -> str:
@@ -179,47 +148,22 @@ class CacheStatsEventHandler(BaseEventHandler):
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         """Count a :class:`CacheStatsEvent` or a :class:`SpeculationEvent`; let every other event pass."""
         if isinstance(event, CacheStatsEvent):
-            self._count_request(event)
-        elif isinstance(event, SpeculationEvent):
-            with self._lock:
-                self.num_speculations += event.kind == "start"
-                self.num_confirmed_speculations += event.kind == "confirm"
-                self.num_confirmed_speculations -= event.kind == "settle" and event.hidden_search_s is None
-                self.hidden_search_s += event.hidden_search_s or 0.0
-
-    def _count_request(self, event: CacheStatsEvent) -> None:
-        with self._lock:
-            self.num_requests += 1
-            for name in _SUMMED:
-                setattr(self, name, getattr(self, name) + (getattr(event, name) or 0))
-            if (reuse := event.chunk_reuse) is not None:
-                self.num_reused_chunks += reuse.num_chunks
-                self.num_reused_tokens += reuse.num_reused_tokens
-                self.num_recomputed_tokens += reuse.num_recomputed_tokens
-            if event.ttft_s is not None:
-                self.num_timed_requests += 1
-                self.sum_ttft_s += event.ttft_s
-            if event.queue_s is not None:
-                self.num_queued_requests += 1
-                self.sum_queue_s += event.queue_s
+            self._tally.add(event.stats)
             self.last = event
+        elif isinstance(event, SpeculationEvent):
+            self._tally.add_speculation(event.kind, event.hidden_search_s)
 
-    @property
-    def num_computed_tokens(self) -> int:
-        """Prompt tokens that the engine had to prefill."""
-        return self.num_prompt_tokens - self.num_cached_tokens
+    def summary(self) -> CacheSummary:
+        """Return the sums up to now."""
+        return self._tally.summary()
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens that came out of the cache; 0 before the first request."""
-        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+    def reset(self) -> None:
+        """Forget everything."""
+        self._tally.reset()
+        self.last = None
 
-    @property
-    def mean_ttft_s(self) -> float | None:
-        """Mean time to first token of the requests whose is known; ``None`` before the first."""
-        return self.sum_ttft_s / self.num_timed_requests if self.num_timed_requests else None
+    def __str__(self) -> str:
+        return str(self.summary())
 
-    @property
-    def mean_queue_s(self) -> float | None:
-        """Mean time before a request was scheduled; ``None`` before the first of which the engine told it."""
-        return self.sum_queue_s / self.num_queued_requests if self.num_queued_requests else None
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"

@@ -159,9 +159,10 @@ async def test_many_queries_at_once_are_all_answered(retriever: RAGCacheRetrieve
         answers = await asyncio.gather(*(_query(engine, question, is_async=True) for question in questions))
     finally:
         root.event_handlers.remove(handler)
-    assert handler.num_requests == len(questions)
-    assert handler.num_prompt_tokens == sum(stats.num_prompt_tokens for _, stats in answers)
-    assert handler.num_cached_tokens == sum(stats.num_cached_tokens for _, stats in answers)
+    summary = handler.summary()
+    assert summary.num_requests == len(questions)
+    assert summary.num_prompt_tokens == sum(stats.num_prompt_tokens for _, stats in answers)
+    assert summary.num_cached_tokens == sum(stats.num_cached_tokens for _, stats in answers)
 
 
 async def test_leaving_a_stream_early_ends_the_request_in_the_engine(

@@ -86,4 +86,5 @@ def test_the_event_says_what_was_reused_and_the_handler_sums_it_up(
     assert response.additional_kwargs["ragcache"]["chunk_reuse"]["fix_overhead"] == 0.25
     handler = CacheStatsEventHandler()
     handler.handle(event)
-    assert (handler.num_reused_chunks, handler.num_reused_tokens, handler.num_recomputed_tokens) == (2, 20, 9)
+    summary = handler.summary()
+    assert (summary.num_reused_chunks, summary.num_reused_tokens, summary.num_recomputed_tokens) == (2, 20, 9)

@@ -30,7 +30,7 @@ from ragcache_core.errors import (
 )
 from ragcache_core.stats import request_stats_from_dict
 from ragcache_core.types import Document
-from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler, RAGCacheLLM
+from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler, CacheSummary, RAGCacheLLM
 from tests.scripted_server import THREE_TIERS, Refusal, Reply, ScriptedServer
 from tests.unit_tests.llamaindex_integration.conftest import MODEL, EventLog
 from tests.unit_tests.llamaindex_integration.ways import (
@@ -204,10 +204,11 @@ async def test_handler_sums_up_tokens_by_tier(llm: RAGCacheLLM, server: Scripted
     first, *rest = (e.stats for e in event_log.of(CacheStatsEvent))
     assert first.num_gpu_tokens is None
     for name in ("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_loaded_bytes", "num_stored_bytes"):
-        assert getattr(handler, name) == sum(getattr(stats, name) for stats in rest) > 0
-    assert (handler.num_requests, handler.num_queued_requests) == (3, 2)
-    assert handler.mean_queue_s == 0.001
-    assert CacheStatsEventHandler().mean_queue_s is None
+        assert getattr(handler.summary(), name) == sum(getattr(stats, name) for stats in rest) > 0
+    summary = handler.summary()
+    assert (summary.num_requests, len(summary.queue_s)) == (3, 2)
+    assert summary.mean_queue_s == 0.001
+    assert CacheSummary().mean_queue_s is None
 
 
 async def test_handler_sums_up_the_requests(llm: RAGCacheLLM, event_log: EventLog) -> None:
@@ -217,14 +218,18 @@ async def test_handler_sums_up_the_requests(llm: RAGCacheLLM, event_log: EventLo
     for event in event_log.events:
         handler.handle(event)
     first, second = event_log.of(CacheStatsEvent)
-    assert handler.num_requests == 2
-    assert handler.num_prompt_tokens == first.num_prompt_tokens + second.num_prompt_tokens
-    assert handler.num_computed_tokens == first.num_computed_tokens + second.num_computed_tokens
-    assert 0 < handler.hit_rate < 1
-    assert handler.mean_ttft_s == second.ttft_s
+    summary = handler.summary()
+    assert summary.num_requests == 2
+    assert summary.num_prompt_tokens == first.num_prompt_tokens + second.num_prompt_tokens
+    assert summary.num_computed_tokens == first.num_computed_tokens + second.num_computed_tokens
+    assert 0 < summary.hit_rate < 1
+    assert summary.mean_ttft_s == second.ttft_s
     assert handler.last is second
-    assert CacheStatsEventHandler().mean_ttft_s is None
-    assert CacheStatsEventHandler().hit_rate == 0
+    assert str(handler) == str(summary)
+    handler.reset()
+    assert handler.summary() == CacheSummary()
+    assert CacheSummary().mean_ttft_s is None
+    assert CacheSummary().hit_rate == 0
 
 
 @every_way

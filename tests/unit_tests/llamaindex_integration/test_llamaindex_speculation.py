@@ -177,8 +177,9 @@ async def test_events_tell_of_each_stage_and_each_speculation_in_order(
     assert "RAGCacheQueryEngine" in settle.span_id
     for event in events:
         handler.handle(event)
-    assert (handler.num_speculations, handler.num_confirmed_speculations, handler.num_requests) == (2, 1, 0)
-    assert handler.hidden_search_s == response.metadata["ragcache_pipeline"]["hidden_search_s"]
+    summary = handler.summary()
+    assert (summary.num_speculations, summary.num_confirmed_speculations, summary.num_requests) == (2, 1, 0)
+    assert summary.hidden_search_s == response.metadata["ragcache_pipeline"]["hidden_search_s"]
 
 
 async def test_a_rehearsal_publishes_nothing(make_engine: Any, generations: Any, event_log: EventLog) -> None:

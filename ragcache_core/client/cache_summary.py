@@ -1,0 +1,161 @@
+"""What the cache did for many requests, summed up: what both frameworks' handlers hold and print."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from ragcache_core.stats import RequestStats
+from ragcache_core.types import DocId
+
+_SUMMED = (
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+    *("num_gpu_tokens", "num_host_tokens", "num_disk_tokens", "num_loaded_bytes", "num_stored_bytes"),
+)
+"""Statistics of a request that are summed up under their own names; what the engine did not tell counts as nothing."""
+_NUM_TIMES_KEPT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentHits:
+    """How often a document was in a prompt, and how many of its tokens came out of the cache."""
+
+    num_requests: int
+    num_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSummary:
+    """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` over those of which the engine told them.
+
+    ``ttft_s`` holds the times to first token that are known, and ``queue_s`` the times before the engine scheduled a
+    request, oldest first, of the last 10,000. ``num_unfinished`` counts model calls without statistics, where the
+    framework tells of them: they failed, were closed early, or ran elsewhere.
+
+    ``num_reused_chunks`` documents were reused behind others than they were computed behind, ``num_reused_tokens`` of
+    them as they were stored and ``num_recomputed_tokens`` computed anew; their answers are approximate.
+
+    While documents were searched, the engine worked ahead ``num_speculations`` times, ``num_confirmed_speculations`` of
+    them with the documents that were found: ``hidden_search_s`` seconds of searching cost no time.
+
+    ``print(summary)`` says it in one line.
+    """
+
+    num_requests: int = 0
+    num_unfinished: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_gpu_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    num_reused_chunks: int = 0
+    num_reused_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_speculations: int = 0
+    num_confirmed_speculations: int = 0
+    hidden_search_s: float = 0.0
+    ttft_s: tuple[float, ...] = ()
+    queue_s: tuple[float, ...] = ()
+    documents: dict[DocId, DocumentHits] = field(default_factory=dict)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Prompt tokens that the engine had to prefill."""
+        return self.num_prompt_tokens - self.num_cached_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that came out of the cache; 0 before the first request."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def mean_ttft_s(self) -> float | None:
+        """Mean time to first token of the requests whose is known; ``None`` before the first."""
+        return sum(self.ttft_s) / len(self.ttft_s) if self.ttft_s else None
+
+    @property
+    def mean_queue_s(self) -> float | None:
+        """Mean time before a request was scheduled; ``None`` before the first of which the engine told it."""
+        return sum(self.queue_s) / len(self.queue_s) if self.queue_s else None
+
+    def __str__(self) -> str:
+        tiers = ((self.num_gpu_tokens, "GPU"), (self.num_host_tokens, "host"), (self.num_disk_tokens, "disk"))
+        told = ": " + ", ".join(f"{n:,} {name}" for n, name in tiers) if any(n for n, _ in tiers) else ""
+        line = (
+            f"{self.num_requests:,} request{'' if self.num_requests == 1 else 's'}, {self.num_cached_tokens:,} of "
+            f"{self.num_prompt_tokens:,} prompt tokens cached ({self.hit_rate:.0%}{told})"
+        )
+        if self.mean_ttft_s is not None:
+            line += f", first token after {self.mean_ttft_s * 1000:,.0f} ms on average"
+        if self.num_confirmed_speculations:
+            line += f", {self.hidden_search_s:.3f} s of searching hidden"
+        if self.num_reused_chunks:
+            line += f", {self.num_reused_chunks:,} documents reused approximately"
+        return line + (f", {self.num_unfinished:,} unfinished" if self.num_unfinished else "")
+
+
+class CacheTally:
+    """Adds up what happens to a :class:`CacheSummary`. May be shared by threads and by event loops."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._sums: Counter[str] = Counter()
+            self._hidden_search_s = 0.0
+            self._ttft_s: deque[float] = deque(maxlen=_NUM_TIMES_KEPT)
+            self._queue_s: deque[float] = deque(maxlen=_NUM_TIMES_KEPT)
+            self._documents: dict[DocId, DocumentHits] = {}
+
+    def add(self, stats: RequestStats) -> None:
+        """Add a request that ran to its end."""
+        with self._lock:
+            self._sums["num_requests"] += 1
+            self._sums.update({name: getattr(stats, name) or 0 for name in _SUMMED})
+            if (reuse := stats.chunk_reuse) is not None:
+                self._sums["num_reused_chunks"] += reuse.num_chunks
+                self._sums["num_reused_tokens"] += reuse.num_reused_tokens
+                self._sums["num_recomputed_tokens"] += reuse.num_recomputed_tokens
+            if stats.ttft_s is not None:
+                self._ttft_s.append(stats.ttft_s)
+            if stats.queue_s is not None:
+                self._queue_s.append(stats.queue_s)
+            for document in stats.documents:
+                old = self._documents.get(document.doc_id, DocumentHits(0, 0, 0))
+                self._documents[document.doc_id] = DocumentHits(
+                    old.num_requests + 1,
+                    old.num_tokens + document.num_tokens,
+                    old.num_cached_tokens + document.num_cached_tokens,
+                )
+
+    def add_unfinished(self) -> None:
+        """Add a model call without statistics."""
+        with self._lock:
+            self._sums["num_unfinished"] += 1
+
+    def add_speculation(self, kind: str, hidden_search_s: float | None) -> None:
+        """Add what happened to a speculation; ``kind`` is that of the pipeline's event."""
+        with self._lock:
+            self._sums["num_speculations"] += kind == "start"
+            self._sums["num_confirmed_speculations"] += kind == "confirm"
+            self._sums["num_confirmed_speculations"] -= kind == "settle" and hidden_search_s is None
+            self._hidden_search_s += hidden_search_s or 0.0
+
+    def summary(self) -> CacheSummary:
+        """Return the sums up to now."""
+        with self._lock:
+            return CacheSummary(
+                **self._sums,
+                hidden_search_s=self._hidden_search_s,
+                ttft_s=tuple(self._ttft_s),
+                queue_s=tuple(self._queue_s),
+                documents=dict(self._documents),
+            )
