@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import filelock
 
-from ragcache_core.errors import ConfigError, StoreError, StoreExistsError
+from ragcache_core.errors import ConfigError, StoreError, StoreExistsError, StoreNotFoundError
 from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric
 from ragcache_core.retrieval.embed import Embedder, as_embedder
 from ragcache_core.retrieval.extra import extra_module
@@ -34,9 +34,10 @@ _logger = logging.getLogger(__name__)
 class DocumentStore(StoreReader):
     """Documents that can be searched by meaning, in stages, while others are added.
 
-    Make one with :meth:`create` or :meth:`open` and close it, or use it as a context manager. One process writes, any
-    number read. All methods may be called from several threads and event loops at once. ``add`` and ``delete`` are
-    atomic and durable: when they return, a crash cannot undo them; when they raise, nothing has changed.
+    Make one with :meth:`create`, :meth:`open` or :meth:`open_or_create` and close it, or use it as a context manager.
+    One process writes, any number read. All methods may be called from several threads and event loops at once. ``add``
+    and ``delete`` are atomic and durable: when they return, a crash cannot undo them; when they raise, nothing has
+    changed.
 
     A handle belongs to the process that made it: in a forked child it can only be closed, which leaves the store alone.
 
@@ -139,6 +140,30 @@ class DocumentStore(StoreReader):
         except BaseException:
             lock.release()
             raise
+
+    @classmethod
+    def open_or_create(cls, path: str | os.PathLike[str], *, embedder: object | None = None, **settings: Any) -> Self:
+        """Open the store in a folder, or make one where there is none: for programs that run again and again.
+
+        ``settings`` are those of :meth:`create`. A store that is there has to agree with those that are given.
+
+        Raises:
+            ConfigError: the store that is there was made with another setting.
+            Exception: whatever :meth:`open` and :meth:`create` raise.
+        """
+        try:
+            store = cls.open(path, embedder=embedder)
+        except StoreNotFoundError:
+            return cls.create(path, embedder=embedder, **settings)
+        there = store.begin_search()[0].manifest.options
+        for name, value in settings.items():
+            if (found := getattr(there, "kind" if name == "index" else name, None)) != value:
+                store.close()
+                raise ConfigError(
+                    f"{store.path} holds a store with {name} {found!r}, not {value!r}: leave {name} out, or choose "
+                    "another folder"
+                )
+        return store
 
     def close(self) -> None:
         """Finish running searches, save the index and let others write. May be called twice.

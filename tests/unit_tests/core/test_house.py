@@ -121,15 +121,8 @@ PUBLIC: dict[str, set[str]] = {
         "to_langchain",
     },
     "ragcache_integrations.llamaindex": {
-        *(
-            "CacheStatsEvent",
-            "CacheStatsEventHandler",
-            "CacheSummary",
-            "DocumentHits",
-            "RAGCacheLLM",
-            "RAGCacheQueryEngine",
-            "RAGCacheRetriever",
-        ),
+        *("CacheStatsEvent", "CacheStatsEventHandler", "CacheSummary", "DocumentHits"),
+        *("RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
         *("RetrievalStageEvent", "SpeculationEvent", "StagedFAISSVectorStore", "TfidfSvdEmbedding"),
         *("document_from_node", "node_from_document"),
     },

@@ -29,4 +29,4 @@ def test_the_engine_stays_out_of_the_application() -> None:
 def test_what_is_exported_is_there() -> None:
     assert package.__all__ == sorted(package.__all__)
     for name in package.__all__:
-        assert getattr(package, name).__module__.startswith("ragcache_integrations.langchain")
+        assert getattr(package, name).__module__.startswith(("ragcache_integrations.langchain", "ragcache_core.client"))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, TfidfSvdEmbedder
 from ragcache_core.retrieval.manifest import MANIFEST_NAME
 from ragcache_core.types import Document, RetrievalUpdate
@@ -51,6 +52,18 @@ def test_a_reopened_store_answers_bit_for_bit_as_before(folder: Path, index: Any
         staged = asyncio.run(all_updates(store, documents[0].text, 7, stages=4))
         assert staged[-1].documents == before[0].documents
         assert staged[-1].scores == before[0].scores
+
+
+def test_a_program_that_opens_or_creates_its_store_runs_again_and_again(folder: Path) -> None:
+    for _ in range(2):
+        with DocumentStore.open_or_create(folder, index="hnsw", metric="ip") as store:
+            store.put(make_documents(5))
+            assert len(store) == 5
+    for wrong, found in ({"index": "flat"}, "hnsw"), ({"metric": "l2"}, "ip"):
+        with pytest.raises(ConfigError, match=f"holds a store with {next(iter(wrong))} '{found}', not"):
+            DocumentStore.open_or_create(folder, **wrong)
+    with DocumentStore.open_or_create(folder) as store:  # the refusals let go of it
+        assert (store.index_kind, store.metric) == ("hnsw", "ip")
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
