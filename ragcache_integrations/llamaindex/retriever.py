@@ -227,9 +227,9 @@ class RAGCacheRetriever(BaseRetriever):
         if embedding is not None:
             return store.search_vector_staged(embedding, k, stages=self._stages)
         if isinstance(store.embedder, PrecomputedEmbedder):
-            where = store.path if isinstance(store, DocumentStore) else "the shards"
+            place = store.path if isinstance(store, DocumentStore) else "the shards"
             raise ConfigError(
-                f"{where} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever the "
+                f"{place} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever the "
                 "embed_model that did it"
             )
         if where is not None:
