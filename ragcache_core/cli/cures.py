@@ -12,6 +12,7 @@ _AS_TYPED = {
     "launch the engine with a larger max_model_len": "launch the engine with a larger -- --max-model-len",
     "pass the server's api_key": "pass the server's with --api-key",
     "raise startup_timeout_s": "raise --startup-timeout",
+    "raise max_file_bytes": "raise --max-file-bytes",
     "set log_path": "set --log",
     "pass tokenizer=": "pass --tokenizer",
     "set disk_bytes": "set --disk-bytes",

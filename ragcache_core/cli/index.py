@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedder, open_store, store_option
+from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedder, open_store, read_size, store_option
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreNotFoundError
 
 if TYPE_CHECKING:
@@ -76,6 +76,14 @@ def _count(number: int, noun: str) -> str:
     "--chunk-min-chars", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
 )
 @click.option("--chunk-overlap-chars", type=int, default=0, show_default=True, help="Repeat the end of a chunk.")
+@click.option(
+    "--max-file-bytes",
+    default="64MiB",
+    show_default=True,
+    callback=read_size,
+    metavar="SIZE",
+    help="Refuse longer files.",
+)
 @click.option("--skip-bad", is_flag=True, help="Report bad documents and leave them out, instead of stopping.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
 @click.option("--rebuild-index", is_flag=True, help="Make the store's index anew from its vectors, if it is damaged.")
@@ -89,6 +97,7 @@ def index(
     chunk_chars: int,
     chunk_min_chars: int | None,
     chunk_overlap_chars: int,
+    max_file_bytes: int,
     skip_bad: bool,
     update: bool,
     rebuild_index: bool,
@@ -105,7 +114,7 @@ def index(
 
     splitting = Splitting(chunk_chars, chunk_min_chars, chunk_overlap_chars)
     files = find_files(paths)
-    documents, num_bad = _read(files, splitting, skip_bad)
+    documents, num_bad = _read(files, splitting, max_file_bytes, skip_bad)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
     options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
     with _opened(store, embedder, options, rebuild_index) as target:
@@ -133,7 +142,7 @@ def index(
         click.echo(str(summary))
 
 
-def _read(files: FoundFiles, splitting: Splitting, skip_bad: bool) -> tuple[list[Document], int]:
+def _read(files: FoundFiles, splitting: Splitting, max_file_bytes: int, skip_bad: bool) -> tuple[list[Document], int]:
     """Return all documents, and how many bad ones were left out."""
     from tqdm import tqdm
 
@@ -149,7 +158,7 @@ def _read(files: FoundFiles, splitting: Splitting, skip_bad: bool) -> tuple[list
         tqdm.write(f"ragcache: left out: {error}", file=sys.stderr)
 
     with tqdm(files.files, desc="reading", unit="file", leave=False, disable=not sys.stderr.isatty()) as progress:
-        documents = list(read_documents(progress, splitting, on_bad=report))
+        documents = list(read_documents(progress, splitting, on_bad=report, max_file_bytes=max_file_bytes))
     if not documents:
         raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
     return documents, num_bad

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from ragcache_core.config import CacheConfig, FrequencyScope, PolicyName, QueueOrder
+from ragcache_core.config import Bytes, CacheConfig, FrequencyScope, PolicyName, QueueOrder
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -125,6 +125,16 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_CACHE_OPTIONS):
         command = option(command)
     return command
+
+
+def read_size(_context: click.Context, _option: click.Parameter, text: str) -> int:
+    """Return the bytes of a size such as 64MiB."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(Bytes).validate_python(text)
+    except ValidationError as error:
+        raise click.BadParameter(f"{text!r} is no size: write a number of bytes, as 64MiB or 1000000") from error
 
 
 def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] | None = None) -> CacheConfig:

@@ -7,8 +7,10 @@
 
 from ragcache_core.ingest.changes import Changes, compare
 from ragcache_core.ingest.documents import read_documents
-from ragcache_core.ingest.files import FoundFiles, SourceFile, find_files
-from ragcache_core.ingest.records import READERS, Record, read_records
+from ragcache_core.ingest.files import FoundFiles, find_files
+from ragcache_core.ingest.readers import READERS, read_records
+from ragcache_core.ingest.records import Record
+from ragcache_core.ingest.source import SourceFile
 from ragcache_core.ingest.splitting import Splitting
 
 __all__ = [

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragcache_core.errors import DocumentError
-from ragcache_core.ingest.records import READERS
-
-
-@dataclass(frozen=True, slots=True)
-class SourceFile:
-    """A file to read. ``name`` is its path relative to the directory that was given, with forward slashes."""
-
-    path: Path
-    name: str
+from ragcache_core.ingest.readers import READERS
+from ragcache_core.ingest.source import SourceFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +23,8 @@ class FoundFiles:
 def find_files(paths: Iterable[Path]) -> FoundFiles:
     """Return every readable file at ``paths``: files as they are, directories with all that is below them.
 
-    Hidden files and directories are left out, links to directories are not followed, and files with a suffix that
-    no reader knows are counted. A file that is named itself must have a known suffix.
+    Hidden files and directories are left out. Files with a suffix that no reader knows are counted, as are links to
+    directories, which are not followed. A file that is named itself must have a known suffix.
 
     Raises:
         DocumentError: nothing is at a path, or nothing there can be read.
@@ -65,7 +58,8 @@ def _walk(root: Path) -> Iterator[SourceFile]:
 
     for folder, folders, names in os.walk(root, onerror=stop):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        for name in sorted([*names, *links]):
             if not name.startswith("."):
                 path = Path(folder, name)
-                yield SourceFile(path, path.relative_to(root).as_posix())
+                yield SourceFile(path, path.relative_to(root).as_posix(), within=root)

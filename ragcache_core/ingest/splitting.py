@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ragcache_core.errors import ConfigError
 
 _HEADING = re.compile(r" {0,3}#{1,6}([ \t]|$)")
+_WINDOW_CHARS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,22 @@ class Splitting:
         least = max_chars if self.min_chars is None else min(self.min_chars, max_chars)
         overlap = min(self.overlap_chars, least - 1)
         splitter = (MarkdownSplitter if is_markdown else TextSplitter)((least, max_chars), overlap)
-        # Its chunks may begin with the space of a line, which it does not count, or be white space to Python alone.
-        return [
-            (start + len(chunk) - len(chunk.lstrip()), start + len(chunk.rstrip()))
-            for start, chunk in splitter.chunk_indices(text)
-            if chunk.strip()
-        ]
+        # It takes time quadratic in the length of a text without seams: it sees a window at a time, and the last chunk
+        # of a window is cut again, at the beginning of the next.
+        window = max(_WINDOW_CHARS, 8 * max_chars)
+        spans: list[tuple[int, int]] = []
+        begin, is_last = 0, False
+        while not is_last:
+            is_last = begin + window >= len(text)
+            chunks = [(begin + at, chunk) for at, chunk in splitter.chunk_indices(text[begin : begin + window])]
+            begin = chunks.pop()[0] if len(chunks) > 1 and not is_last else begin + window
+            # Its chunks may begin with the space of a line, which it does not count, or be white space to Python alone.
+            spans += [
+                (start + len(chunk) - len(chunk.lstrip()), start + len(chunk.rstrip()))
+                for start, chunk in chunks
+                if chunk.strip()
+            ]
+        return spans
 
     def _join_headings(self, text: str, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """A section longer than a chunk loses its heading to a chunk of its own: give it back.

@@ -140,6 +140,14 @@ def test_bad_documents_can_be_left_out_and_are_reported(notes: Path) -> None:
     assert len(stored(notes)) == 4
 
 
+def test_the_longest_file_is_an_option(notes: Path) -> None:
+    result = index(notes, "--max-file-bytes", "50")
+    assert result.exit_code == 1
+    assert "'faq.jsonl' has 61 bytes, the limit is 50: raise --max-file-bytes, or" in result.stderr
+    assert index(notes, "--max-file-bytes", "1KiB").exit_code == 0
+    assert "'much' is no size" in index(notes, "--max-file-bytes", "much").stderr
+
+
 def test_nothing_but_bad_documents_is_an_error(notes: Path) -> None:
     for path in notes.iterdir():
         path.write_text("")

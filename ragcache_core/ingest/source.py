@@ -1,0 +1,69 @@
+"""One file that is to be read: its name, and its bytes where it is a file like others."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ragcache_core.errors import DocumentError
+
+MAX_FILE_BYTES = 64 << 20
+"""Longer files are refused, where nobody says otherwise."""
+
+_LEAVE_OUT = "take it away, or leave bad documents out (--skip-bad)"
+_KINDS = {
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to read. ``name`` is its path relative to the directory that was given, with forward slashes.
+
+    A link must not lead out of the directory ``within``; a file that was named itself has none, and may be any link.
+    """
+
+    path: Path
+    name: str
+    within: Path | None = None
+
+
+def read_source(file: SourceFile, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Return the bytes of a regular file. Pipes and devices, which may have no end, are not waited for.
+
+    Raises:
+        DocumentError: it is no regular file, a link that leads out of its directory, longer than ``max_file_bytes``, or
+            not readable.
+    """
+    if file.within is not None:
+        real, within = Path(os.path.realpath(file.path)), Path(os.path.realpath(file.within))
+        if not real.is_relative_to(within):
+            raise DocumentError(f"file {file.name!r} is a link to {str(real)!r}, outside {str(within)!r}: {_LEAVE_OUT}")
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
+                raise DocumentError(f"file {file.name!r} is {kind}, not a regular file: {_LEAVE_OUT}")
+            with os.fdopen(descriptor, "rb", closefd=False) as opened:
+                content = opened.read(max_file_bytes + 1) if status.st_size <= max_file_bytes else b""
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DocumentError(
+            f"file {file.name!r} cannot be read ({error.strerror}): check that it is there, and its permissions"
+        ) from error
+    num_bytes = max(status.st_size, len(content))
+    if num_bytes > max_file_bytes:
+        raise DocumentError(
+            f"file {file.name!r} has {num_bytes} bytes, the limit is {max_file_bytes}: raise max_file_bytes, or leave "
+            "bad documents out (--skip-bad)"
+        )
+    return content
