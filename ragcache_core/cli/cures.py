@@ -13,6 +13,7 @@ _AS_TYPED = {
     "pass the server's api_key": "pass the server's with --api-key",
     "raise startup_timeout_s": "raise --startup-timeout",
     "raise max_file_bytes": "raise --max-file-bytes",
+    "raise max_file_s": "raise --max-file-seconds",
     "set log_path": "set --log",
     "pass tokenizer=": "pass --tokenizer",
     "set disk_bytes": "set --disk-bytes",

@@ -17,7 +17,7 @@ from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedd
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreNotFoundError
 
 if TYPE_CHECKING:
-    from ragcache_core.ingest import Changes, FoundFiles, Splitting
+    from ragcache_core.ingest import Changes, FileLimits, FoundFiles, Splitting
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.retrieval.base import Encoding, IndexKind, Metric
     from ragcache_core.types import Document
@@ -84,6 +84,14 @@ def _count(number: int, noun: str) -> str:
     metavar="SIZE",
     help="Refuse longer files.",
 )
+@click.option(
+    "--max-file-seconds",
+    "max_file_s",
+    type=click.FloatRange(0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Give a file up after that much processor time.",
+)
 @click.option("--skip-bad", is_flag=True, help="Report bad documents and leave them out, instead of stopping.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
 @click.option("--rebuild-index", is_flag=True, help="Make the store's index anew from its vectors, if it is damaged.")
@@ -98,6 +106,7 @@ def index(
     chunk_min_chars: int | None,
     chunk_overlap_chars: int,
     max_file_bytes: int,
+    max_file_s: float,
     skip_bad: bool,
     update: bool,
     rebuild_index: bool,
@@ -105,16 +114,17 @@ def index(
 ) -> None:
     """Read files and directories DIR into a document store; make the store if there is none.
 
-    Text (.txt), Markdown (.md), HTML (.html, .htm) and JSON Lines (.jsonl: {"text", "id", "metadata"} on each line)
-    are read, in UTF-8. Long texts are split at their own seams. Reading a directory again adds what is new and skips
-    what is unchanged. Everything is read before anything is stored: a bad document, or Ctrl-C, leaves the store as it
-    was.
+    Text (.txt), Markdown (.md), HTML (.html, .htm), JSON Lines (.jsonl: {"text", "id", "metadata"} on each line),
+    tables (.csv, .tsv: a document per row) and source code are read, in UTF-8; with the extra "loaders" PDF, Word
+    (.docx) and reStructuredText (.rst) as well. Links that lead out of DIR are not followed. Long texts are split at
+    their own seams. Reading a directory again adds what is new and skips what is unchanged. Everything is read before
+    anything is stored: a bad document, or Ctrl-C, leaves the store as it was.
     """
-    from ragcache_core.ingest import Splitting, compare, find_files
+    from ragcache_core.ingest import FileLimits, Splitting, compare, find_files
 
     splitting = Splitting(chunk_chars, chunk_min_chars, chunk_overlap_chars)
     files = find_files(paths)
-    documents, num_bad = _read(files, splitting, max_file_bytes, skip_bad)
+    documents, num_bad = _read(files, splitting, FileLimits(max_file_bytes, max_file_s), skip_bad)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
     options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
     with _opened(store, embedder, options, rebuild_index) as target:
@@ -142,7 +152,7 @@ def index(
         click.echo(str(summary))
 
 
-def _read(files: FoundFiles, splitting: Splitting, max_file_bytes: int, skip_bad: bool) -> tuple[list[Document], int]:
+def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad: bool) -> tuple[list[Document], int]:
     """Return all documents, and how many bad ones were left out."""
     from tqdm import tqdm
 
@@ -158,7 +168,7 @@ def _read(files: FoundFiles, splitting: Splitting, max_file_bytes: int, skip_bad
         tqdm.write(f"ragcache: left out: {error}", file=sys.stderr)
 
     with tqdm(files.files, desc="reading", unit="file", leave=False, disable=not sys.stderr.isatty()) as progress:
-        documents = list(read_documents(progress, splitting, on_bad=report, max_file_bytes=max_file_bytes))
+        documents = list(read_documents(progress, splitting, on_bad=report, limits=limits))
     if not documents:
         raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
     return documents, num_bad

@@ -1,4 +1,4 @@
-"""Files become documents: text, Markdown, HTML and JSON Lines, split at their own seams, with ids that stay.
+"""Files become documents: texts, pages, tables, source code, PDF, split at their own seams, with ids that stay.
 
 ::
 
@@ -10,12 +10,13 @@ from ragcache_core.ingest.documents import read_documents
 from ragcache_core.ingest.files import FoundFiles, find_files
 from ragcache_core.ingest.readers import READERS, read_records
 from ragcache_core.ingest.records import Record
-from ragcache_core.ingest.source import SourceFile
+from ragcache_core.ingest.source import FileLimits, SourceFile
 from ragcache_core.ingest.splitting import Splitting
 
 __all__ = [
     "READERS",
     "Changes",
+    "FileLimits",
     "FoundFiles",
     "Record",
     "SourceFile",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from ragcache_core.errors import DocumentError, DuplicateDocumentError
 from ragcache_core.ingest.readers import read_records
 from ragcache_core.ingest.records import OnBad, Record
-from ragcache_core.ingest.source import MAX_FILE_BYTES, SourceFile
+from ragcache_core.ingest.source import FileLimits, SourceFile
 from ragcache_core.ingest.splitting import Splitting
 from ragcache_core.types import DocId, Document
 
@@ -22,7 +22,7 @@ def read_documents(
     splitting: Splitting | None = None,
     *,
     on_bad: OnBad = stop_at_bad,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    limits: FileLimits | None = None,
 ) -> Iterator[Document]:
     """Yield the documents of ``files`` in order.
 
@@ -33,12 +33,13 @@ def read_documents(
     Raises:
         DocumentError: what ``on_bad`` raises; by default the first document that is empty
             (:class:`EmptyDocumentError`), binary or not UTF-8 (:class:`UndecodableDocumentError`), whose id was read
-            before (:class:`DuplicateDocumentError`), or whose file is not a regular one, too long, or damaged.
+            before (:class:`DuplicateDocumentError`), or whose file is not a regular one, too long, damaged, or
+            encrypted.
     """
     splitting = splitting or Splitting()
     seen: dict[DocId, str] = {}
     for file in files:
-        for record in read_records(file, on_bad, max_file_bytes=max_file_bytes):
+        for record in read_records(file, on_bad, limits or FileLimits()):
             where = f"{file.path}:{record.line}" if record.line else str(file.path)
             documents = list(_documents(record, splitting))
             twice = next((d.doc_id for d in documents if d.doc_id in seen), None)

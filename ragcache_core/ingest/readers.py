@@ -5,12 +5,15 @@ A new format is one function here (or in a file of its own) and one line in ``RE
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ragcache_core.errors import DocumentError, UndecodableDocumentError
+from ragcache_core.errors import DocumentError, EmptyDocumentError, UndecodableDocumentError
 from ragcache_core.ingest.html import html_to_text
+from ragcache_core.ingest.loaders import read_docx, read_pdf, read_rst
 from ragcache_core.ingest.records import (
     OnBad,
     Reader,
@@ -20,18 +23,24 @@ from ragcache_core.ingest.records import (
     is_unicode,
     title_of,
 )
-from ragcache_core.ingest.source import MAX_FILE_BYTES, SourceFile, read_source
+from ragcache_core.ingest.source import FileLimits, SourceFile, read_source
+from ragcache_core.ingest.time_limit import processor_time
 from ragcache_core.wire import MAX_DOC_ID_CHARS
 
 _MAX_METADATA_CHARS = 1 << 16
+_DELIMITERS = ",;\t|"
+_CODE = (
+    ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".java", ".jl", ".js", ".jsx", ".kt", ".lua", ".m", ".php",
+    ".pl", ".py", ".pyi", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts", ".tsx",
+)  # fmt: skip
 
 
-def read_records(file: SourceFile, on_bad: OnBad, *, max_file_bytes: int = MAX_FILE_BYTES) -> Iterator[Record]:
+def read_records(file: SourceFile, on_bad: OnBad, limits: FileLimits) -> Iterator[Record]:
     """Yield the records of one file; its name is the stem of their ids.
 
     Raises:
-        DocumentError: what ``on_bad`` raises: the file is empty, binary, not UTF-8, not readable, not JSON Lines, too
-            long.
+        DocumentError: what ``on_bad`` raises: the file is empty, binary, not UTF-8, damaged, encrypted, not readable,
+            not JSON Lines, beyond the limits, or needs a library that is not installed.
     """
     name = file.name
     try:
@@ -40,7 +49,10 @@ def read_records(file: SourceFile, on_bad: OnBad, *, max_file_bytes: int = MAX_F
                 f"file {name!r:.120} has a name that is not UTF-8, or longer than {MAX_DOC_ID_CHARS - 16} characters: "
                 "rename it"
             )
-        yield from READERS[file.path.suffix.lower()](read_source(file, max_file_bytes), name, on_bad)
+        content = read_source(file, limits.max_file_bytes)
+        with processor_time(limits.max_file_s, name):
+            records = list(READERS[file.path.suffix.lower()](content, name, on_bad))
+        yield from records
     except DocumentError as error:
         on_bad(error)
 
@@ -78,12 +90,59 @@ def read_jsonl(content: bytes, name: str, on_bad: OnBad) -> Iterator[Record]:
                 on_bad(error)
 
 
+def read_csv(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
+    """Yield a record ``name:LINE`` per row of a table: a line ``column: value`` for each value.
+
+    The first row names the columns. Their delimiter is the comma, semicolon, tab or bar that is most often in it.
+    """
+    text = decode(content, name)
+    head = text[: text.find("\n")]
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=head.count))
+    columns: list[str] = []
+    num_rows, line = 0, 1
+    try:
+        for row in rows:
+            if not columns:
+                columns = [column.strip() for column in row]
+            elif values := {i: value.strip() for i, value in enumerate(row) if value.strip()}:
+                names = (columns[i] if i < len(columns) and columns[i] else f"column {i + 1}" for i in values)
+                shown = "\n".join(f"{column}: {value}" for column, value in zip(names, values.values(), strict=True))
+                record_id = f"{name}:{line}"
+                yield Record(record_id, shown, line, metadata={"source": name, "title": record_id})
+                num_rows += 1
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise DocumentError(
+            f"line {line} of {name!r} is not CSV ({error}): mend it, or leave bad documents out (--skip-bad)"
+        ) from error
+    if not num_rows:
+        raise EmptyDocumentError(
+            f"table {name!r} has no row below its first, which names the columns: add one, or leave bad documents out "
+            "(--skip-bad)"
+        )
+
+
+def read_code(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
+    """Yield source code as it is: blank lines, which stand between definitions, are where it is cut best.
+
+    A file without anything in it, as many an ``__init__.py``, is nothing bad: it has no record.
+    """
+    if content.strip():
+        yield from read_plain(content, name, _on_bad)
+
+
 READERS: Mapping[str, Reader] = {
+    ".csv": read_csv,
+    ".docx": read_docx,
     ".htm": read_html,
     ".html": read_html,
     ".jsonl": read_jsonl,
     ".md": read_markdown,
+    ".pdf": read_pdf,
+    ".rst": read_rst,
+    ".tsv": read_csv,
     ".txt": read_plain,
+    **dict.fromkeys(_CODE, read_code),
 }
 
 
@@ -110,7 +169,7 @@ def _json_record(line: str, name: str, number: int) -> Record:
         raise DocumentError(f"line {number} of {name!r} has 'metadata' {metadata!r:.60}, not an object: {form}")
     if (num_chars := len(json.dumps(metadata))) > _MAX_METADATA_CHARS:
         raise DocumentError(
-            f"line {number} of {name!r} has 'metadata' of {num_chars} characters, each chunk carries them and the limit "
-            f"is {_MAX_METADATA_CHARS}: shorten them, or leave bad documents out (--skip-bad)"
+            f"line {number} of {name!r} has 'metadata' of {num_chars} characters, each chunk carries them and the "
+            f"limit is {_MAX_METADATA_CHARS}: shorten them, or leave bad documents out (--skip-bad)"
         )
     return Record(record_id, text, number, metadata={"source": name, "title": record_id, **metadata})

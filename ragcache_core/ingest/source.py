@@ -9,9 +9,6 @@ from pathlib import Path
 
 from ragcache_core.errors import DocumentError
 
-MAX_FILE_BYTES = 64 << 20
-"""Longer files are refused, where nobody says otherwise."""
-
 _LEAVE_OUT = "take it away, or leave bad documents out (--skip-bad)"
 _KINDS = {
     stat.S_IFBLK: "a device",
@@ -34,7 +31,15 @@ class SourceFile:
     within: Path | None = None
 
 
-def read_source(file: SourceFile, max_file_bytes: int = MAX_FILE_BYTES) -> bytes:
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    """How long a file may be, and how many seconds of processor time its reading may take."""
+
+    max_file_bytes: int = 64 << 20
+    max_file_s: float = 120.0
+
+
+def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
     """Return the bytes of a regular file. Pipes and devices, which may have no end, are not waited for.
 
     Raises:

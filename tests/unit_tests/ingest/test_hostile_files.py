@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.errors import DocumentError
-from ragcache_core.ingest import find_files, read_documents
+from ragcache_core.ingest import FileLimits, find_files, read_documents
 from ragcache_core.ingest.html import html_to_text
 from ragcache_core.types import Document
 
@@ -50,7 +50,9 @@ def seconds_for(path: Path) -> float:
 @example(suffix=".html", begin="", fragments=["<!"], end="")
 @example(suffix=".html", begin="<pre>", fragments=[" "], end="x")
 @example(suffix=".txt", begin="", fragments=["\u200d"], end="")
-@settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_no_text_of_a_hundred_kilobytes_takes_long(
     tmp_path: Path, suffix: str, begin: str, fragments: list[str], end: str
 ) -> None:
@@ -125,9 +127,9 @@ def test_a_file_beyond_the_limit_is_refused_before_it_is_read(tmp_path: Path) ->
     with pytest.raises(DocumentError, match=r"'a.txt' has 1099511627776 bytes, the limit is 67108864: raise"):
         list(read_documents(find_files([tmp_path]).files))
     (tmp_path / "a.txt").write_text("1234567")
-    assert len(list(read_documents(find_files([tmp_path]).files, max_file_bytes=7))) == 1
+    assert len(list(read_documents(find_files([tmp_path]).files, limits=FileLimits(max_file_bytes=7)))) == 1
     with pytest.raises(DocumentError, match="has 7 bytes, the limit is 6"):
-        list(read_documents(find_files([tmp_path]).files, max_file_bytes=6))
+        list(read_documents(find_files([tmp_path]).files, limits=FileLimits(max_file_bytes=6)))
 
 
 def test_a_title_and_metadata_are_short_since_each_chunk_carries_them(tmp_path: Path) -> None:
