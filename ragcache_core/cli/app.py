@@ -17,6 +17,7 @@ from ragcache_core.cli.quality import quality
 from ragcache_core.cli.serve import serve
 from ragcache_core.cli.simulate import simulate
 from ragcache_core.cli.stats import stats
+from ragcache_core.cli.store import store
 from ragcache_core.cli.trace import trace
 
 
@@ -34,7 +35,7 @@ def cli() -> None:
     """
 
 
-for command in (index, ask, serve, stats, profile, quality, calibrate, trace, simulate, bench):
+for command in (index, ask, store, serve, stats, profile, quality, calibrate, trace, simulate, bench):
     cli.add_command(command)
 
 

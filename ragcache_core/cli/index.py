@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedd
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreNotFoundError
 
 if TYPE_CHECKING:
-    from ragcache_core.ingest import Changes, FileLimits, FoundFiles, Splitting
+    from ragcache_core.ingest import Changes, FileLimits, FileReading, FoundFiles, Origin, Splitting
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.retrieval.base import Encoding, IndexKind, Metric
-    from ragcache_core.types import Document
+    from ragcache_core.types import DocId
 
 _DOCUMENTS_PER_REPORT = 32
 """MiniLM embeds so many in two seconds on a CPU."""
@@ -44,7 +44,7 @@ class IndexSummary:
         parts = [
             f"{_count(self.num_added, 'document')} added",
             f"{self.num_replaced} replaced" * bool(self.num_replaced),
-            f"{_count(self.num_removed, 'former chunk')} removed" * bool(self.num_removed),
+            f"{_count(self.num_removed, 'former document')} removed" * bool(self.num_removed),
             f"{self.num_unchanged} unchanged" * bool(self.num_unchanged),
             f"{self.num_bad} bad left out" * bool(self.num_bad),
             f"{_count(self.num_other_files, 'file')} of other kinds passed over" * bool(self.num_other_files),
@@ -120,21 +120,28 @@ def index(
     their own seams. Reading a directory again adds what is new and skips what is unchanged. Everything is read before
     anything is stored: a bad document, or Ctrl-C, leaves the store as it was.
     """
-    from ragcache_core.ingest import FileLimits, Splitting, compare, find_files
+    from ragcache_core.ingest import FileLimits, Origin, Splitting, compare, find_files, read_origins, write_origins
 
     splitting = Splitting(chunk_chars, chunk_min_chars, chunk_overlap_chars)
     files = find_files(paths)
-    documents, num_bad = _read(files, splitting, FileLimits(max_file_bytes, max_file_s), skip_bad)
+    readings, num_bad = _read(files, splitting, FileLimits(max_file_bytes, max_file_s), skip_bad)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
     options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
     with _opened(store, embedder, options, rebuild_index) as target:
-        changes = compare(documents, target)
+        origins = read_origins(target.path)
+        whole = {Origin.of(reading.file) for reading in readings if reading.is_whole}
+        read = {document.doc_id: Origin.of(reading.file) for reading in readings for document in reading.documents}
+        former = [doc_id for doc_id, origin in origins.items() if origin in whole]
+        changes = compare((d for reading in readings for d in reading.documents), target, former)
+        _check_origins(changes, origins, read)
         if changes.replaced and not update:
             raise DuplicateDocumentError(
                 f"document {changes.replaced[0]!r} is in {store}, but not as its file is now ({len(changes.replaced)} "
                 "are not): replace what has changed with --update, or choose another --store"
             )
         _store(target, changes)
+        stored = set(target.ids())
+        write_origins(target.path, {i: origin for i, origin in {**origins, **read}.items() if i in stored})
         summary = IndexSummary(
             store=str(store),
             num_files=len(files.files),
@@ -152,11 +159,11 @@ def index(
         click.echo(str(summary))
 
 
-def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad: bool) -> tuple[list[Document], int]:
-    """Return all documents, and how many bad ones were left out."""
+def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad: bool) -> tuple[list[FileReading], int]:
+    """Return what all files hold, and how many bad ones were left out."""
     from tqdm import tqdm
 
-    from ragcache_core.ingest import read_documents
+    from ragcache_core.ingest import read_files
 
     num_bad = 0
 
@@ -168,10 +175,10 @@ def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad:
         tqdm.write(f"ragcache: left out: {error}", file=sys.stderr)
 
     with tqdm(files.files, desc="reading", unit="file", leave=False, disable=not sys.stderr.isatty()) as progress:
-        documents = list(read_documents(progress, splitting, on_bad=report, limits=limits))
-    if not documents:
+        readings = list(read_files(progress, splitting, on_bad=report, limits=limits))
+    if not any(reading.documents for reading in readings):
         raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
-    return documents, num_bad
+    return readings, num_bad
 
 
 @contextmanager
@@ -209,6 +216,17 @@ def _check_options(store: DocumentStore, options: dict[str, str]) -> None:
             raise ConfigError(
                 f"{store.path} was made with --{name} {made_with[name]}, not {value}: leave the option out, or choose "
                 "another --store"
+            )
+
+
+def _check_origins(changes: Changes, origins: Mapping[DocId, Origin], read: Mapping[DocId, Origin]) -> None:
+    """Refuse to replace the document of one file by that of another one: both are there, and have the same name."""
+    for document in changes.changed:
+        before, now = origins.get(document.doc_id, read[document.doc_id]), read[document.doc_id]
+        if before != now and not before.is_gone():
+            raise DuplicateDocumentError(
+                f"document {document.doc_id!r} is in the store from {Path(before.folder, before.name)} and again in "
+                f"{Path(now.folder, now.name)}: give one file another name, or choose another --store for {now.folder}"
             )
 
 

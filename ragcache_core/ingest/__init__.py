@@ -2,12 +2,13 @@
 
 ::
 
-    find_files -> read_records (one reader per format) -> Splitting.split -> Document -> compare (with a store)
+    find_files -> read_records (a reader per format) -> Splitting.split -> Document -> compare (with a store)
 """
 
 from ragcache_core.ingest.changes import Changes, compare
-from ragcache_core.ingest.documents import read_documents
+from ragcache_core.ingest.documents import FileReading, read_documents, read_files
 from ragcache_core.ingest.files import FoundFiles, find_files
+from ragcache_core.ingest.origins import Origin, read_origins, write_origins
 from ragcache_core.ingest.readers import READERS, read_records
 from ragcache_core.ingest.records import Record
 from ragcache_core.ingest.source import FileLimits, SourceFile
@@ -17,12 +18,17 @@ __all__ = [
     "READERS",
     "Changes",
     "FileLimits",
+    "FileReading",
     "FoundFiles",
+    "Origin",
     "Record",
     "SourceFile",
     "Splitting",
     "compare",
     "find_files",
     "read_documents",
+    "read_files",
+    "read_origins",
     "read_records",
+    "write_origins",
 ]

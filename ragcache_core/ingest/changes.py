@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ragcache_core.types import DocId, Document
-
-_CHUNK = re.compile(r"#\d+$")
 
 
 class StoredDocuments(Protocol):
@@ -28,7 +25,8 @@ class StoredDocuments(Protocol):
 class Changes:
     """Documents that were read, compared with those in a store.
 
-    ``left_over`` are stored chunks of a text that was read and is cut differently now.
+    ``left_over`` are stored documents that the same files do not hold any more: chunks of a text that is cut
+    differently now, a row that was taken out of a table.
     """
 
     new: tuple[Document, ...]
@@ -42,30 +40,19 @@ class Changes:
         return (*(document.doc_id for document in self.changed), *self.left_over)
 
 
-def compare(documents: Iterable[Document], stored: StoredDocuments) -> Changes:
-    """Return what ``documents`` change in a store. Stored documents of other files are none of their business."""
+def compare(documents: Iterable[Document], stored: StoredDocuments, former: Collection[DocId] = ()) -> Changes:
+    """Return what ``documents`` change in a store; ``former`` are those that came out of the same files before.
+
+    Stored documents of other files are none of their business.
+    """
     documents = tuple(documents)
     read_ids = {document.doc_id for document in documents}
-    read_texts = {_text_of(document) for document in documents}
     stored_ids = set(stored.ids())
     before = {d.doc_id: d for d in stored.get([d.doc_id for d in documents if d.doc_id in stored_ids])}
     new = tuple(document for document in documents if document.doc_id not in stored_ids)
     changed = tuple(d for d in documents if d.doc_id in before and not _same(d, before[d.doc_id]))
-    names = {name for _, name in read_texts}
-    suspects = sorted(i for i in stored_ids - read_ids if i in names or _CHUNK.sub("", i) in names)
-    left_over = [d.doc_id for d in stored.get(suspects) if _text_of(d) in read_texts]
-    return Changes(new, changed, tuple(left_over), len(documents) - len(new) - len(changed))
-
-
-def _text_of(document: Document) -> tuple[object, DocId]:
-    """Return which text a document is a chunk of: its file, and the id that the text has as one document.
-
-    An id may end in ``#7`` by itself: the chunk's own number tells.
-    """
-    number = document.metadata.get("chunk")
-    suffix = f"#{number}"
-    name = document.doc_id.removesuffix(suffix) if number is not None else document.doc_id
-    return document.metadata.get("source"), name
+    left_over = tuple(sorted((stored_ids & set(former)) - read_ids))
+    return Changes(new, changed, left_over, len(documents) - len(new) - len(changed))
 
 
 def _same(one: Document, other: Document) -> bool:

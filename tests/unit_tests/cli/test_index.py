@@ -112,11 +112,46 @@ def test_update_replaces_changed_documents_and_removes_former_chunks(notes: Path
     (notes / "zor.md").write_text("# Zor\n\nZor was a city.")
     (notes / "new.txt").write_text("Something new about Zor.")
     result = index(notes, "--update")
-    assert "2 documents added, 1 replaced, 2 former chunks removed, 2 unchanged" in result.stdout
+    assert "2 documents added, 1 replaced, 2 former documents removed, 2 unchanged" in result.stdout
     after = stored(notes)
     assert after["mel.txt"] == "Mel is a short river now."
     assert after["zor.md"] == "# Zor\n\nZor was a city."
     assert not any(doc_id.startswith("mel.txt#") for doc_id in after)
+
+
+def test_update_removes_the_rows_and_lines_that_were_taken_out_of_a_file(notes: Path) -> None:
+    line = '{{"id": "{0}", "text": "{0}", "metadata": {{"source": "elsewhere"}}}}\n'
+    (notes / "faq.jsonl").write_text(line.format("faq-1") + line.format("faq-2"))
+    (notes / "cities.csv").write_text("name\nZor\nTar\n")
+    index(notes)
+    (notes / "faq.jsonl").write_text(line.format("faq-2"))
+    (notes / "cities.csv").write_text("name\nTar\n")
+    assert "replace what has changed with --update" in index(notes).stderr
+    assert "1 replaced, 2 former documents removed" in index(notes, "--update").stdout
+    assert set(stored(notes)) == {"cities.csv:2", "faq-2", "mel.txt", "tar.html", "zor.md"}
+
+
+def test_the_documents_of_a_file_that_is_damaged_now_stay(notes: Path) -> None:
+    index(notes)
+    (notes / "mel.txt").write_bytes(b"\xff")
+    assert "1 bad left out" in index(notes, "--update", "--skip-bad").stdout
+    assert "mel.txt" in stored(notes)
+
+
+def test_a_file_of_the_same_name_elsewhere_does_not_replace_the_first(notes: Path, tmp_path: Path) -> None:
+    index(notes)
+    before = stored(notes)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "zor.md").write_text("Another Zor.")
+    command = ["index", str(tmp_path / "more"), "--store", str(store_of(notes)), "--update"]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 1
+    both = f"{notes / 'zor.md'} and again in {tmp_path / 'more' / 'zor.md'}"
+    assert f"'zor.md' is in the store from {both}" in result.stderr
+    assert stored(notes) == before
+    (notes / "zor.md").unlink()  # it was moved
+    assert CliRunner().invoke(cli, command).exit_code == 0
+    assert stored(notes)["zor.md"] == "Another Zor."
 
 
 def test_a_bad_document_stops_everything_before_anything_is_stored(notes: Path) -> None:
