@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.command import Command, print_json, report
+from ragcache_core.cli.conversation import DEFAULT_MAX_TOKENS, Conversation
 from ragcache_core.cli.options import (
     EmbedderName,
     api_key_option,
@@ -24,32 +25,31 @@ from ragcache_core.cli.options import (
     tokenizer_option,
     vllm_args_argument,
 )
-from ragcache_core.errors import TokenizerUnavailableError
-from ragcache_core.prompt import PromptLayout, check_prompt_fits
+from ragcache_core.errors import PromptError, RequestRejectedError, SearchError
+from ragcache_core.prompt import PromptLayout
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine, Generation
-    from ragcache_core.client.generation import Prompt
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.retrieval.base import Metric
     from ragcache_core.types import RetrievalUpdate
 
 _LAYOUT = PromptLayout()
 _DEFAULT_K = 2
-_DEFAULT_MAX_TOKENS = 256
 
 
 @click.command(
     cls=Command,
-    short_help="Answer a question from the documents in a store.",
+    short_help="Answer questions from the documents in a store.",
     examples=[
         'ragcache ask "Where does the river Mel end?" --store notes.store --model examples/demo_model',
         'ragcache ask "Where does the river Mel end?" --store notes.store --url http://127.0.0.1:8000 --json',
-        "ragcache ask - --store notes.store --model examples/demo_model < questions.txt",
+        "ragcache ask --store notes.store --model examples/demo_model",
+        "ragcache ask --store notes.store --model examples/demo_model < questions.txt",
         'ragcache ask "Where?" --store notes.store --model org/model -- --max-model-len 8192',
     ],
 )
-@click.argument("question")
+@click.argument("question", required=False)
 @store_option
 @click.option("--model", help="Launch a server for this model, and end it afterwards.")
 @click.option("--url", metavar="URL", help="Ask the server at this address instead.")
@@ -67,7 +67,7 @@ _DEFAULT_MAX_TOKENS = 256
 @click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
 @vllm_args_argument
 def ask(
-    question: str,
+    question: str | None,
     store: Path,
     model: str | None,
     url: str | None,
@@ -88,10 +88,15 @@ def ask(
 ) -> None:
     """Answer QUESTION from the documents in the store.
 
-    QUESTION "-" reads questions from standard input, one per line: the later ones find the documents of the earlier
-    ones in the cache. The answer goes to standard output; the documents, the time to the first token and the tokens
-    that came out of the cache to standard error. With --json: one object per question, with all of it.
+    Without QUESTION, on a terminal: a conversation, in which the model sees the questions and answers before. Ctrl-C
+    stops an answer, Ctrl-D leaves, /new begins anew. From a file or a pipe, or with "-": a question per line, each by
+    itself; the later ones find the documents of the earlier ones in the cache.
+
+    The answer goes to standard output; the documents, the time to the first token and the tokens that came out of the
+    cache to standard error. With --json: one object per question, with all of it, on a line.
     """
+    if question is not None and question.startswith("--"):  # what follows "--", where no question stands before it
+        vllm_args, question = (question, *vllm_args), None
     check_vllm_args(vllm_args)
     if (model is None) == (url is None):
         raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
@@ -111,30 +116,83 @@ def ask(
             return Engine.connect(url, api_key=api_key, tokenizer=tokenizer)
         return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
 
+    is_conversation = question is None and sys.stdin.isatty()
+    is_streamed = stream or (is_conversation and not as_json)
+
     with ExitStack() as stack:
         documents = stack.enter_context(open_store(store, embedder, read_only=True))
+        num_wanted = k or max(1, min(_DEFAULT_K, len(documents)))
         engine: Engine | None = None
-        for text in _questions(question):
-            found = _search(documents, text, k or max(1, min(_DEFAULT_K, len(documents))))
+
+        def reply(text: str, conversation: Conversation) -> None:
+            nonlocal engine
+            found = _search(documents, text, num_wanted)
             if engine is None:  # only now: a store that cannot answer is known before a model is loaded
                 engine = stack.enter_context(join())
             if show_documents and not as_json:
                 _show_documents(found, documents.metric)
-            answer = _answer(engine, layout, found, text, max_tokens, temperature, _printer(stream))
+            answer = _answer(engine, conversation, found, text, max_tokens, temperature, _printer(is_streamed))
             if as_json:
                 print_json(_as_json(text, found, documents.metric, answer))
             else:
-                click.echo("" if stream else answer.text)
+                click.echo("" if is_streamed else answer.text)
                 click.echo(_summary(found, answer), err=True)
 
+        if is_conversation:
+            documents.begin_search()[0].index_for(num_wanted)
+            engine = stack.enter_context(join())
+            _converse(reply, Conversation(layout), as_json=as_json)
+        else:
+            for text in _questions(question):
+                reply(text, Conversation(layout))
 
-def _questions(question: str) -> Iterator[str]:
-    if question != "-":
+
+def _questions(question: str | None) -> Iterator[str]:
+    if question is not None and question != "-":
         yield question
         return
     for line in sys.stdin:
         if line.strip():
             yield line.strip()
+
+
+def _converse(reply: Callable[[str, Conversation], None], conversation: Conversation, *, as_json: bool) -> None:
+    """Ask for questions until the input ends; a question that cannot be answered does not end it."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (arrow keys, and the questions before)
+    click.echo("Ctrl-C stops an answer, Ctrl-D leaves, /new begins another conversation.", err=True)
+    while True:
+        try:
+            text = _read_line("> ").strip()
+        except EOFError:
+            click.echo("", err=True)
+            return
+        except KeyboardInterrupt:
+            click.echo("", err=True)
+            continue
+        if text == "/new":
+            conversation.clear()
+        elif text:
+            try:
+                reply(text, conversation)
+            except KeyboardInterrupt:
+                click.echo("\nragcache: stopped", err=True)
+            except (PromptError, RequestRejectedError, SearchError) as error:
+                report(error, as_json=as_json)
+
+
+def _read_line(prompt: str) -> str:
+    """Return a line of the terminal; the prompt is on it as well, wherever the answers go.
+
+    Raises:
+        EOFError: there are no more.
+    """
+    if sys.stdout.isatty():
+        return input(prompt)
+    click.echo(prompt, nl=False, err=True)
+    if not (line := sys.stdin.readline()):
+        raise EOFError
+    return line
 
 
 def _search(store: DocumentStore, question: str, k: int) -> RetrievalUpdate:
@@ -148,7 +206,7 @@ def _search(store: DocumentStore, question: str, k: int) -> RetrievalUpdate:
 
 def _answer(
     engine: Engine,
-    layout: PromptLayout,
+    conversation: Conversation,
     found: RetrievalUpdate,
     question: str,
     max_tokens: int | None,
@@ -157,17 +215,19 @@ def _answer(
 ) -> Generation:
     from ragcache_core.client.generation import whole
 
-    prompt: Prompt
-    try:
-        prompt = layout.render(engine.tokenizer, found.documents, question)
-        check_prompt_fits(len(prompt.token_ids), engine.max_model_len, max_tokens or 1)
-    except TokenizerUnavailableError:  # the server tokenises; which tokens are which document stays unknown
-        prompt = layout.messages(found.documents, question)
+    num_before = len(conversation)
+    prompt = conversation.prompt(engine, found.documents, question, max_tokens)
+    if num_forgotten := num_before - len(conversation):
+        click.echo(f"ragcache: the context window is full, the first {num_forgotten} questions are forgotten", err=True)
     chunks = []
-    for chunk in engine.stream(prompt, max_tokens=max_tokens or _DEFAULT_MAX_TOKENS, temperature=temperature):
-        chunks.append(chunk)
-        show(chunk.text)
-    return whole(chunks)
+    answers = engine.stream(prompt, max_tokens=max_tokens or DEFAULT_MAX_TOKENS, temperature=temperature)
+    with closing(answers):  # an interrupt ends the request in the engine
+        for chunk in answers:
+            chunks.append(chunk)
+            show(chunk.text)
+    answer = whole(chunks)
+    conversation.add(found.documents, question, answer.text)
+    return answer
 
 
 def _printer(stream: bool) -> Callable[[str], None]:

@@ -59,7 +59,7 @@ class Command(click.Command):
         except Exception as error:
             if ctx.meta.get(_DEBUG):
                 traceback.print_exc()
-            _report(error, as_json=bool(ctx.params.get("as_json")))
+            report(error, as_json=bool(ctx.params.get("as_json")))
             ctx.exit(EXIT_ERROR)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -106,7 +106,8 @@ def _keep_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> Non
     ctx.meta[_DEBUG] = value
 
 
-def _report(error: Exception, *, as_json: bool) -> None:
+def report(error: Exception, *, as_json: bool) -> None:
+    """Print an error: one line, and what a server's log says below it."""
     message = as_typed(str(error))
     if not isinstance(error, (RAGCacheError, OSError)):
         message = f"unexpected {type(error).__name__}: {message} (--debug shows where)"

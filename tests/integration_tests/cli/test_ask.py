@@ -56,6 +56,24 @@ def test_the_answer_is_the_one_of_the_same_prompt_through_the_engine(engine: Eng
     assert ask(engine, store, "--stream", question=question).stdout == expected + "\n"
 
 
+def test_a_conversation_finds_all_that_was_said_before_in_the_cache(engine: Engine, store: Path) -> None:
+    from ragcache_core.cli.conversation import Conversation
+    from ragcache_core.prompt import PromptLayout, RenderedPrompt
+    from ragcache_core.retrieval import DocumentStore
+
+    conversation = Conversation(PromptLayout())
+    with DocumentStore.open(store, read_only=True) as opened:
+        documents = opened.get(["tar.md", "zor.md"])
+    first = conversation.prompt(engine, documents[:1], "where is the house of tar", 8)
+    conversation.add(documents[:1], "where is the house of tar", engine.generate(first, max_tokens=8).text)
+    second = conversation.prompt(engine, documents, "and the house of zor", 8)
+    assert isinstance(first, RenderedPrompt)
+    assert isinstance(second, RenderedPrompt)
+    assert [s.doc_id for s in second.segments if s.doc_id] == ["tar.md", "zor.md"]
+    stats = engine.generate(second, max_tokens=8).stats
+    assert stats.num_cached_tokens >= len(first.token_ids) - 32 - 8  # whole blocks of 32; what begins the answer
+
+
 def test_stats_count_the_questions(engine: Engine, store: Path) -> None:
     arguments = ["stats", "--url", engine.base_url, "--api-key", engine.api_key, "--json"]
     before = json.loads(CliRunner().invoke(cli, arguments).stdout)
