@@ -81,10 +81,20 @@ class CacheController:
     # A request's life
 
     def on_new_request(
-        self, request_id: str, metadata: RequestMetadata, keys: Sequence[Key], num_prompt_tokens: int, now_s: float
+        self,
+        request_id: str,
+        metadata: RequestMetadata,
+        keys: Sequence[Key],
+        num_prompt_tokens: int,
+        now_s: float,
+        *,
+        is_salted: bool = False,
     ) -> None:
-        """Put a request's path into the tree, and keep it there until :meth:`on_finished`."""
-        record = RequestRecord(num_prompt_tokens, now_s, metadata, keys)
+        """Put a request's path into the tree, and keep it there until :meth:`on_finished`.
+
+        Documents of one that ``is_salted`` are in no report.
+        """
+        record = RequestRecord(num_prompt_tokens, now_s, metadata, keys, is_salted)
         self._requests[request_id] = record
         self.without_token.add(request_id)
         path = self.tree.insert(self._path_segments(record, keys))
@@ -327,7 +337,8 @@ class CacheController:
         self.counters.count(record)
         self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
-        if doc_ids := {segment.doc_id for segment in record.metadata.segments if segment.doc_id is not None}:
+        doc_ids = {segment.doc_id for segment in record.metadata.segments if segment.doc_id is not None}
+        if doc_ids and not record.is_salted:
             self.document_uses.count(doc_ids, self._path_segments(record, keys))
         if has_disk:
             for node in path:

@@ -98,7 +98,12 @@ class DocumentAware:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
         since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.last_step)
         self.controller.on_new_request(
-            request.request_id, metadata, request.block_hashes, request.num_prompt_tokens, since_s
+            request.request_id,
+            metadata,
+            request.block_hashes,
+            request.num_prompt_tokens,
+            since_s,
+            is_salted=bool(request.cache_salt),
         )
         if is_told_by_tokens(request):
             self.controller.paths.track(request.prompt_token_ids, metadata.segments, request.block_hashes)

@@ -19,13 +19,14 @@ class RequestRecord:
 
     ``keys`` are its blocks' as vLLM has them: they grow with its answer. ``num_speculative_tokens`` of its prompt were
     computed before anybody asked for its answer; until then it was ``paused_s`` in all, and is now since
-    ``preempted_s``.
+    ``preempted_s``. One that ``is_salted`` is a tenant's of its own: nobody else hears which documents it showed.
     """
 
     num_prompt_tokens: int
     arrived_s: float
     metadata: RequestMetadata
     keys: Sequence[Key]
+    is_salted: bool = False
     num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0

@@ -124,10 +124,11 @@ class Stage:
         question: int | None = None,
         is_loaded: bool = False,
         metadata: Mapping[str, object] | None = None,
+        salt: str | None = None,
     ) -> str:
         """Send a request over documents, each of ``num_tokens`` tokens; a question of its own unless one is given.
 
-        ``metadata`` replaces parts of what it says of itself.
+        ``metadata`` replaces parts of what it says of itself. One with a ``salt`` shares no KV with others.
         """
         number = next(self.numbers)
         tokens: list[int] = []
@@ -140,7 +141,7 @@ class Stage:
         kv_transfer_params: dict[str, Any] = encode_kv_transfer_params(segments, speculation=speculation)
         kv_transfer_params[KEY].update(metadata or {})
         params.extra_args = {"kv_transfer_params": kv_transfer_params}
-        request = Request(f"r{number}", tokens, params, None, block_hasher=_block_hasher)
+        request = Request(f"r{number}", tokens, params, None, cache_salt=salt, block_hasher=_block_hasher)
         self.requests[request.request_id] = request
         self.answers[request.request_id] = []
         if is_loaded:
