@@ -34,13 +34,17 @@ _OUT_OF_REACH = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_P
 _MAX_PATH_BYTES = 512  # SQLite's
 _SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)  # the latter when a message quotes a damaged file
 _ROWS_PER_FETCH = 1000
+_READ_BYTES = 1 << 20
 _MAX_WORTH = 1e12
 _INT32 = 1 << 31
 _SOUND_TYPES = {(bytes, p, d, int, int, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
 
 
 class IndexDamagedError(Exception):
-    """The file is not an index, or no longer, or not of this store: nothing in it can be relied on."""
+    """The file is not an index, or no longer, or not of this store: nothing in it can be relied on.
+
+    Or it could not be read at the moment: see :func:`read_through`.
+    """
 
 
 class ChunkIndex:
@@ -221,6 +225,25 @@ def remove_index(path: Path) -> None:
     """
     for suffix in _SUFFIXES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def read_through(path: Path) -> None:
+    """Read all of an index that is not open, and its log.
+
+    SQLite calls damaged what it cannot read, too: its check says so in words, and some queries with that very code.
+
+    Raises:
+        CacheTierError: a part of them cannot be read.
+    """
+    for suffix in _SUFFIXES:
+        try:
+            with path.with_name(path.name + suffix).open("rb", buffering=0) as file:
+                while file.read(_READ_BYTES):
+                    pass
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise _read_error(path, error) from error
 
 
 def write_error(path: Path, error: Exception) -> CacheWriteError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ragcache_core.chunkstore.chunks import MAX_KEY_BYTES, checksum
-from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index
+from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, read_through, remove_index
 from ragcache_core.chunkstore.residents import Residents
 from ragcache_core.chunkstore.slotfile import SlotFile
 
@@ -40,10 +40,13 @@ def open_index(folder: Path, file: SlotFile, num_slots: int) -> tuple[ChunkIndex
             be read. CacheWriteError, OSError: it may not be written, or there is less capacity than before, and what
             is too much cannot be dropped or moved.
     """
-    try:
-        return _open_index(folder, file, num_slots)
-    except IndexDamagedError as error:
-        start_empty(folder, str(error))
+    for _ in range(2):  # an error that passes is none the second time
+        try:
+            return _open_index(folder, file, num_slots)
+        except IndexDamagedError as error:
+            reason = str(error)
+            read_through(folder / _INDEX_NAME)
+    start_empty(folder, reason)
     index, loaded = _open_index(folder, file, num_slots)
     return index, replace(loaded, num_resets=1)
 

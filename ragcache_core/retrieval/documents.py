@@ -35,7 +35,7 @@ from ragcache_core.errors import (
     UndecodableDocumentError,
 )
 from ragcache_core.retrieval.base import Ids, Vectors
-from ragcache_core.retrieval.manifest import FileEntry, SegmentEntry, saving, seal_file, verify_file
+from ragcache_core.retrieval.manifest import FileEntry, SegmentEntry, read_error, saving, seal_file, verify_file
 from ragcache_core.retrieval.words import Postings, WordWeights
 from ragcache_core.types import DocId, Document
 
@@ -130,13 +130,14 @@ def _metadata_json(document: Document) -> str:
 class SegmentFile:
     """An open segment. Safe to use from many threads; it stays readable when its file is unlinked."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path, entry: FileEntry) -> None:
+        self.path = folder / entry.name
+        self._entry = entry
         self._lock = threading.Lock()
         self._postings: Postings | None = None
         self._posting = threading.Lock()
-        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-        with _reading(path):
+        uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
+        with self._reading():
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
         weakref.finalize(self, self._connection.close)
 
@@ -145,16 +146,17 @@ class SegmentFile:
         """Open a segment that the manifest names.
 
         Raises:
-            StoreCorruptError: its file is not what the manifest records.
+            StoreCorruptError: its file is not what the manifest records. StoreError: it cannot be read at the moment.
         """
-        segment = cls(verify_file(folder, entry.file, _CURE))
+        verify_file(folder, entry.file, _CURE)
+        segment = cls(folder, entry.file)
         ((count,),) = segment.query("SELECT count(*) FROM documents")
         if count != entry.num_rows:
             raise StoreCorruptError(f"{segment.path} has {count} documents, the manifest {entry.num_rows}: {_CURE}")
         return segment
 
     def query(self, sql: str, arguments: Sequence[object] = ()) -> list[Any]:
-        with self._lock, _reading(self.path):
+        with self._lock, self._reading():
             return self._connection.execute(sql, arguments).fetchall()
 
     def select(self, columns: str, key: str, values: Sequence[object]) -> Iterator[Any]:
@@ -178,6 +180,18 @@ class SegmentFile:
             if self._postings is None:
                 self._postings = Postings.build(self.scan("words"))
             return self._postings
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Say what is wrong. Damage is another SHA-256: SQLite calls damaged what it cannot read, too."""
+        try:
+            yield
+        except sqlite3.ProgrammingError as error:
+            raise StoreError(f"{self.path} is not open ({error}): open the store again") from error
+        except sqlite3.DatabaseError as error:
+            if self.path.exists():  # not if a writer has replaced it meanwhile
+                verify_file(self.path.parent, self._entry, _CURE)
+            raise read_error(self.path, error) from error
 
 
 class DocumentTable:
@@ -336,16 +350,6 @@ def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEnt
         finally:
             connection.close()
     return seal_file(folder, name), num_rows
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.ProgrammingError as error:
-        raise StoreError(f"{path} is not open ({error}): open the store again") from error
-    except sqlite3.DatabaseError as error:
-        raise StoreCorruptError(f"{path} cannot be read ({error}): {_CURE}") from error
 
 
 @contextmanager

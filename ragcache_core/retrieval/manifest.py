@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
         what = "is a file, not a store" if folder.is_file() else "holds no document store"
         raise StoreNotFoundError(f"{folder} {what}: make one with DocumentStore.create") from None
     except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+        raise read_error(path, error) from error
     damaged = StoreCorruptError(f"{path} is damaged: restore it from a backup, or add the documents anew")
     try:
         content = json.loads(raw)
@@ -198,6 +198,7 @@ def verify_file(folder: Path, entry: FileEntry, cure: str) -> Path:
 
     Raises:
         StoreCorruptError: they are not, or the file is missing. The message ends with ``cure``.
+        StoreError: it cannot be read at the moment.
     """
     path = folder / entry.name
     try:
@@ -209,10 +210,19 @@ def verify_file(folder: Path, entry: FileEntry, cure: str) -> Path:
     except FileNotFoundError:
         raise StoreCorruptError(f"{path} is missing: {cure}") from None
     except OSError as error:
-        raise StoreCorruptError(f"{path} cannot be read ({error.strerror}): {cure}") from error
+        raise read_error(path, error) from error
     if digest != entry.sha256:
         raise StoreCorruptError(f"{path} has SHA-256 {digest[:12]}, the manifest records {entry.sha256[:12]}: {cure}")
     return path
+
+
+def read_error(path: Path, error: Exception) -> StoreError:
+    """Return what to raise when a file cannot be read, which says nothing of what is in it."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return StoreError(
+        f"{path} cannot be read ({reason}): see to that disk, to the rights on the file and to the limit of open "
+        "files, and try again; nothing says that it is damaged"
+    )
 
 
 def sweep(folder: Path, manifest: Manifest) -> None:

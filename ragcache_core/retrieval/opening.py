@@ -15,7 +15,7 @@ from ragcache_core.retrieval.adapters import MiniLMEmbedder
 from ragcache_core.retrieval.documents import DocumentTable, SegmentFile
 from ragcache_core.retrieval.embed import Embedder, PrecomputedEmbedder, TrainableEmbedder
 from ragcache_core.retrieval.indexing import load_index
-from ragcache_core.retrieval.manifest import FileEntry, Manifest, read_manifest, verify_file
+from ragcache_core.retrieval.manifest import FileEntry, Manifest, read_error, read_manifest, verify_file
 from ragcache_core.retrieval.snapshot import Snapshot
 from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
 
@@ -30,7 +30,8 @@ def load_snapshot(
 
     Raises:
         StoreNotFoundError, StoreCorruptError, StoreVersionError, EmbedderMismatchError
-        StoreError: each state was replaced before it was read, for half a minute.
+        StoreError: a file cannot be read at the moment, or each state was replaced before it was read, for half a
+            minute.
     """
     deadline = time.monotonic() + _PATIENCE_S
     opened: dict[FileEntry, SegmentFile] = {}  # a newer state has most of the older one's: each attempt is shorter
@@ -46,7 +47,9 @@ def load_snapshot(
             shown = replace(manifest, index=None) if rebuild_index else manifest
             index, num_unsaved = load_index(folder, shown, documents)
             return Snapshot(shown, documents, index, embedder, num_unsaved)
-        except StoreCorruptError as error:
+        except EmbedderMismatchError:
+            raise
+        except StoreError as error:
             if manifest.generation == failed:
                 raise
             failed = manifest.generation
@@ -81,7 +84,9 @@ def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> 
     try:
         with np.load(path, allow_pickle=False) as arrays:
             saved = type(given).from_state(dict(arrays))
-    except (ValueError, OSError, KeyError, EOFError, BadZipFile) as error:
+    except OSError as error:
+        raise read_error(path, error) from error
+    except (ValueError, KeyError, EOFError, BadZipFile) as error:
         raise StoreCorruptError(f"{path} cannot be read ({error}): restore the store from a backup") from error
     if given.is_fitted and not is_same_state(given, saved):
         raise EmbedderMismatchError(

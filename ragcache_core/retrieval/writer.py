@@ -144,7 +144,7 @@ class Writer:
             return DocumentTable(kept)
         first_id = entries[keep].first_id if keep < len(entries) else entries[-1].end_id if entries else 0
         entry = SegmentEntry(file, first_id, changed.next_id, num_rows)
-        return DocumentTable([*kept, (entry, SegmentFile(self._folder / name))])
+        return DocumentTable([*kept, (entry, SegmentFile(self._folder, file))])
 
     def _save_embedder(self, changed: Manifest, embedder: TrainableEmbedder) -> FileEntry:
         def write(append: Callable[[Any], object]) -> None:

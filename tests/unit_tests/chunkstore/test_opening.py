@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterable
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 from ragcache_core.chunkstore import ChunkStore, list_namespaces
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.errors import CacheTierError, CacheWriteError
+from tests.failing_reads import run_with_failing_reads
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, writes
 
@@ -60,10 +62,10 @@ def test_only_what_sqlite_calls_damage_is_thrown_away(
         store.write_many(writes(keys(8)))
 
     class Failing(sqlite3.Connection):
-        """A connection one of whose queries fails, once."""
+        """A connection one of whose queries fails: once, or as damage does, again."""
 
         def execute(self, query: str, *args: Any) -> sqlite3.Cursor:
-            if not failed and query.startswith(marks[where]):
+            if len(failed) < num_failures and query.startswith(marks[where]):
                 failed.append(query)
                 error = sqlite3.OperationalError("as the test wants it")
                 error.sqlite_errorcode = code
@@ -71,6 +73,7 @@ def test_only_what_sqlite_calls_damage_is_thrown_away(
             return super().execute(query, *args)
 
     failed: list[str] = []
+    num_failures = 2 if is_damage else 1
     marks = {"_prepare": "PRAGMA quick_check", "rows": "SELECT slot, key", "deepest": "SELECT slot FROM"}
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Failing))
@@ -80,8 +83,60 @@ def test_only_what_sqlite_calls_damage_is_thrown_away(
         else:
             with pytest.raises(CacheTierError):
                 opening(4)
-    assert failed
+    assert len(failed) == num_failures
     assert len(opening()) == (0 if is_damage else 8)
+
+
+FAILING = """
+import shutil, sys
+from pathlib import Path
+from ragcache_core.errors import CacheTierError
+from tests.failing_reads import fail_reads, num_failed_reads
+from tests.unit_tests.chunkstore import conftest as c
+
+def opened(directory):
+    return c.ChunkStore(directory, c.IDENTITY, chunk_bytes=512, capacity_bytes=400 * 4096)
+
+left, copy = map(Path, sys.argv[1:])
+num_refused = 0
+for lasts in (False, True):
+    for suffix in ("index.sqlite", "index.sqlite-wal", "identity.json"):
+        number = 0
+        while True:
+            number += 1
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(left, copy)
+            fail_reads(suffix, number, lasts=lasts)
+            try:
+                with opened(copy) as store:
+                    assert len(store) == 250, (suffix, number, lasts, len(store))
+            except CacheTierError:
+                num_refused += 1
+            has_failed = num_failed_reads() > 0
+            fail_reads(suffix, 0)
+            with opened(copy) as store:
+                found = sum(c.read(store, key) == c.payload(key, 512) for key in c.keys(400))
+                assert (len(store), found, store.stats.num_resets) == (250, 250, 0), (suffix, number, lasts, found)
+            if not has_failed:
+                break
+print(num_refused)
+"""
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "killed"])
+def test_a_read_that_fails_anywhere_while_a_store_is_opened_costs_nothing(tmp_path: Path, is_closed: bool) -> None:
+    """SQLite's own check returns such errors as text, as it does damage."""
+    store = ChunkStore(tmp_path / "left", IDENTITY, chunk_bytes=512, capacity_bytes=400 * 4096)
+    for first in range(0, 400, 50):
+        store.write_many(writes(keys(50, first), 512))
+    store.delete_many(keys(150, 100))  # which leaves pages that nobody uses
+    if not is_closed:
+        shutil.copytree(tmp_path / "left", tmp_path / "killed")
+    store.close()
+    left = tmp_path / ("left" if is_closed else "killed")
+    assert any(left.rglob("*-wal")) is not is_closed
+    num_refused = run_with_failing_reads(FAILING, left, tmp_path / "copy", tmp_path=tmp_path)
+    assert int(num_refused) > 10
 
 
 def test_a_path_that_is_too_long_for_sqlite_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from ragcache_core import errors
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.manifest import LOCK_NAME, MANIFEST_NAME
+from tests.failing_reads import run_with_failing_reads
 
 from .conftest import make_documents
 
@@ -156,3 +157,39 @@ def test_a_file_in_another_files_place_is_noticed(saved: Path) -> None:
     second.write_bytes(first_bytes)
     with pytest.raises(errors.StoreCorruptError):
         DocumentStore.open(saved)
+
+
+FAILING = """
+import sys
+from pathlib import Path
+from ragcache_core import errors
+from ragcache_core.retrieval import DocumentStore
+from tests.failing_reads import fail_reads, num_failed_reads
+
+folder = Path(sys.argv[1])
+num_refused = 0
+for suffix in (".sqlite", ".npz", ".faiss", "manifest.json"):
+    for number in range(1, 40):
+        fail_reads(suffix, number, lasts=True)
+        try:
+            with DocumentStore.open(folder, read_only=True) as store:
+                assert store.get(["doc-305"])
+        except errors.StoreError as error:
+            assert type(error) is errors.StoreError, (suffix, number, repr(error))
+            assert "cannot be read" in str(error) and "try again" in str(error), error
+            num_refused += 1
+        has_failed = num_failed_reads() > 0
+        fail_reads(suffix, 0)
+        if not has_failed:
+            break
+    if suffix != "manifest.json":
+        fail_reads(suffix, 1)
+        with DocumentStore.open(folder, read_only=True) as store:
+            assert len(store) == 310, "an error that passes is no error the second time"
+print(num_refused)
+"""
+
+
+def test_a_store_that_cannot_be_read_at_the_moment_is_not_called_damaged(saved: Path, tmp_path: Path) -> None:
+    num_refused = run_with_failing_reads(FAILING, saved, tmp_path=tmp_path)
+    assert int(num_refused) > 6

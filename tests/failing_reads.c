@@ -7,13 +7,13 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-static const char *suffix = "";
+static char suffix[256] = "";
 static long countdown = 0;
 static int lasts = 0;
 static long num_failed = 0;
 
 void fail_reads(const char *of, long number, int from_then_on) {
-    suffix = of;
+    snprintf(suffix, sizeof suffix, "%s", of);
     countdown = number;
     lasts = from_then_on;
     num_failed = 0;
