@@ -246,7 +246,7 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
     """Return the runs that need not be done again, of an interrupted sweep and of the last whole one.
 
     Raises:
-        ConfigError: runs of an interrupted sweep would be lost.
+        ConfigError: runs of an interrupted sweep, or of the last whole one, would be lost.
     """
     from ragcache_core.sim.sweep import FinishedRun
 
@@ -260,8 +260,10 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
         return {}
     try:
         whole = [FinishedRun.from_dict(run) for run in json.loads(output.read_bytes())["runs"]]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
         whole = []
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be read ({error.strerror}): see to that, or name another file with --json") from error
     return {run.key: run for run in whole} | interrupted
 
 

@@ -40,6 +40,7 @@ from ragcache_core.vllm_plugin.chunk_pages import (
 )
 
 logger = logging.getLogger(f"vllm.{__name__}")
+_CURE = "see to that disk and start again, nothing was deleted; or delete the folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,12 @@ class ChunkDisk:
         return self._pages.path
 
     def stored(self) -> list[StoredChunk]:
-        """Return the variants that are here as a whole, and delete what is left of others."""
+        """Return the variants that are here as a whole, and delete what is left of others.
+
+        Raises:
+            CacheTierError: none of several can be read; that is no bad sector, and nothing is deleted.
+        """
+        num_errors_before = self._statistics.stats.num_read_errors
         worth: dict[tuple[ChunkKey, int], tuple[float, float]] = {}
         for entry in self._statistics.entries():
             at = read_part_key(entry.key)
@@ -101,6 +107,8 @@ class ChunkDisk:
             chunk = self._read_statistics(key, number, frequency, f_r)
             if chunk is not None and all(page in self._pages for page in self._page_keys_of(chunk.variant)):
                 found.append(chunk)
+        if self._statistics.stats.num_read_errors - num_errors_before >= len(worth) > 1:
+            raise CacheTierError(f"none of the {len(worth)} chunks in {self._statistics.path} can be read: {_CURE}")
         self._delete_all_but({(chunk.variant.key, chunk.variant.number) for chunk in found})
         return found
 

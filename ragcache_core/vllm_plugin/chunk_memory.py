@@ -144,7 +144,11 @@ class ChunkMemory:
     # Disk
 
     def stored(self) -> tuple[StoredChunk, ...]:
-        """Return the variants that an engine before left on disk."""
+        """Return the variants that an engine before left on disk.
+
+        Raises:
+            CacheTierError: the disk cannot be read at the moment.
+        """
         return () if self._disk is None else tuple(self._disk.stored())
 
     def run(self, commands: Iterable[MemoryCommand]) -> None:

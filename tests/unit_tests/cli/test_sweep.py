@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -66,6 +67,26 @@ def test_resume_runs_what_is_missing_and_nothing_else(trace: Path, tmp_path: Pat
     again = json.loads(output.read_text())["runs"]
     assert again[0]["summary"]["mean_ttft_s"] == 99.0
     assert [r["key"] for r in again] == [r["key"] for r in report["runs"]]
+
+
+def test_resume_does_not_write_over_runs_that_it_could_not_read(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "sweep.json"
+    run(trace, *SMALL, "--json", output)
+    whole, real = output.read_bytes(), Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == output:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fail)
+        done = run(trace, *SMALL, "--json", output, "--resume")
+    assert done.exit_code != 0
+    assert "cannot be read (Input/output error)" in str(done.exception) + done.stderr
+    assert output.read_bytes() == whole
 
 
 def test_resume_keeps_finished_runs_that_were_not_asked_for(trace: Path, tmp_path: Path) -> None:

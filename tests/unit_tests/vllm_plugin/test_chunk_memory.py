@@ -255,6 +255,26 @@ def test_damaged_statistics_are_a_miss_and_the_pages_are_deleted(opening: Openin
     assert len(after._disk._pages) == 0
 
 
+def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opening()
+    for number in range(3):
+        write(before, (number + 1,), 5, number=number)
+    before.close()
+
+    def fail(self: SlotFile, *args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    after = opening()
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "read", fail)
+        with pytest.raises(CacheTierError, match="none of the 3 chunks in .* can be read: see to that disk"):
+            after.stored()
+    after.close()
+    assert {stored.variant.number for stored in opening().stored()} == {0, 1, 2}
+
+
 def test_pages_that_a_crash_left_under_a_number_never_become_another_chunk(opening: Opening) -> None:
     memory = opening()
     disk = memory._disk
