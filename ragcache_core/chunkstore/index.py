@@ -21,6 +21,7 @@ import xxhash
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, place_checksum
 from ragcache_core.errors import CacheLockedError, CacheTierError, CacheWriteError
+from ragcache_core.private_files import open_private
 
 _SCHEMA = (
     "CREATE TABLE chunks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, parent BLOB, "
@@ -64,7 +65,7 @@ class ChunkIndex:
         """
         self.path = path
         self._owner = xxhash.xxh32_intdigest(owner.encode()) - _INT32
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))  # what fails from here on is damage
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # what fails from here on is damage
         self._listings: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
         self._discarded: set[int] = set()
         self._is_void = False  # whether nothing that is in it counts any more

@@ -13,6 +13,7 @@ from pathlib import Path
 import filelock
 
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
+from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 
 FORMAT = 1
 Identity = Mapping[str, str | int]
@@ -70,10 +71,15 @@ def enter(folder: Path) -> filelock.BaseFileLock:
     """
     directory = folder.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(directory)
+        make_private_folder(folder)
         # No lock by the file's existence where the system has none: it would outlive the engine.
-        lock = filelock.FileLock(folder / _LOCK_NAME, timeout=0, thread_local=False, fallback_to_soft=False)
+        lock = filelock.FileLock(
+            folder / _LOCK_NAME, timeout=0, mode=FILE_MODE, thread_local=False, fallback_to_soft=False
+        )
         lock.acquire()
+        for path in (folder, *folder.iterdir()):  # of a version that made them as the umask said
+            make_private(path)
     except filelock.Timeout:
         raise CacheLockedError(
             f"{directory} is the cache directory of another engine that is running with the same model: stop that one, "
@@ -106,7 +112,8 @@ def write_identity(folder: Path, identity: Identity) -> None:
         OSError
     """
     temporary = folder / f"{_IDENTITY_NAME}.new"
-    temporary.write_text(json.dumps({"format": FORMAT, "identity": dict(identity)}, indent=1), encoding="ascii")
+    with open(temporary, "w", encoding="ascii", opener=open_private) as file:
+        json.dump({"format": FORMAT, "identity": dict(identity)}, file, indent=1)
     temporary.replace(folder / _IDENTITY_NAME)
 
 

@@ -33,6 +33,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ragcache_core.private_files import open_private
+
 PAGE_BYTES = 4096
 _MAX_SLOTS_PER_CALL = 256  # with a pad each, half of what the system takes
 _BOUNCE_BYTES = 4 << 20
@@ -50,7 +52,7 @@ class SlotFile:
         self.chunk_bytes = chunk_bytes
         self.slot_bytes = -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
         self._pad = memoryview(mmap.mmap(-1, PAGE_BYTES))[: self.slot_bytes - chunk_bytes]
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT
         self._descriptor = -1
         if direct is not False:
             try:
@@ -60,7 +62,7 @@ class SlotFile:
                     raise
         self.is_direct = self._descriptor >= 0
         if not self.is_direct:
-            self._descriptor = os.open(path, flags, 0o666)
+            self._descriptor = open_private(path, flags)
 
     @property
     def num_slots(self) -> int:
@@ -141,7 +143,7 @@ def _open_direct(path: Path, flags: int) -> int:
     """
     probe = path.with_name(f"{path.name}.probe")
     try:
-        descriptor = os.open(probe, flags | os.O_DIRECT | os.O_TRUNC, 0o666)
+        descriptor = open_private(probe, flags | os.O_DIRECT | os.O_TRUNC)
         try:
             os.pwritev(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
             os.preadv(descriptor, [mmap.mmap(-1, PAGE_BYTES)], 0)
@@ -151,7 +153,7 @@ def _open_direct(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk says nothing of it
             raise
-    return os.open(path, flags | os.O_DIRECT, 0o666)
+    return open_private(path, flags | os.O_DIRECT)
 
 
 def _address(buffer: memoryview) -> int:

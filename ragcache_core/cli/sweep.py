@@ -263,7 +263,9 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         whole = []
     except OSError as error:
-        raise ConfigError(f"{output} cannot be read ({error.strerror}): see to that, or name another file with --json") from error
+        raise ConfigError(
+            f"{output} cannot be read ({error.strerror}): see to that, or name another file with --json"
+        ) from error
     return {run.key: run for run in whole} | interrupted
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from ragcache_core.errors import EngineStartError
+from ragcache_core.private_files import FILE_MODE, make_private_folder
 
 SERVER_MODULE = "ragcache_core.vllm_plugin.server"
 GRACE_S = 20.0
@@ -70,7 +71,8 @@ class ServerProcess:
         self._owner_pid = os.getpid()
         self._is_gone = False
         try:
-            log_path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(log_path.parent)
+            log_path.touch(FILE_MODE)  # one that is there is whose it was
             log = log_path.open("ab")
         except OSError as error:
             raise EngineStartError(f"cannot write the server's log {log_path}: {error}; set log_path") from error

@@ -18,6 +18,7 @@ import platformdirs
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
+from ragcache_core.private_files import make_private_folder
 
 FORMAT = 1
 _KIND = "ragcache profile"
@@ -156,7 +157,7 @@ def write_json(data: Mapping[str, object], path: Path) -> None:
     Raises:
         OSError
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         with temporary.open("w", encoding="utf-8") as file:

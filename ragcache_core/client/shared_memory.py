@@ -5,6 +5,8 @@ owner starts again finds the region, and anybody can tell whether the owner stil
 
     /dev/shm/vllm_offload_ragcache-<pid namespace>-<owner pid>-<owner's start, clock ticks>-<random>.mmap
 
+What lies where in it stands in a folder beside it, with the suffix ``.journal``.
+
 Process ids say nothing in another namespace, and containers may share /dev/shm: only regions of one's own are swept.
 """
 
@@ -14,11 +16,16 @@ import logging
 import os
 import re
 import secrets
+import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
+from ragcache_core.private_files import OTHERS
+
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where vLLM keeps its regions)
 _ENGINE_ID = r"ragcache-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+"
+_JOURNAL = ".journal"
 _NAME = re.compile(rf"vllm_offload_(?P<engine_id>{_ENGINE_ID})(_dp\d+)?\.[\w.-]+")
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -33,6 +40,11 @@ def is_lasting(engine_id: str) -> bool:
     return re.fullmatch(rf"{_ENGINE_ID}(_dp\d+)?", engine_id) is not None
 
 
+def journal_folder(engine_id: str, folder: Path = SHARED_MEMORY) -> Path:
+    """Return where the journal of an engine's region lies."""
+    return folder / f"vllm_offload_{engine_id}{_JOURNAL}"
+
+
 def keep_region(engine_id: str, file: int | None, folder: Path = SHARED_MEMORY) -> None:
     """Give an engine's region a second name, because vLLM removes the first when its worker ends, however it ends.
 
@@ -40,15 +52,19 @@ def keep_region(engine_id: str, file: int | None, folder: Path = SHARED_MEMORY) 
 
     Raises:
         RuntimeError: the name is another file's, or nobody's: a worker and a scheduler that go on with one each would
-            take one's emptiness for the other's KV.
+            take one's emptiness for the other's KV. Or somebody else may read or write the region.
     """
     region, kept = folder / f"vllm_offload_{engine_id}.mmap", folder / f"vllm_offload_{engine_id}.mmap.kept"
     try:
         with suppress(FileExistsError):
-            os.link(region, kept)
-        is_one = region.samefile(kept) and (file is None or os.fstat(file).st_ino == kept.stat().st_ino)
+            os.link(region, kept, follow_symlinks=False)
+        found = kept.lstat()
+        is_one = region.samefile(kept) and (file is None or os.fstat(file).st_ino == found.st_ino)
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & OTHERS
     except OSError as error:
         raise RuntimeError(f"{region} cannot be kept ({error}): start the engine again") from error
+    if not is_ours:
+        raise RuntimeError(f"{region} is not this user's alone: remove it, and start the engine again")
     if not is_one:
         raise RuntimeError(f"somebody removed {region} while the engine was starting: start it again")
 
@@ -69,7 +85,8 @@ def prepare_regions(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
 def remove_regions(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
     """Remove what an engine has in shared memory; whoever has it mapped keeps it."""
     for path in folder.glob(f"vllm_offload_{engine_id}*"):
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            _remove(path)
 
 
 def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -> list[Path]:
@@ -82,13 +99,20 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
         if _started(int(match["pid"])) == int(match["started"]):
             continue
         try:
-            path.unlink()
+            _remove(path)
         except OSError as error:  # somebody else's, or swept by somebody else
             logger.debug("%s stays: %s", path, error)
             continue
         logger.warning("Removed %s, which an engine whose owner died left in shared memory", path)
         removed.append(path)
     return removed
+
+
+def _remove(path: Path) -> None:
+    if path.name.endswith(_JOURNAL):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _namespace() -> int:

@@ -12,6 +12,7 @@ Internal ids ascend over all segments and are never reused::
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 import weakref
@@ -34,6 +35,7 @@ from ragcache_core.errors import (
     StoreFullError,
     UndecodableDocumentError,
 )
+from ragcache_core.private_files import open_private
 from ragcache_core.retrieval.base import Ids, Vectors
 from ragcache_core.retrieval.manifest import FileEntry, SegmentEntry, read_error, saving, seal_file, verify_file
 from ragcache_core.retrieval.words import Postings, WordWeights
@@ -338,6 +340,7 @@ def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEnt
 
     with saving(folder), _writing(path):
         path.unlink(missing_ok=True)  # what an interrupted change left
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             # No journal and no flushes of its own: nobody knows the file until the manifest names it.

@@ -30,6 +30,7 @@ from ragcache_core.errors import (
     StoreNotFoundError,
     StoreVersionError,
 )
+from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 from ragcache_core.retrieval.base import IndexOptions
 
 FORMAT = 2
@@ -148,7 +149,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     text = json.dumps({"format": FORMAT, "store": body, "sha256": _digest(body)}, indent=1)
     temporary = folder / f"{MANIFEST_NAME}.new"
     with saving(folder):
-        with temporary.open("w", encoding="ascii") as file:
+        with open(temporary, "w", encoding="ascii", opener=open_private) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -166,7 +167,7 @@ def write_file(folder: Path, name: str, write: Callable[[Callable[[Any], object]
     """
     digest, num_bytes = hashlib.sha256(), 0
 
-    with saving(folder), (folder / name).open("wb") as file:
+    with saving(folder), open(folder / name, "wb", opener=open_private) as file:
 
         def append(data: Any) -> int:
             nonlocal num_bytes
@@ -247,14 +248,19 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> filelock.BaseFileLock:
-    """Return the lock of the one writer, held. The system frees it when the process dies.
+    """Return the lock of the one writer, held, to whose user alone the store's files belong from now on.
+
+    The system frees it when the process dies.
 
     Raises:
         StoreLockedError: another handle holds it. StoreError: the folder cannot be written.
     """
-    lock = filelock.FileLock(folder / LOCK_NAME, timeout=0, thread_local=False)
+    lock = filelock.FileLock(folder / LOCK_NAME, timeout=0, mode=FILE_MODE, thread_local=False)
     try:
         lock.acquire()
+        for path in folder.iterdir():  # of a version that wrote them as the umask said
+            if _OUR_FILE.fullmatch(path.name) or path.name in (MANIFEST_NAME, LOCK_NAME):
+                make_private(path)
     except filelock.Timeout:
         raise StoreLockedError(
             f"{folder} is being written by another store handle: close that one, or open this one with read_only=True"
@@ -265,14 +271,14 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, and flush their names to the disk.
+    """Make a folder for its owner alone, and its parents, and flush their names to the disk.
 
     Raises:
         StoreFullError, StoreError
     """
     with saving(folder):
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         for made in missing:
             with suppress(PermissionError):  # a parent that may not be read
                 flush_folder(made.parent)

@@ -3,8 +3,10 @@
 Host memory is a region of shared memory, which outlives an engine that is killed; what is lost with the engine is the
 knowledge of what lies where. The journal is an index beside the region, and the same table as the disk tier's::
 
-    /dev/shm/vllm_offload_<engine id>.mmap           the chunks
-    /dev/shm/vllm_offload_<engine id>.index.sqlite   chunk -> key, checksum over both, place in the tree
+    /dev/shm/vllm_offload_<engine id>.mmap      the chunks
+    /dev/shm/vllm_offload_<engine id>.journal/  nobody else's folder: the names in /dev/shm are anybody's to take
+        index.sqlite                            chunk -> key, checksum over both, place in the tree
+        identity                                whose KV it is
 
 Nothing on the scheduler's thread waits for it, nor wakes its thread: to hand the interpreter over for each chunk would
 stop the scheduler for 1 to 2 ms. A chunk is entered some time after it was stored, and taken out some time after it
@@ -25,8 +27,9 @@ from vllm.logger import init_logger
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, checksum
 from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index
-from ragcache_core.client.shared_memory import SHARED_MEMORY
+from ragcache_core.client.shared_memory import SHARED_MEMORY, journal_folder
 from ragcache_core.errors import CacheTierError
+from ragcache_core.private_files import make_private_folder, open_private
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.records import Key
@@ -54,7 +57,7 @@ class HostJournal:
         self._work: deque[_Sealing | int] = deque()
         self._is_closing = threading.Event()
         self._is_broken = False
-        self._index = ChunkIndex(path, owner=path.name)
+        self._index = ChunkIndex(path, owner=path.parent.name)
         self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
         self.restored: list[tuple[int, ChunkEntry]] = []
         """The chunks whose bytes are what they were, parents first."""
@@ -68,11 +71,14 @@ class HostJournal:
         Raises:
             CacheTierError, OSError: it can be neither read nor written.
         """
-        path = folder / f"vllm_offload_{engine_id}.index.sqlite"
-        mark, identity_bytes = path.with_suffix(".identity"), repr(sorted(identity.items())).encode()
+        own = journal_folder(engine_id, folder)
+        make_private_folder(own)
+        path, mark = own / "index.sqlite", own / "identity"
+        identity_bytes = repr(sorted(identity.items())).encode()
         if not (mark.is_file() and mark.read_bytes() == identity_bytes):
             remove_index(path)
-            mark.write_bytes(identity_bytes)
+            with open(mark, "wb", opener=open_private) as file:
+                file.write(identity_bytes)
         try:
             return cls._started(path, rows)
         except IndexDamagedError:

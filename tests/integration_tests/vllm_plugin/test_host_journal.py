@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -118,10 +119,23 @@ def test_another_models_journal_is_started_anew(tmp_path: Path) -> None:
 def test_a_damaged_index_is_started_anew(tmp_path: Path, damage: bytes) -> None:
     rows = host_memory()
     seal_all(tmp_path, rows)
-    (tmp_path / "vllm_offload_me.index.sqlite").write_bytes(damage)
+    (tmp_path / "vllm_offload_me.journal" / "index.sqlite").write_bytes(damage)
     again = journal(tmp_path, rows)
     assert again.restored == []
     again.close()
+
+
+def test_a_journal_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = journal(tmp_path, host_memory())
+        made.seal(0, key(0), ChunkNote())
+        found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+        made.close()
+    finally:
+        os.umask(before)
+    files = dict.fromkeys(["index.sqlite", "index.sqlite-wal", "identity"], 0o600)
+    assert found == {"vllm_offload_me.journal": 0o700, **files}
 
 
 def test_a_smaller_host_memory_forgets_what_lay_beyond(tmp_path: Path) -> None:

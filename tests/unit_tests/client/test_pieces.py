@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -229,6 +230,19 @@ def test_a_server_whose_log_was_removed_has_no_last_words(tmp_path: Path) -> Non
         process.kill()
     process.kill()
     assert process.returncode is not None
+
+
+def test_a_new_log_is_its_owners_alone_and_one_that_is_there_is_whose_it_was(tmp_path: Path) -> None:
+    (tmp_path / "collected").touch()
+    (tmp_path / "collected").chmod(0o640)
+    before = os.umask(0)
+    try:
+        for log_path in (tmp_path / "logs" / "new", tmp_path / "collected"):
+            ServerProcess(["--help"], env={}, log_path=log_path).kill()
+    finally:
+        os.umask(before)
+    found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert found == {"logs": 0o700, "new": 0o600, "collected": 0o640}
 
 
 def test_the_last_words_of_a_server_end_where_the_next_traceback_begins(tmp_path: Path) -> None:

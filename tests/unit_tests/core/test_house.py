@@ -16,7 +16,7 @@ import ragcache_core
 
 ROOT = Path(__file__).resolve().parents[3]
 
-WORDS = ["_version", "types", "errors", "memory", "config", "stats", "wire", "prompt"]
+WORDS = ["_version", "types", "errors", "memory", "private_files", "config", "stats", "wire", "prompt"]
 FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [

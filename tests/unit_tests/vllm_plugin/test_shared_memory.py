@@ -12,6 +12,7 @@ import pytest
 
 from ragcache_core.client.shared_memory import (
     is_lasting,
+    journal_folder,
     keep_region,
     new_engine_id,
     prepare_regions,
@@ -25,6 +26,7 @@ NAMESPACE = Path("/proc/self/ns/pid").stat().st_ino
 def region(folder: Path, engine_id: str, suffix: str = ".mmap") -> Path:
     path = folder / f"vllm_offload_{engine_id}{suffix}"
     path.write_bytes(b"KV")
+    path.chmod(0o600)  # as vLLM makes it
     return path
 
 
@@ -55,9 +57,14 @@ def test_an_owner_that_ended_and_that_nobody_has_taken_note_of_is_dead(
     assert sweep_shared_memory(folder=tmp_path) == [theirs]
 
 
-@pytest.mark.parametrize("suffix", [".mmap", "_dp0.mmap", "_dp13.mmap", ".mmap.kept"])
+@pytest.mark.parametrize("suffix", [".mmap", "_dp0.mmap", "_dp13.mmap", ".mmap.kept", ".journal"])
 def test_every_file_of_a_dead_engine_goes(tmp_path: Path, owner: subprocess.Popen[bytes], suffix: str) -> None:
-    path = region(tmp_path, new_engine_id(owner.pid), suffix)
+    if suffix == ".journal":
+        path = journal_folder(new_engine_id(owner.pid), tmp_path)
+        path.mkdir()
+        (path / "index.sqlite").touch()
+    else:
+        path = region(tmp_path, new_engine_id(owner.pid), suffix)
     owner.communicate()
     assert sweep_shared_memory(folder=tmp_path) == [path]
 
@@ -108,6 +115,7 @@ def test_an_engines_regions_are_removed_by_its_name_and_no_others(tmp_path: Path
     kept = region(tmp_path, two)
     for suffix in (".mmap", "_dp1.mmap"):
         region(tmp_path, one, suffix)
+    journal_folder(one, tmp_path).mkdir()
     remove_regions(one, tmp_path)
     remove_regions(one, tmp_path)
     assert list(tmp_path.iterdir()) == [kept]
@@ -145,6 +153,17 @@ def test_a_worker_and_a_scheduler_with_a_region_each_do_not_start(tmp_path: Path
     other.unlink()
     with pytest.raises(RuntimeError, match="start the engine again"):
         keep_region(engine_id, None, tmp_path)
+
+
+def test_a_region_that_others_may_read_is_not_used(tmp_path: Path) -> None:
+    engine_id = new_engine_id(os.getpid())
+    region(tmp_path, engine_id).chmod(0o644)
+    with pytest.raises(RuntimeError, match="is not this user's alone: remove it"):
+        keep_region(engine_id, None, tmp_path)
+    linked = new_engine_id(os.getpid())
+    (tmp_path / f"vllm_offload_{linked}.mmap").symlink_to(region(tmp_path, engine_id, ".other"))
+    with pytest.raises(RuntimeError, match="is not this user's alone: remove it"):
+        keep_region(linked, None, tmp_path)
 
 
 def test_only_ids_that_a_launch_gave_are_found_again_by_the_next_start() -> None:
