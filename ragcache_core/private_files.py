@@ -9,6 +9,7 @@ from pathlib import Path
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
+_ROOT = 0
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -43,7 +44,7 @@ def make_private_folder(folder: Path) -> None:
     """Make a folder that is its owner's alone, and the parents that are missing; one that is there is left as it is.
 
     Raises:
-        OSError: also where anybody may make it, as in /tmp, and somebody else has.
+        OSError: also where anybody may make it, as in /tmp, and somebody else has who is not root.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -53,5 +54,5 @@ def make_private_folder(folder: Path) -> None:
         if not folder.is_dir():
             raise
     parent = folder.parent.stat().st_mode
-    if parent & stat.S_IWOTH and (folder.is_symlink() or folder.lstat().st_uid != os.geteuid()):
+    if parent & stat.S_IWOTH and (folder.is_symlink() or folder.lstat().st_uid not in (os.geteuid(), _ROOT)):
         raise PermissionError(f"{folder} is another user's, in a folder that everybody may write to")

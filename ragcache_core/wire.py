@@ -66,7 +66,7 @@ def encode_kv_transfer_params(
     chunk_reuse: ChunkReuseOption = None,
     is_prefill: bool = False,
 ) -> dict[str, object]:
-    """Return the ``kv_transfer_params`` of a request.
+    """Return the ``kv_transfer_params`` of a request, which list the first 4,096 of its documents.
 
     ``prompt_token_ids`` is for the chat endpoint only, where the messages would be tokenised again; the completions
     endpoint takes the ids as its prompt.
@@ -79,7 +79,7 @@ def encode_kv_transfer_params(
         {"id": s.doc_id, "start": s.start, "end": s.end if s.text_end is None else s.text_end}
         for s in segments
         if s.kind is SegmentKind.DOCUMENT
-    ]
+    ][:MAX_DOCUMENTS]
     params[KEY] = {
         "version": WIRE_VERSION,
         "documents": documents,

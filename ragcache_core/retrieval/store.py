@@ -127,10 +127,11 @@ class DocumentStore(StoreReader):
         extra_module("faiss")
         folder = Path(path).absolute()  # the process may change its working directory
         given = None if embedder is None else as_embedder(embedder)
-        if read_only or not (folder / MANIFEST_NAME).exists():  # the second: for its error
+        if read_only:
             snapshot = load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)
             _warn_of_wordless(folder, snapshot)
             return cls(folder, snapshot, None, None)
+        read_manifest(folder)  # for its error, before there is a lock where no store is
         lock = lock_folder(folder)
         try:
             snapshot = load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)

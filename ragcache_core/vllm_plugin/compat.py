@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadPromMetrics,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.exceptions import GracefulHTTPError
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -93,6 +94,7 @@ __all__ = [
     "CommonAttentionMetadata",
     "FreeKVCacheBlockQueue",
     "GPULoadStoreSpec",
+    "GracefulHTTPError",
     "InputProcessor",
     "JobResult",
     "KVCacheBlock",

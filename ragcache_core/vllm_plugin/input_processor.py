@@ -1,11 +1,12 @@
-"""What of a request's metadata the server's process cannot send to the engine's."""
+"""What of a request the server's process cannot send to the engine's."""
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
-from ragcache_core.vllm_plugin.compat import InputProcessor, MsgpackEncoder
-from ragcache_core.wire import KEY, check_depth, unsendable
+from ragcache_core.vllm_plugin.compat import GracefulHTTPError, InputProcessor, MsgpackEncoder
+from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, unsendable
 
 
 class SendingInputProcessor(InputProcessor):
@@ -14,7 +15,8 @@ class SendingInputProcessor(InputProcessor):
     JSON has halves of surrogate pairs and numbers of any size, MessagePack has not: vLLM would answer such a request
     with status 500, and never forget it. What is nested hundreds deep would end the engine, which pickles it for its
     workers. So the request is served, and the engine ignores and counts its metadata. What stands beside it and cannot
-    be sent is left out: of what vLLM knows there, nothing is like that.
+    be sent is left out: of what vLLM knows there, nothing is like that. Elsewhere in a request such values are refused,
+    and so are more documents than the engine reads.
     """
 
     _encoder: MsgpackEncoder
@@ -26,8 +28,14 @@ class SendingInputProcessor(InputProcessor):
         processor._encoder = MsgpackEncoder()
 
     def process_inputs(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the request as it is sent.
+
+        Raises:
+            GracefulHTTPError: a number or a text that cannot be sent, or too many documents.
+        """
         sent = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")  # a pooling request has none
         if isinstance(sent, dict):
+            _check_size(sent.get(KEY))
             for key, value in list(sent.items()):
                 if (error := self._why_not(key, value)) is None:
                     continue
@@ -35,6 +43,14 @@ class SendingInputProcessor(InputProcessor):
                     sent[key] = unsendable(value, error)
                 else:
                     del sent[key]
+        try:
+            self._encoder.encode([request_id, params])
+        except (ValueError, OverflowError) as error:
+            raise GracefulHTTPError(
+                f"the request cannot be sent to the engine ({ascii(str(error))[1:-1]:.200}): send texts without halves "
+                "of surrogate pairs, and whole numbers of 64 bits",
+                HTTPStatus.BAD_REQUEST,
+            ) from None
         return super().process_inputs(request_id, prompt, params, *args, **kwargs)
 
     def _why_not(self, key: str, value: object) -> Exception | None:
@@ -45,3 +61,13 @@ class SendingInputProcessor(InputProcessor):
         except (ValueError, OverflowError, RecursionError) as error:
             return error
         return None
+
+
+def _check_size(metadata: object) -> None:
+    documents = metadata.get("documents") if isinstance(metadata, dict) else None
+    if isinstance(documents, list) and len(documents) > MAX_DOCUMENTS:
+        raise GracefulHTTPError(
+            f"the request lists {len(documents)} documents in kv_transfer_params, the engine reads {MAX_DOCUMENTS}: "
+            "list the first of them",
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        )

@@ -11,10 +11,12 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
+from vllm import envs
 from vllm.logger import init_logger
 
 from ragcache_core.client.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.compat import call_confirm, call_report
+from ragcache_core.vllm_plugin.door import Door, max_body_bytes
 from ragcache_core.vllm_plugin.input_processor import SendingInputProcessor
 from ragcache_core.vllm_plugin.metrics import received
 from ragcache_core.vllm_plugin.tokenizer_files import read_tokenizer_files
@@ -130,8 +132,10 @@ class RAGCacheEndpoint:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's server."""
+        """Add the routes to vLLM's server, and put the door before all of them."""
         app.include_router(router)
+        keys = app.state.args.api_key or [envs.VLLM_API_KEY]
+        app.add_middleware(Door, keys=[key for key in keys if key])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the way to the engine, for confirmations; the other routes answer from what it has sent already.
@@ -139,6 +143,8 @@ class RAGCacheEndpoint:
         The first report is asked for: an engine sends one with a step, and takes none before its first request.
         """
         state.ragcache_engine_client = engine_client
+        model = engine_client.model_config
+        state.ragcache_max_body_bytes = max_body_bytes(model.max_model_len, takes_files=model.is_multimodal_model)
         SendingInputProcessor.take_over(engine_client.input_processor)
         if received.engine() is not None:
             try:

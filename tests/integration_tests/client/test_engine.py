@@ -85,11 +85,13 @@ def test_the_answer_with_documents_spans_is_the_answer_of_plain_messages(engine:
 @pytest.mark.parametrize("text", ["Hello, world!", "Zorval  was\n\nfounded in 1823.", "naïve Ünïcode — 100 %", ""])
 def test_our_token_ids_are_the_servers(engine: Engine, text: str) -> None:
     url = f"{engine.base_url.removesuffix('/v1')}/tokenize"
-    theirs = httpx.post(url, json={"model": engine.model, "prompt": text}, timeout=30).json()["tokens"]
+    headers = {"Authorization": f"Bearer {engine.api_key}"}
+    theirs = httpx.post(url, json={"model": engine.model, "prompt": text}, headers=headers, timeout=30).json()["tokens"]
     assert engine.tokenize(text) == theirs
     if text:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
-        theirs = httpx.post(url, json={"model": engine.model, "messages": messages}, timeout=30).json()["tokens"]
+        body = {"model": engine.model, "messages": messages}
+        theirs = httpx.post(url, json=body, headers=headers, timeout=30).json()["tokens"]
         assert engine.tokenize(messages) == theirs
 
 

@@ -97,8 +97,12 @@ def test_a_request_passes_the_input_processor_before_it_is_sent(vllm_facts: dict
         ["self", "obj"],
         True,
         True,
+        True,
         [True, True],
-    ], "SendingInputProcessor sees metadata there, in extra_args, before it is encoded: find the new place and encoder"
+    ], (
+        "SendingInputProcessor sees metadata there, in extra_args, before it is encoded, and its errors reach the "
+        "server: find the new place and encoder"
+    )
 
 
 def test_vllm_looks_for_plugins_where_we_register_ours(vllm_facts: dict[str, object]) -> None:

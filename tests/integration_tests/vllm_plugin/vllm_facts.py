@@ -94,6 +94,7 @@ def facts() -> dict[str, object]:
             parameters(compat.MsgpackEncoder.encode),
             "self.encoder = MsgpackEncoder(" in inspect.getsource(MPClient),
             "extra_args" in parameters(SamplingParams),
+            "except (VLLMClientError, GracefulHTTPError)" in inspect.getsource(AsyncLLM.generate),
             [
                 'extra_args["kv_transfer_params"] = self.kv_transfer_params' in inspect.getsource(kind)
                 for kind in (ChatCompletionRequest, CompletionRequest)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,6 +54,25 @@ def test_a_cache_and_a_document_store_are_their_owners_alone(
         check(tmp_path, 9)
         for path in tmp_path.rglob("*"):  # as a version left them that asked the umask
             path.chmod(0o666 if path.is_file() else 0o777 if path.parent.name == "cache" else 0o700)
+
+
+def test_somebody_elses_store_is_a_store_error(tmp_path: Path) -> None:
+    DocumentStore.create(tmp_path / "store").close()
+    program = f"""
+import os
+from ragcache_core.errors import StoreError
+from ragcache_core.retrieval import DocumentStore
+os.setuid(12345)
+for read_only in (False, True):
+    try:
+        DocumentStore.open({str(tmp_path / "store")!r}, read_only=read_only)
+    except StoreError as error:
+        print(type(error).__name__, "Permission denied" in str(error))
+"""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["StoreError True"] * 2
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022])

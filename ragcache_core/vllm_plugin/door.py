@@ -1,0 +1,124 @@
+"""Before the server's routes: who has no key gets no further, and no body is larger than a prompt can be.
+
+vLLM asks for its key under ``/v1`` and a few other prefixes, and not where it serves the same models for hosting
+platforms, nor where it tokenises, pauses or scales. Here everything needs the key but what :data:`OPEN_PATHS` names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.websockets import WebSocketClose
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN_PATHS = frozenset(
+    {
+        *("/health", "/ping", "/load", "/version", "/metrics", "/metrics/"),
+        *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+    }
+)
+"""What answers without the key: whether and how busy the server is, and what it can be asked."""
+_OPEN_PREFIX = "/static/"  # the pages of --enable-offline-docs
+_FILES_BYTES = 256 << 20
+_MAX_DRAINED_BYTES = 256 << 20
+
+
+class Door:
+    """ASGI middleware around all routes of the server, inside vLLM's own.
+
+    The server's state says how many bytes a body may have (``ragcache_max_body_bytes``), once there is an engine.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._may_enter(scope):
+            refuse: ASGIApp = JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM says it
+            await (WebSocketClose(1008) if scope["type"] == "websocket" else refuse)(scope, receive, send)
+            return
+        limit = getattr(scope["app"].state, "ragcache_max_body_bytes", None)
+        if scope["type"] != "http" or limit is None:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        num_bytes = _number(headers.get("content-length", ""))
+        if num_bytes <= limit:
+            await self._app(scope, _bounded(receive, limit), send)
+            return
+        if "expect" not in headers:  # who waits for leave to send does not get it
+            await _drain(receive)
+        await _too_large(num_bytes, limit)(scope, receive, send)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not self._digests or path in OPEN_PATHS or path.startswith(_OPEN_PREFIX) or scope.get("method") == "OPTIONS":
+            return True
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = _digest(key)
+        return scheme.lower() == "bearer" and any(secrets.compare_digest(digest, known) for known in self._digests)
+
+
+def max_body_bytes(max_model_len: int, *, takes_files: bool) -> int:
+    """Return how many bytes a request's body may have: 16 MiB, and 64 for each token of the context window.
+
+    A token is some 5 bytes of text, or 12 where JSON escapes it, and 7 as a number; 16 MiB are a batch of prompts, or
+    what is said of documents. Images and sounds, which stand in the body as text, may take 256 MiB more.
+    """
+    return (16 << 20) + 64 * max_model_len + (_FILES_BYTES if takes_files else 0)
+
+
+def _number(header: str) -> int:
+    """Return what a header says, 0 where that is no number; more digits than a number of 63 bits has are as good."""
+    return int(header[:19]) if header.isdecimal() else 0
+
+
+def _bounded(receive: Receive, limit: int) -> Receive:
+    """Return a ``receive`` that counts what comes, and refuses what is beyond ``limit``."""
+    num_bytes = 0
+
+    async def counting() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > limit:
+            raise HTTPException(413, _why_too_large(f"more than {limit}", limit))
+        return message
+
+    return counting
+
+
+async def _drain(receive: Receive) -> None:
+    """Take a body and keep nothing of it: a client reads no answer while it sends, unless it is endless."""
+    num_bytes = 0
+    while num_bytes < _MAX_DRAINED_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return
+
+
+def _too_large(num_bytes: int, limit: int) -> JSONResponse:
+    message = _why_too_large(str(num_bytes), limit)
+    error = {"message": message, "type": "Request Entity Too Large", "param": None, "code": 413}
+    return JSONResponse({"error": error}, 413)  # as vLLM's own errors
+
+
+def _why_too_large(size: str, limit: int) -> str:
+    return (
+        f"the request's body has {size} bytes, this server takes {limit}, which its context window sets: send fewer "
+        "documents or prompts at once, or raise --max-model-len"
+    )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
