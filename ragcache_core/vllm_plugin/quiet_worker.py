@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragcache_core.vllm_plugin.compat import KVConnectorModelRunnerMixin, platform_worker
 from ragcache_core.vllm_plugin.compat_offloading import NothingToCopy
+from ragcache_core.vllm_plugin.seeded_prefill import SparingSeeds
 from ragcache_core.vllm_plugin.spare_time import CopyingInSpareTime
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class QuietModelRunner(KVConnectorModelRunnerMixin):
         return asked
 
 
-class QuietWorker(CopyingInSpareTime, platform_worker()):  # type: ignore[misc]
-    """The worker to name to ``--worker-cls``; with any other everything works, too.
+class QuietWorker(SparingSeeds, CopyingInSpareTime, platform_worker()):  # type: ignore[misc]
+    """The worker to name to ``--worker-cls``; with any other everything works, too, but seeds without a GPU.
 
     vLLM's second model runner has a connector of its own kind, and is left as it is.
     """

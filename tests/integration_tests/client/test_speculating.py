@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,30 @@ def test_a_request_that_joins_its_speculation_gives_the_tokens_of_one_that_does_
     assert until(lambda: speculation.started_s is not None)
     assert speculation.started_s is not None
     assert speculation.started_s >= speculation.sent_s
+
+
+def seeded(engine: Engine, mark: str) -> Callable[[], str]:
+    """Return what asks for a long prompt that no other test asks for, with a seed, at a temperature."""
+    prompt = LAYOUT.render(engine.tokenizer, documents(mark, 50), "Who founded Zorval?")
+    assert len(prompt.token_ids) > 1100
+    return lambda: engine.generate(prompt, max_tokens=12, temperature=1.5, seed=7).text
+
+
+def test_a_seeded_request_joins_a_speculation_whose_prompt_took_several_steps(engine: Engine) -> None:
+    ask = seeded(engine, "Emil")
+    before, num_restarts = figures(engine), engine.num_restarts()
+    engine.speculate(ask)
+    joined = ask()
+    assert joined == ask(), "the tokens of a prompt that was cached, and so computed in one step"
+    assert engine.num_restarts() == num_restarts
+    assert until(lambda: figures(engine)["num_confirmed_speculations"] > before["num_confirmed_speculations"])
+
+
+def test_seeded_prompts_that_share_a_step_have_the_answers_that_they_have_alone(engine: Engine) -> None:
+    asks = [seeded(engine, mark) for mark in ("Fritz", "Greta", "Hanna", "Ida")]
+    with ThreadPoolExecutor(len(asks)) as threads:  # together more than a step computes, so some are cut
+        together = list(threads.map(lambda ask: ask(), asks))
+    assert together == [ask() for ask in asks]
 
 
 def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None:

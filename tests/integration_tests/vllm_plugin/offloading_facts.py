@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.tiering import manager as tiering
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from ragcache_core.vllm_plugin import compat
@@ -264,6 +265,12 @@ def facts() -> dict[str, object]:
             parameters(compat.platform_worker().execute_model),
             parameters(compat.platform_worker().sample_tokens),
             "model_output = self.model_executor.sample_tokens(" in inspect.getsource(EngineCore.step),
+        ],
+        "seeded_prefill": [
+            sets(GPUModelRunner, "input_batch", "discard_request_mask"),
+            sets(InputBatch, "generators"),
+            "self.discard_request_mask.np[:num_reqs]" in inspect.getsource(GPUModelRunner._bookkeeping_sync),
+            "generators=self.generators" in inspect.getsource(InputBatch._make_sampling_metadata),
         ],
         "quiet_worker": [
             parameters(compat.platform_worker().initialize_from_config),

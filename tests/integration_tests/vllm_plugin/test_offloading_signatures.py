@@ -222,5 +222,8 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
     assert facts["spare_time"] == [["self", "scheduler_output"], ["self", "grammar_output"], True], (
         "CopyingInSpareTime gives time away when one of them has the answer, and takes it back with the next step"
     )
+    assert facts["seeded_prefill"] == [["input_batch", "discard_request_mask"], ["generators"], True, True], (
+        "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"
+    )
     assert facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"
