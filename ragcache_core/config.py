@@ -130,7 +130,8 @@ class CacheConfig(BaseModel):
     (a share of GPU memory; 1 GiB without a GPU)."""
 
     block_size: Annotated[int, Field(ge=1, le=1024, strict=True)] | None = None
-    """Tokens in a KV block; a document is cached in whole blocks. ``None`` leaves it to vLLM."""
+    """Tokens in a KV block; a document is cached in whole blocks. ``None`` leaves it to vLLM (mostly 16; 32 without a
+    GPU)."""
 
     host_bytes: BytesOrNone | None = None
     """Host memory for the KV of documents that left the engine's own: "64GiB", at most what is free at launch, because

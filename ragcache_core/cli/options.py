@@ -44,7 +44,12 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     click.option(
         "--kv-cache-bytes", metavar="SIZE", help="KV memory of the engine, as 512MiB. [default: vLLM's choice]"
     ),
-    click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]"),
+    click.option(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        help="Tokens in a KV block. [default: vLLM's choice; 32 without a GPU]",
+    ),
     click.option(
         "--host-bytes",
         metavar="SIZE",

