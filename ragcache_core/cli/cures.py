@@ -15,6 +15,11 @@ _AS_TYPED = {
     "raise max_file_bytes": "raise --max-file-bytes",
     "raise max_file_s": "raise --max-file-seconds",
     "set log_path": "set --log",
+    "choose another port, or leave it out for a free one": "choose another --port, or --port 0 for a free one",
+    "use 127.0.0.1, or 0.0.0.0 for all it has": "set --host to 127.0.0.1, or to 0.0.0.0 for all it has",
+    "or connect to an engine that runs elsewhere": "or name an engine that runs elsewhere with --url to the other "
+    "commands",
+    "give each engine a directory of its own": "give each engine a --cache-dir of its own",
     "pass tokenizer=": "pass --tokenizer",
     "set disk_bytes": "set --disk-bytes",
     "lower disk_bytes": "lower --disk-bytes",

@@ -33,6 +33,13 @@ tokenizer_option = click.option(
     metavar="NAME",
     help="A folder, or a name of the hub, with the model's tokenizer. [default: the model's own]",
 )
+log_option = click.option(
+    "--log",
+    type=click.Path(path_type=Path, allow_dash=True),
+    callback=lambda _context, _option, path: Path("/dev/stdout") if str(path) == "-" else path,
+    metavar="PATH",
+    help="The server's log: a file, /dev/stderr, or - for standard output. [default: a new file]",
+)
 cache_config_option = click.option(
     "--cache-config",
     type=click.Path(path_type=Path),

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import api_key_option, check_vllm_args, tokenizer_option, vllm_args_argument
+from ragcache_core.cli.options import api_key_option, check_vllm_args, log_option, tokenizer_option, vllm_args_argument
 from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _NOISY_SPREAD = 0.25
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the profile here instead.")
 @click.option("--dry-run", is_flag=True, help="Show what would be measured, and launch nothing.")
 @click.option("--startup-timeout", type=float, metavar="S", help="Seconds to load in. [default: 600]")
-@click.option("--log", type=click.Path(path_type=Path), metavar="PATH", help="The server's log. [default: a new file]")
+@log_option
 @vllm_args_argument
 def profile(
     model: str,

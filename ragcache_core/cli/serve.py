@@ -14,6 +14,7 @@ from ragcache_core.cli.options import (
     api_key_option,
     cache_options,
     check_vllm_args,
+    log_option,
     read_cache_config,
     tokenizer_option,
     vllm_args_argument,
@@ -33,6 +34,7 @@ _POLL_S = 1.0
         "ragcache serve examples/demo_model --port 8000 --kv-cache-bytes 512MiB",
         "ragcache serve org/model --host-bytes 64GiB --disk-bytes 1TiB --cache-dir /var/cache/ragcache",
         "ragcache serve org/model --cache-config cache.toml --policy pgdsf",
+        "ragcache serve org/model --log -    # the log to standard output, as containers want it",
         "ragcache serve org/model --api-key KEY -- --max-model-len 8192 --dtype bfloat16",
     ],
 )
@@ -47,7 +49,7 @@ _POLL_S = 1.0
 @click.option(
     "--startup-timeout", type=float, default=600.0, show_default=True, metavar="S", help="Seconds to load in."
 )
-@click.option("--log", type=click.Path(path_type=Path), metavar="PATH", help="The server's log. [default: a new file]")
+@log_option
 @vllm_args_argument
 def serve(
     model: str,

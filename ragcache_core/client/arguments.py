@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import platformdirs
@@ -42,6 +43,19 @@ ENGINE_ID_ENV = "RAGCACHE_ENGINE_ID"
 STARTED_AGAIN_ENV = "RAGCACHE_STARTED_AGAIN"
 """Tells the server that it has served before: what it can no longer have, it goes on without."""
 _PLUGIN = "ragcache_core.vllm_plugin"
+
+
+def check_vllm() -> None:
+    """Refuse to launch where vLLM is not installed.
+
+    Raises:
+        EngineStartError: with how to install it, and what works without.
+    """
+    if find_spec("vllm") is None:
+        raise EngineStartError(
+            "vLLM is not installed here, which serves the model: pip install 'ragcache[gpu]' on a machine with a GPU, "
+            "'make setup' in a checkout on one without, or connect to an engine that runs elsewhere"
+        )
 
 
 def check_model(model: str) -> None:

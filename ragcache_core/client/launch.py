@@ -17,17 +17,20 @@ from ragcache_core.client.arguments import (
     cache_arguments,
     check_extra_args,
     check_model,
+    check_vllm,
     check_worker,
     new_log_path,
     server_environment,
     vllm_arguments,
 )
 from ragcache_core.client.calibrations import find_calibration, load_calibration
+from ragcache_core.client.directory_lock import DirectoryLock, launch_digest
 from ragcache_core.client.importing import import_requests
 from ragcache_core.client.offload import VLLMOffload
 from ragcache_core.client.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.profiles import find_profile
 from ragcache_core.client.progress import LoadProgress
+from ragcache_core.client.server_log import is_stream
 from ragcache_core.client.shared_memory import new_engine_id, prepare_regions, remove_regions, sweep_shared_memory
 from ragcache_core.client.supervisor import Supervisor
 from ragcache_core.client.tokenizer import ModelTokenizer
@@ -77,6 +80,7 @@ def launch_server(
     """
     settings = vllm_arguments(vllm_args)
     check_extra_args(extra_args)
+    check_vllm()
     check_worker(cache, [*settings, *extra_args])
     check_model(model)
     if port is None:
@@ -108,10 +112,18 @@ def launch_server(
     ]
     environment = server_environment(api_key, cache, env, engine_id=engine_id)
     log = log_path or new_log_path(port)
+    if progress is None and is_stream(log):
+        progress = False  # a bar would stand between the lines
+    lock = _lock(model, cache, [*vllm_arguments(vllm_args), *extra_args], environment)
     address = f"http://{_reachable(host)}:{port}"
     template = vllm_args.get("chat_template")
     chat_template = None if template is None else str(template)
     threading.Thread(target=import_requests, name="ragcache-imports", daemon=True).start()  # while the server loads
+
+    def end() -> None:
+        remove_regions(engine_id)
+        if lock is not None:
+            lock.release()
 
     runs = count()
 
@@ -128,7 +140,7 @@ def launch_server(
             startup_timeout_s=startup_timeout_s,
             progress=LoadProgress.of(progress),
             closing=cancel or threading.Event(),
-            on_end=lambda: remove_regions(engine_id),
+            on_end=end,
         )
     except EngineStartError as error:
         if Path(model).exists():
@@ -159,6 +171,19 @@ def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
         except ConfigError:
             if time.monotonic() >= ends_s or cancel.wait(_LOOKS_EVERY_S):
                 raise
+
+
+def _lock(
+    model: str, cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str], environment: Mapping[str, str]
+) -> DirectoryLock | None:
+    """Return the lock of a directory in which the engine will keep something.
+
+    Raises:
+        EngineStartError: another engine has it.
+    """
+    if not isinstance(cache, CacheConfig) or not cache.disk_bytes or cache.directory is None:
+        return None
+    return DirectoryLock(cache.directory, launch_digest(model, cache, arguments, environment))
 
 
 def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:

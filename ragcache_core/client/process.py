@@ -9,6 +9,7 @@ shared memory once the others are gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -22,8 +23,8 @@ from pathlib import Path
 
 import psutil
 
+from ragcache_core.client.server_log import ServerLog
 from ragcache_core.errors import EngineStartError
-from ragcache_core.private_files import FILE_MODE, make_private_folder
 
 SERVER_MODULE = "ragcache_core.vllm_plugin.server"
 GRACE_S = 20.0
@@ -43,23 +44,27 @@ def free_port(host: str) -> int:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Refuse a port that somebody listens on.
+    """Refuse a port that somebody listens on, and a host at which nobody here can.
 
     Raises:
-        EngineStartError: the port is taken, reserved or not a port.
+        EngineStartError: the port is taken, reserved or not a port; the host is no address of this machine.
     """
     try:
         with socket.socket(_family(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
+        if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            raise EngineStartError(
+                f"host {host!r} is no address of this machine ({error}): use 127.0.0.1, or 0.0.0.0 for all it has"
+            ) from error
         raise EngineStartError(
             f"port {port} of {host} cannot be used ({error}): choose another port, or leave it out for a free one"
         ) from error
 
 
 class ServerProcess:
-    """One run of the server. Its output goes to ``log_path``."""
+    """One run of the server. Its output goes to ``log_path``, a file or a stream such as ``/dev/stdout``."""
 
     def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> None:
         """Start the server.
@@ -67,25 +72,24 @@ class ServerProcess:
         Raises:
             EngineStartError: the log file cannot be written.
         """
-        self.log_path = log_path = log_path.absolute()
         self._owner_pid = os.getpid()
         self._is_gone = False
         try:
-            make_private_folder(log_path.parent)
-            log_path.touch(FILE_MODE)  # one that is there is whose it was
-            log = log_path.open("ab")
+            self._log = ServerLog(log_path)
         except OSError as error:
             raise EngineStartError(f"cannot write the server's log {log_path}: {error}; set log_path") from error
-        with log:
-            self._log_start = log.tell()
+        self.log_path = self._log.path
+        try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", SERVER_MODULE, *arguments],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=self._log.descriptor,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
                 start_new_session=True,
             )
+        finally:
+            self._log.hand_over()
 
     @property
     def pid(self) -> int:
@@ -97,13 +101,8 @@ class ServerProcess:
         return self._popen.poll()
 
     def log_text(self) -> str:
-        """Return what this run has logged so far; nothing if somebody removed the log."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(self._log_start)
-                return log.read().decode(errors="replace")
-        except OSError:
-            return ""
+        """Return what this run has logged so far, of a stream the end of it; nothing if somebody removed the log."""
+        return self._log.text(is_over=self.returncode is not None)
 
     def last_words(self) -> str:
         """Return why it ended as far as its log tells, in one line, with the path of the log."""

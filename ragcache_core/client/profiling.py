@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.failures import translate_errors
 from ragcache_core.client.handshake import Handshake
+from ragcache_core.client.server_log import is_stream
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
 from ragcache_core.prompt import RenderedPrompt
@@ -201,8 +202,8 @@ def cost_model(measurements: Sequence[Measurement]) -> PrefillCostModel:
 
 
 def logged_dtype(log_path: Path | None) -> str:
-    """Return the data type that a launched server computes with, as it logs it; ``unknown`` for one without a log."""
-    if log_path is None:
+    """Return the data type that a launched server computes with, as it logs it; ``unknown`` without a log to read."""
+    if log_path is None or is_stream(log_path):
         return "unknown"
     found = _LOGGED_DTYPE.search(log_path.read_text(encoding="utf-8", errors="replace"))
     return found[1] if found else "unknown"

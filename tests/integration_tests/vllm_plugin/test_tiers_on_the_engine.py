@@ -315,8 +315,14 @@ def test_a_second_engine_on_the_same_directory_does_not_start(
     tiers: Engine, cache: CacheConfig, tmp_path: Path
 ) -> None:
     assert tiers.stats().num_restarts == 0
-    with pytest.raises(EngineStartError, match="is the cache directory of another engine .*: stop that one, or give"):
-        Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **{**ENGINE_ARGS, "cache": cache})
+    again: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "log_path": tmp_path / "log"}
+    refused = "is the cache directory of another engine .*: stop that one, or give"
+    with pytest.raises(EngineStartError, match=refused):
+        Engine.launch(str(DEMO_MODEL), **again, env={"VLLM_SERVER_DEV_MODE": "1"})
+    assert not (tmp_path / "log").exists(), "launched in the same way, it is refused before it starts"
+    with pytest.raises(EngineStartError, match=refused):
+        Engine.launch(str(DEMO_MODEL), **again)
+    assert (tmp_path / "log").exists(), "launched in another way, when it knows that it would keep the same KV"
     assert tiers.stats().tiers[-1].is_enabled
 
 

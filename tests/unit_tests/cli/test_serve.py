@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,30 @@ def test_options_that_cannot_work_are_refused(
     result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), *options)
     assert result.exit_code == status
     assert message in result.stderr
+
+
+def test_a_dash_is_standard_output_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed, path in {"-": "/dev/stdout", "/dev/stderr": "/dev/stderr", "server.log": "server.log"}.items():
+        engine = FakeEngine([], KeyboardInterrupt())
+        run(monkeypatch, engine, "--log", typed)
+        assert engine.settings["log_path"] == Path(path)
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded_with_the_option_to_choose(demo_model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli, ["serve", demo_model, "--port", str(port)])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"ragcache: error: port {port} of 127.0.0.1 cannot be used (")
+    assert line.endswith("choose another --port, or --port 0 for a free one")
+
+
+def test_without_vllm_it_says_in_one_line_how_to_install_it(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.arguments.find_spec", lambda name: None)
+    result = CliRunner().invoke(cli, ["serve", demo_model, "--port", "0"])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("ragcache: error: vLLM is not installed here")

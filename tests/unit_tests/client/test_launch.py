@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,23 +16,26 @@ from typing import Any
 import pytest
 
 from ragcache_core.client import shared_memory
+from ragcache_core.client.directory_lock import DirectoryLock, launch_digest
 from ragcache_core.client.launch import launch_server
 from ragcache_core.client.shared_memory import new_engine_id
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import Memory
 
 GIB = 1 << 30
 
 
 class Owner:
-    """A machine on which servers are started, and what each start was given; ``again`` starts the last one again."""
+    """A machine on which servers are started, and what each start was given; ``again`` starts the last one again,
+    ``end`` ends it."""
 
     def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory = Memory(64 * GIB, 8 * GIB)
         self.arguments: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
         self.again: Callable[[], object] = lambda: None
+        self.end: Callable[[], object] = lambda: None
         self._model = model
         for name, replacement in {
             "ragcache_core.config.read_memory": lambda: self.memory,
@@ -40,7 +45,7 @@ class Owner:
         }.items():
             monkeypatch.setattr(name, replacement)
 
-    def launch(self, cache: CacheConfig) -> None:
+    def launch(self, cache: CacheConfig, **vllm_args: object) -> None:
         launch_server(
             self._model,
             cache=cache,
@@ -55,7 +60,7 @@ class Owner:
             env=None,
             extra_args=(),
             cancel=None,
-            vllm_args={},
+            vllm_args=vllm_args,
         )
 
     @property
@@ -69,9 +74,9 @@ class Owner:
         self.arguments.append(arguments)
         self.environments.append(env)
 
-    def _supervise(self, start: Callable[[], object], *_: object, **__: object) -> SimpleNamespace:
+    def _supervise(self, start: Callable[[], object], *_: object, **settings: Any) -> SimpleNamespace:
         start()
-        self.again = start
+        self.again, self.end = start, settings["on_end"]
         return SimpleNamespace()
 
 
@@ -92,6 +97,67 @@ def test_a_server_that_is_started_again_keeps_what_it_was_given_whatever_is_free
     owner.again()
     assert owner.arguments[0] == owner.arguments[1]
     assert owner.extra_config["cpu_bytes_to_use"] == 8 * GIB
+
+
+def test_a_second_engine_on_one_directory_starts_nothing_until_the_first_has_ended(
+    owner: Owner, tmp_path: Path
+) -> None:
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path)
+    owner.launch(cache)
+    end_first = owner.end
+    with pytest.raises(EngineStartError, match=f"{tmp_path} is the cache directory of another engine .* stop that one"):
+        owner.launch(CacheConfig(host_bytes="2GiB", disk_bytes="1GiB", directory=tmp_path, policy="lru"))
+    assert len(owner.arguments) == 1
+    end_first()
+    owner.launch(cache)
+    assert len(owner.arguments) == 2
+
+
+def test_engines_that_may_keep_different_kv_share_a_directory(owner: Owner, tmp_path: Path) -> None:
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path)
+    owner.launch(cache)
+    owner.launch(cache, dtype="bfloat16")
+    owner.launch(cache, max_model_len=512)
+    owner.launch(CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path, block_size=64))
+    owner.launch(CacheConfig(host_bytes="1GiB"))
+    assert len(owner.arguments) == 5
+
+
+def test_changed_weights_are_another_launch(demo_model: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    before = launch_digest(str(model), CacheConfig(), [], {})
+    assert launch_digest(str(model), CacheConfig(), [], {"VLLM_API_KEY": "k", "PATH": "/bin"}) == before
+    assert launch_digest(str(model), CacheConfig(), [], {"VLLM_PP_LAYER_PARTITION": "1,2"}) != before
+    os.utime(next(model.glob("*.safetensors")), ns=(1, 1))
+    assert launch_digest(str(model), CacheConfig(), [], {}) != before
+
+
+def test_a_fork_of_the_owner_does_not_keep_its_lock(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path, "launch")
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def live_on() -> None:
+        theirs.send("forked")
+        theirs.recv()
+
+    child = context.Process(target=live_on)
+    child.start()
+    try:
+        assert ours.recv() == "forked"
+        os.close(lock._descriptor)  # as the death of the owner would
+        DirectoryLock(tmp_path, "launch").release()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.arguments.find_spec", lambda name: None)
+    with pytest.raises(EngineStartError, match=r"vLLM is not installed here.*ragcache\[gpu\].*make setup.*elsewhere"):
+        owner.launch(CacheConfig())
+    assert owner.arguments == []
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,12 @@ def test_an_impossible_port_is_refused(port: int) -> None:
         check_port_free("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_a_host_that_is_no_address_of_this_machine_is_not_taken_for_a_taken_port(host: str) -> None:
+    with pytest.raises(EngineStartError, match=f"host '{host}' is no address of this machine .*: use 127"):
+        check_port_free(host, 8000)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "nonsense", "http://[bad"])
 def test_an_unreachable_server_is_reported_with_its_address(url: str) -> None:
     with pytest.raises(EngineUnreachableError, match="is the server running"):
