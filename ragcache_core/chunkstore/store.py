@@ -112,6 +112,7 @@ class ChunkStore:
                 self._index, self._loaded = open_index(self.path, self._file, self.num_slots)
                 self._num_resets += self._loaded.num_resets
                 opened.callback(self._index.close)
+                self._places = [(path, path.stat()) for path in (self.path / _DATA_NAME, self._index.path)]
             except (OSError, IndexDamagedError) as error:
                 raise directory_error(directory, error) from error
             self._residents = self._loaded.residents
@@ -217,6 +218,28 @@ class ChunkStore:
         """Read one chunk into a buffer and return whether it is there."""
         return self.read_many([(key, target)])[0]
 
+    def check_in_place(self) -> None:
+        """Look whether the store's files are where it opened them.
+
+        What was deleted can still be written to and read, and takes space, until the process ends; nobody finds it
+        again.
+
+        Raises:
+            CacheWriteError: they were deleted, moved or replaced, or cannot be reached.
+        """
+        for path, opened in self._places:
+            try:
+                is_here = os.path.samestat(path.stat(), opened)
+            except FileNotFoundError:
+                is_here = False
+            except OSError as error:
+                raise write_error(path, error) from error
+            if not is_here:
+                raise CacheWriteError(
+                    f"{path} was deleted, moved or replaced while the engine ran, so that nothing that is written "
+                    "there is found again: start the engine again, which makes it anew"
+                )
+
     def write_many(self, writes: Sequence[ChunkWrite]) -> list[bytes]:
         """Store chunks and return the keys of those that were new; what is there already is left as it is.
 
@@ -232,6 +255,7 @@ class ChunkStore:
             payloads.setdefault(write.key, (contiguous(write.payload, self.chunk_bytes), write.note))
         with self._changing:
             self._check_open()
+            self.check_in_place()
             new = [key for key in payloads if key not in self._residents]
             if len(new) > self.num_free_slots:
                 raise CacheCapacityError(

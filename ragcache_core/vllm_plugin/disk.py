@@ -145,8 +145,10 @@ class DiskTier(SecondaryTierManager):
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Have it noted now and then how often stored documents were used, for the next start.
 
-        It is told of every step, so this is also where a write that does not end is noticed.
+        It is told of every step, so this is also where a write that does not end is noticed, and files that are gone.
         """
+        if self._is_enabled and self._io.lost is not None:
+            self._disable(str(self._io.lost))
         since_s = self._io.changing_since_s
         if self._is_enabled and since_s is not None and since_s < time.monotonic() - _WRITE_TIMEOUT_S:
             self._disable(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from ragcache_core.chunkstore import ChunkStore, ChunkWrite, aligned_rows
+from ragcache_core.errors import CacheTierError
 from ragcache_core.vllm_plugin.disk_jobs import Load, Outcome, PendingChunk, StoreJob, WriteBatch
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -22,6 +23,7 @@ _NUM_BUFFERED_BYTES = 256 << 20
 _PATIENCE_S = 10.0
 _SLOWEST_BYTES_PER_S = 64 << 20
 _CLOSE_TIMEOUT_S = 30.0
+_LOOKS_EVERY_S = 10.0
 
 
 _Kind = Literal["writes", "reads"]
@@ -53,6 +55,8 @@ class DiskIO:
         self._is_done = threading.Condition()
         self.changing_since_s: float | None = None
         """Since when the disk has been at what it was last asked to change; ``None`` if it is at nothing."""
+        self.lost: Exception | None = None
+        """Why the store is no longer where it was, if that was noticed while there was nothing to write."""
         self._threads = [  # daemons: no disk that hangs keeps a process
             threading.Thread(target=self._copy_jobs, name="ragcache-disk-copy", daemon=True),
             threading.Thread(target=self._write_batches, name="ragcache-disk-write", daemon=True),
@@ -254,7 +258,9 @@ class DiskIO:
 
     def _write_batches(self) -> None:
         has_failed = False
-        while (batch := self._batches.get()) is not None:
+        while (batch := self._next_batch(looks=not has_failed)) is not None:
+            if self.lost is not None:
+                has_failed = True
             keys = [chunk.key for chunk in batch.chunks]
             try:
                 if batch.job is not None and batch.job.error is not None:
@@ -290,6 +296,21 @@ class DiskIO:
                     self._num_free_buffers += len(keys)
                 self._end("writes")
         self._store.close()
+
+    def _next_batch(self, *, looks: bool) -> WriteBatch | None:
+        """Wait for something to write; meanwhile look now and then whether the store is still there."""
+        while looks:
+            try:
+                return self._batches.get(timeout=_LOOKS_EVERY_S)
+            except queue.Empty:
+                pass
+            try:
+                self._store.check_in_place()
+            except CacheTierError as error:
+                logger.error("RAGCache's disk tier has lost its files: %s", error)
+                self.lost = error
+                break
+        return self._batches.get()
 
     def _read_loads(self) -> None:
         while (job := self._loads.get()) is not None:

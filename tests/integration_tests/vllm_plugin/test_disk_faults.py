@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import sqlite3
 import threading
 import time
@@ -94,6 +95,43 @@ def test_a_disk_that_cannot_be_written_takes_the_tier_out_of_service_not_the_eng
     scene.close()
     monkeypatch.undo()
     assert opening().hits(stored) == stored, "the next start has what was written"
+
+
+def test_a_directory_that_is_deleted_takes_the_tier_out_of_service_at_the_next_write(
+    opening: Opening,
+) -> None:
+    scene = opening()
+    stored = scene.store("B")
+    shutil.rmtree(scene.directory)
+    lost = scene.store("C")
+    assert scene.hits(stored) == scene.hits(lost) == []
+    assert scene.controller.report()["tiers"][-1]["is_enabled"] is False
+    scene.close()
+    again = opening()
+    assert again.hits(stored) == []
+    assert again.store("C") == again.hits(lost), "the next start makes it anew"
+
+
+def test_a_directory_that_is_deleted_is_noticed_while_nothing_is_written_and_what_was_read_is_right(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_io, "_LOOKS_EVERY_S", 0.01)
+    logged: list[str] = []
+    monkeypatch.setattr(disk_io.logger, "error", lambda text, *args: logged.append(text % args))
+    scene = opening()
+    stored = scene.store("B")
+    scene.end_step()
+    assert scene.controller.tiers[Tier.DISK].is_enabled
+    shutil.rmtree(scene.directory)
+    assert scene.load(stored) == set(stored), "the engine has its files open"
+    assert until(lambda: scene.tier._io.lost is not None)
+    scene.end_step()
+    assert scene.controller.report()["tiers"][-1]["is_enabled"] is False
+    assert scene.hits(stored) == []
+    time.sleep(0.1)
+    assert len(logged) == 1
+    assert "start the engine again" in logged[0]
+    scene.close()
 
 
 def test_a_full_disk_with_chunks_of_no_use_keeps_no_engine_from_starting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,3 +195,21 @@ def test_rows_that_a_power_cut_brought_back_are_misses(opening: Opening) -> None
         assert len(store) == 8
         assert [read(store, key) for key in [*keys(8), *keys(8, first=50)]] == [None] * 16
         assert store.stats.num_damaged == 8
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+def test_a_store_whose_folder_is_gone_says_so_and_serves_what_it_holds(store: ChunkStore, how: str) -> None:
+    store.write_many(writes(keys(3)))
+    store.check_in_place()
+    if how == "moved":
+        store.path.parent.rename(store.path.parent.with_name("elsewhere"))
+    else:
+        shutil.rmtree(store.path.parent)
+    if how == "replaced":
+        store.path.mkdir(parents=True)
+        for name in ("chunks.data", "index.sqlite"):
+            (store.path / name).touch()
+    for change in (store.check_in_place, lambda: store.write_many(writes(keys(4)))):
+        with pytest.raises(CacheWriteError, match=r"was deleted, moved or replaced .*: start the engine again"):
+            change()
+    assert [read(store, key) for key in keys(4)] == [*map(payload, keys(3)), None]
