@@ -138,6 +138,7 @@ def _rst(text: str, _name: str) -> Page:
         "embed_stylesheet": False,
         "file_insertion_enabled": False,
         "halt_level": 5,
+        "line_length_limit": 1 << 20,
         "math_output": "LaTeX",
         "raw_enabled": False,
         "report_level": 5,

@@ -43,7 +43,7 @@ def seconds_for(path: Path) -> float:
     fragments=st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=4),
     end=st.sampled_from(["", "x", ">", "<br>", "\n\nx"]),
 )
-@example(suffix=".md", begin="# ", fragments=[" "], end="x")
+@example(suffix=".md", begin="# a", fragments=[" "], end="x")
 @example(suffix=".html", begin="", fragments=["a", "<br>"], end="")
 @example(suffix=".html", begin="", fragments=["<div>"], end="")
 @example(suffix=".html", begin="", fragments=["<b>", "<p>", "</b>"], end="")
