@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ragcache_core.errors import StoreCorruptError
 from ragcache_core.ingest.source import SourceFile
+from ragcache_core.private_files import open_private
 from ragcache_core.types import DocId
 
 _FILE_NAME = "origins.json"
@@ -80,5 +81,6 @@ def write_origins(store: Path, origins: Mapping[DocId, Origin]) -> None:
     for doc_id, origin in origins.items():
         folders.setdefault(origin.folder, {}).setdefault(origin.name, []).append(doc_id)
     temporary = store / f"{_FILE_NAME}.new"
-    temporary.write_text(json.dumps({"format": _FORMAT, "folders": folders}), encoding="ascii")
+    with open(temporary, "w", encoding="ascii", opener=open_private) as file:
+        json.dump({"format": _FORMAT, "folders": folders}, file)
     temporary.replace(store / _FILE_NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,15 @@ def test_documents_are_listed_by_pages_with_their_sizes_and_files(notes: Path) -
     assert {row[1] for row in rows} == ALL
     assert next(row for row in rows if row[1] == "zor.txt") == ["15", "zor.txt", str(notes / "zor.txt")]
     assert run("store", "ls", "--offset", "8", store=store_of(notes)).exit_code == 0
+
+
+def test_where_documents_came_from_is_nobody_elses_business(notes: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert run("store", "rm", "zor.txt", store=store_of(notes)).exit_code == 0
+    finally:
+        os.umask(before)
+    assert (store_of(notes) / "origins.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_json_lists_one_object_with_statistics(notes: Path) -> None:
