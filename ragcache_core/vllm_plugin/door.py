@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 

@@ -122,7 +122,7 @@ async def test_a_body_that_does_not_say_how_long_it_is_is_counted(app: FastAPI, 
         headers = {**AUTHORIZED, "content-type": "application/json"}
         answer = await client.post(path, content=chunks(), headers=headers)
     assert answer.status_code == 413
-    assert "has more than 10000 bytes, this server takes 10000" in answer.text
+    assert "has more than 10000 bytes, this server takes 10000" in answer.json()["error"]["message"]
     assert num_sent < 20
 
 
