@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,6 +21,10 @@ from ragcache_core.config import CacheConfig
 
 # A test run in the background of a shell has SIGINT ignored, and so would every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Where CI is set, random tests try the same examples in every run; elsewhere new ones. What fails becomes an @example.
+hypothesis.settings.register_profile("ragcache", derandomize=bool(os.environ.get("CI")), print_blob=True, deadline=None)
+hypothesis.settings.load_profile("ragcache")
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "examples" / "demo_model"

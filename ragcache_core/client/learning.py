@@ -172,13 +172,14 @@ def _find(messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch])
 
 def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
     content: str = messages[shown.index]["content"]
-    spans, query = shown.spans, (shown.search.query or "").strip()
+    spans, query = shown.spans, shown.search.query or ""
     head, tail = content[: spans[0].start], content[spans[-1].end :]
     after = tuple(messages[shown.index + 1 :])
-    if query and not any(query in text for text in (tail, *(m["content"] for m in after))):
+    asked = _place_of(query, tail)
+    if query and asked is None and all(_place_of(query, m["content"]) is None for m in after):
         for i, text in enumerate([*(m["content"] for m in messages[: shown.index]), head]):
-            if query in text:
-                return _static_part(messages, i, text.index(query), len(query), is_question_first=True)
+            if (place := _place_of(query, text)) is not None:
+                return _static_part(messages, i, place, len(query.strip()), is_question_first=True)
     chat = next((i for i, m in enumerate(messages[: shown.index]) if m["role"] in ("user", "assistant")), None)
     if chat is not None:  # a history, which is another one each time
         return replace(_static_part(messages, chat, 0, 0), without_history=tuple(messages[shown.index :]))
@@ -192,11 +193,20 @@ def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
         first_number=0,
         num_documents=1,
         tail=tail,
-        asked=max(tail.find(query), 0) if query else 0,
+        asked=max(tail.rfind(query.strip()), 0) if asked is None else asked,
         after=after,
     )
     gaps = [content[one.end : other.start] for one, other in pairwise(spans)]
     return _with_gap(layout, gaps, [s.doc_id for s in spans])
+
+
+def _place_of(query: str, text: str) -> int | None:
+    """Return where ``text`` asks ``query``: as words of their own, not as letters of a template's word."""
+    if not query.strip():
+        return 0
+    whole = "|".join(map(re.escape, dict.fromkeys((query, query.strip()))))  # some prompts strip it
+    bounds = (rf"(?<!{char})(?:{whole})(?!{char})" for char in (r"\S", r"\w"))
+    return next((found.start() for bound in bounds if (found := re.search(bound, text))), None)
 
 
 def _static_part(

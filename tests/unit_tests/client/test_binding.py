@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -340,6 +340,10 @@ def test_a_regular_request_teaches_the_layout_of_any_documents(
 
 @settings(max_examples=60, deadline=None)
 @given(question=QUESTIONS, other=QUESTIONS, query=st.booleans())
+@example(question="st", other="?", query=True)
+@example(question=":", other="?", query=True)
+@example(question="on:", other="?", query=True)
+@example(question="Question", other="?", query=True)
 def test_whatever_was_asked_what_was_learned_is_the_beginning_of_the_next_request(
     question: str, other: str, query: bool
 ) -> None:
@@ -387,6 +391,21 @@ def test_documents_in_another_order_than_the_searchs_teach_the_static_part_only(
     assert not [s for s in prefix.segments if s.kind is SegmentKind.DOCUMENT]
     whole = request(chain.messages(OTHERS, "Who?"), OTHERS)
     assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
+
+
+@pytest.mark.parametrize("query", ["doc", "swer", "mo"])
+def test_letters_of_a_templates_words_are_not_taken_for_the_question(query: str) -> None:
+    chain = Chain(system_and_user, joined)
+    chain.ask(DOCUMENTS, "Which one is red?", query=query)  # a chain may search for other words than it asks
+    assert chain.learner.prompt is not None
+    assert not chain.learner.prompt.is_question_first
+    chain = Chain(question_first, joined)
+    chain.ask(DOCUMENTS, query)
+    assert chain.learner.prompt is not None
+    assert chain.learner.prompt.is_question_first
+    known = chain.learner.prompt.prefix(OTHERS, OTHERS)
+    assert known is not None
+    assert "Do not guess" in known.text
 
 
 def test_a_learned_question_before_the_documents_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

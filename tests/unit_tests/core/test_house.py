@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
 import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import ragcache_core
@@ -173,3 +175,10 @@ def test_the_version_is_set_in_one_place() -> None:
 def test_the_kernel_shelf_does_not_shadow_the_package_called_kernels() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert importlib.util.find_spec("ragcache_kernels") is not None
+
+
+def test_random_tests_try_the_same_examples_in_every_run_where_ci_is_set() -> None:
+    settings = hypothesis.settings()
+    assert settings.derandomize == bool(os.environ.get("CI"))
+    assert settings.print_blob
+    assert 'export CI="${CI:-true}"' in (ROOT / ".ci" / "run").read_text()
