@@ -13,7 +13,7 @@ space in front of a word into the word's token.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -66,22 +66,61 @@ class RenderedPrompt:
     segments: tuple[PromptSegment, ...]
 
 
-def locate_documents(text: str, documents: Iterable[tuple[DocId, str]]) -> list[DocumentSpan]:
+def locate_documents(
+    text: str, documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
+) -> list[DocumentSpan]:
     """Return where documents are shown in ``text``, in text order and without overlap.
 
-    Longer documents are placed first, so that one which contains another keeps its characters; a text that is shown
-    twice under two ids takes two places. Documents that ``text`` does not hold are left out.
+    Longer documents are placed first, so that one which contains another keeps its characters. A text that is shown
+    twice under two ids takes two places, an id with several texts the place of the longest. What one of ``questions``
+    quotes of a document is not that document. Documents that ``text`` does not hold are left out.
     """
-    spans: list[DocumentSpan] = []
-    for doc_id, shown in sorted(documents, key=lambda d: -len(d[1])):
-        if not (shown := shown.strip()):
+    ids: dict[str, list[DocId]] = {}
+    for doc_id, shown in documents:
+        ids.setdefault(shown.strip(), []).append(doc_id)
+    ids.pop("", None)
+    quoting = (q for q in map(str.strip, questions) if any(len(shown) < len(q) and shown in q for shown in ids))
+    places = _Places(text)
+    placed: set[DocId] = set()
+    for shown in sorted([*ids, *(dict.fromkeys(quoting).keys() - ids.keys())], key=lambda one: (-len(one), one)):
+        if shown not in ids:
+            places.take_last(shown)
             continue
-        start = text.find(shown)
-        while start >= 0 and (taken := _overlapping(spans, start, start + len(shown))):
-            start = text.find(shown, taken.end)
-        if start >= 0:
-            spans.append(DocumentSpan(doc_id, start, start + len(shown)))
-    return sorted(spans, key=lambda s: s.start)
+        wanted = [doc_id for doc_id in ids[shown] if doc_id not in placed]
+        placed.update(wanted[: places.take(shown, wanted)])
+    return [DocumentSpan(doc_id, start, end) for start, end, doc_id in places.taken if doc_id is not None]
+
+
+class _Places:
+    """The places of a text that are taken, in their order; None takes one that is no document's."""
+
+    def __init__(self, text: str) -> None:
+        self.taken: list[tuple[int, int, DocId | None]] = []
+        self._text = text
+
+    def take(self, shown: str, doc_ids: Sequence[DocId]) -> int:
+        """Give the first free places of ``shown`` to ``doc_ids``, in their order; return how many there were."""
+        start, num_taken = 0, 0
+        while num_taken < len(doc_ids) and (start := self._text.find(shown, start)) >= 0:
+            if self._try(start, start + len(shown), doc_ids[num_taken]):
+                num_taken += 1
+            start = self.taken[self._num_before(start + len(shown)) - 1][1]
+        return num_taken
+
+    def take_last(self, shown: str) -> None:
+        """Keep the last place of ``shown`` from every document, if it is free."""
+        if (start := self._text.rfind(shown)) >= 0:
+            self._try(start, start + len(shown), None)
+
+    def _try(self, start: int, end: int, doc_id: DocId | None) -> bool:
+        before = self._num_before(end)
+        if before and self.taken[before - 1][1] > start:
+            return False
+        self.taken.insert(before, (start, end, doc_id))
+        return True
+
+    def _num_before(self, end: int) -> int:
+        return bisect_left(self.taken, end, key=lambda place: place[0])
 
 
 def segment_tokens(tokenized: TokenizedText, spans: Sequence[DocumentSpan]) -> tuple[PromptSegment, ...]:
@@ -103,19 +142,54 @@ def render_chat(
     messages: Sequence[ChatMessage],
     documents: Iterable[tuple[DocId, str]],
     *,
-    within: str | None = None,
+    questions: Iterable[str] = (),
+    context: str | None = None,
 ) -> RenderedPrompt:
     """Return ``messages`` as tokens with the spans of those ``documents`` (id, text as shown) that they hold.
 
-    Documents are looked for in the part of the prompt that is the text ``within``, if it is given and there.
+    Documents are looked for in every message but the assistant's, once in each: a chat may show one again. What one of
+    ``questions`` quotes is not a document. ``context`` is what the last message begins with, if all of them are there.
     """
     text = tokenizer.render(messages)
     tokenized = tokenizer.encode(text)
-    begin = max(text.rfind(within), 0) if within else 0
-    part = text[begin : begin + len(within)] if within and text.startswith(within, begin) else text[begin:]
-    spans = [DocumentSpan(s.doc_id, s.start + begin, s.end + begin) for s in locate_documents(part, documents)]
-    segments = segment_tokens(tokenized, spans)
+    parts = message_places(text, messages)
+    if context and (context := context.strip()):
+        start = parts[-1][0] if parts and text.startswith(context, parts[-1][0]) else max(text.rfind(context), 0)
+        parts = [(start, start + len(context) if text.startswith(context, start) else len(text))]
+    segments = segment_tokens(tokenized, _locate_in(text, parts, documents, questions))
     return RenderedPrompt(tuple(messages), text, tokenized.token_ids, segments)
+
+
+def message_places(text: str, messages: Iterable[ChatMessage]) -> list[tuple[int, int]]:
+    """Return the characters ``[start, end)`` of each message that may show documents: of all but the assistant's.
+
+    All of ``text`` is one place where a chat template does not show every such message, in its order.
+    """
+    places: list[tuple[int, int]] = []
+    position = 0
+    for message in messages:
+        content = str(message["content"]).strip()
+        is_answer = message["role"] == "assistant"
+        if (start := text.find(content, position)) >= 0:
+            position = start + len(content)
+            places += [] if is_answer else [(start, position)]
+        elif not is_answer:  # templates may leave parts of answers out
+            return [(0, len(text))]
+    return places
+
+
+def _locate_in(
+    text: str,
+    places: Iterable[tuple[int, int]],
+    documents: Iterable[tuple[DocId, str]],
+    questions: Iterable[str] = (),
+) -> list[DocumentSpan]:
+    documents, questions = list(documents), list(questions)
+    return [
+        DocumentSpan(span.doc_id, start + span.start, start + span.end)
+        for start, end in places
+        for span in locate_documents(text[start:end], documents, questions)
+    ]
 
 
 def render_known(
@@ -135,7 +209,8 @@ def render_known(
     num_known = max(num_alike(tokenizer.encode(rendered).token_ids, cut.token_ids) - 1, 0)
     known = TokenizedText(cut.token_ids[:num_known], cut.offsets[:num_known])
     end = known.offsets[-1][1] if num_known else 0
-    return RenderedPrompt((), text[:end], known.token_ids, segment_tokens(known, locate_documents(text, documents)))
+    spans = _locate_in(text, [(start, min(end, len(text))) for start, end in message_places(rendered, one)], documents)
+    return RenderedPrompt((), text[:end], known.token_ids, segment_tokens(known, spans))
 
 
 def num_alike(one: Sequence[object], other: Sequence[object]) -> int:
@@ -248,7 +323,7 @@ class PromptLayout:
         """
         shown = [(d.doc_id, self.document_text(d)) for d in documents]
         messages = self.messages(documents, question, relevance=relevance)
-        prompt = render_chat(tokenizer, messages, shown, within=self.context(documents))
+        prompt = render_chat(tokenizer, messages, shown, context=self.context(documents))
         if max_prompt_tokens is not None:
             check_prompt_fits(len(prompt.token_ids), max_prompt_tokens, num_output_tokens=0)
         found = [s.doc_id for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
@@ -259,7 +334,3 @@ class PromptLayout:
                 "document_format of plain text, and documents that are not empty"
             )
         return prompt
-
-
-def _overlapping(spans: Iterable[DocumentSpan], start: int, end: int) -> DocumentSpan | None:
-    return next((s for s in spans if s.start < end and start < s.end), None)

@@ -85,12 +85,14 @@ class RequestStats:
 def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) -> tuple[DocumentStats, ...]:
     """Return how much of each document lies inside the cached prefix of ``num_cached_tokens`` tokens.
 
-    vLLM's prefix cache serves a prefix, so a document is cached as far as the prefix reaches into it.
+    vLLM's prefix cache serves a prefix, so a document is cached as far as the prefix reaches into it. What stands
+    between two documents, a turn of a chat perhaps, is none of theirs. One that is shown twice is there twice.
     """
+    documents = [s for s in segments if s.kind is SegmentKind.DOCUMENT]
+    lengths = [(s.end if s.text_end is None else s.text_end) - s.start for s in documents]
     return tuple(
-        DocumentStats(s.doc_id or "", s.num_tokens, min(max(num_cached_tokens - s.start, 0), s.num_tokens))
-        for s in segments
-        if s.kind is SegmentKind.DOCUMENT
+        DocumentStats(s.doc_id or "", num_tokens, min(max(num_cached_tokens - s.start, 0), num_tokens))
+        for s, num_tokens in zip(documents, lengths, strict=True)
     )
 
 

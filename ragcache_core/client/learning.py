@@ -161,7 +161,7 @@ def _find(messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch])
         query = (search.query or "").strip()
         is_asked = bool(query) and any(query in m["content"] for m in messages)
         for index in reversed(range(len(messages))):  # earlier ones may be a history of the chat
-            spans = locate_documents(messages[index]["content"], search.documents)
+            spans = locate_documents(messages[index]["content"], search.documents, [query])
             if spans and (rank := (len(spans), is_asked)) > best_rank:
                 places = {doc_id: i for i, (doc_id, _) in enumerate(search.documents)}
                 best, best_rank = _Shown(search, index, tuple(spans), tuple(places[s.doc_id] for s in spans)), rank

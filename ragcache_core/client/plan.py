@@ -85,20 +85,22 @@ def plan_chat(
     shown: Iterable[tuple[DocId, str]],
     *,
     max_model_len: int,
+    questions: Iterable[str] = (),
     reordered: Container[tuple[DocId, ...]] = (),
     chunk_reuse: ChunkReuseOption = None,
 ) -> RequestPlan:
     """Return the plan of a text-only chat request.
 
-    ``shown`` are the documents that the messages may hold, as they would be shown; ``reordered`` the orders that are
-    not those of a search; ``chunk_reuse`` how documents are reused, if it is not to be as the engine does.
+    ``shown`` are the documents that the messages may hold, as they would be shown; ``questions`` what may have been
+    asked, which may quote them; ``reordered`` the orders that are not those of a search; ``chunk_reuse`` how documents
+    are reused, if it is not to be as the engine does.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
         PromptError: the chat template refuses the messages.
         ConfigError: ``chunk_reuse`` holds what cannot be.
     """
-    prompt = render_chat(tokenizer, messages, shown)
+    prompt = render_chat(tokenizer, messages, shown, questions=questions)
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     is_reordered = _shown_ids(prompt.segments) in reordered
     params = encode_kv_transfer_params(

@@ -128,14 +128,16 @@ class PromptingDoor:
         known = {doc_id for doc_id, _ in given}
         seen = dict.fromkeys((*self._remembered.shown(), *RETRIEVED.shown()))
         shown = given + [(doc_id, text) for doc_id, text in seen if doc_id not in known]
+        searches = self._remembered.searches()
         if self._bound is None:
             is_prefilled = current_asker() is None  # who asks in a name asks for the whole answer ahead
-            self._learner.see(messages, self._remembered.searches(), is_prefilled=is_prefilled)
+            self._learner.see(messages, searches, is_prefilled=is_prefilled)
         return plan_chat(
             self._tokenizer,
             messages,
             shown,
             max_model_len=self.max_model_len,
+            questions=[search.query for search in searches if search.query],
             reordered=self._reordered,
             chunk_reuse=chunk_reuse,
         )

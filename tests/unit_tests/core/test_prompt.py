@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,8 +20,10 @@ from ragcache_core.prompt import (
     TokenizedText,
     check_prompt_fits,
     locate_documents,
+    render_chat,
     segment_tokens,
 )
+from ragcache_core.stats import document_stats
 from ragcache_core.types import Document, SegmentKind
 
 
@@ -90,6 +94,74 @@ def test_a_document_that_holds_another_keeps_its_characters() -> None:
 
 def test_the_same_text_under_two_ids_takes_two_places() -> None:
     assert [s.start for s in locate_documents("zor zor zor", [("a", "zor"), ("b", "zor")])] == [0, 4]
+
+
+def test_an_id_with_several_texts_takes_the_place_of_the_longest() -> None:
+    shown = [("a", "zor is big."), ("a", "Document: zor is big.")]
+    assert locate_documents("Document: zor is big. zor is big.", shown) == [DocumentSpan("a", 0, 21)]
+
+
+def test_equal_documents_take_time_by_their_number() -> None:
+    def seconds(num_documents: int) -> float:
+        text, documents = "zor is big. " * num_documents, [(f"d{i}", "zor is big.") for i in range(num_documents)]
+        times = []
+        for _ in range(3):
+            began_s = time.process_time()
+            assert len(locate_documents(text, documents)) == num_documents
+            times.append(time.process_time() - began_s)
+        return min(times)
+
+    assert seconds(4000) < 30 * seconds(500)  # 8 times as many: 64 times as long if each looks at all others
+
+
+def shown_texts(messages: Sequence[ChatMessage], documents: list[tuple[str, str]], *questions: str) -> list[Any]:
+    """The documents of a chat: the message that each stands in, and its id."""
+    prompt = render_chat(WordTokenizer(), messages, documents, questions=questions)
+    offsets = WordTokenizer().encode(prompt.text).offsets
+    starts = [prompt.text.index(f"<{m['role']}>{m['content']}") for m in messages]
+    found = [s for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
+    return [(sum(start <= offsets[s.start][0] for start in starts) - 1, s.doc_id) for s in found]
+
+
+def test_a_document_that_a_later_turn_shows_again_has_a_place_of_its_own_there() -> None:
+    documents = [("zor", "zor is big."), ("mel", "mel is red."), ("tak", "tak is old.")]
+    messages = [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": "zor is big. mel is red. Who is big?"},
+        {"role": "assistant", "content": "It says: zor is big."},
+        {"role": "user", "content": "zor is big. tak is old. And who is old?"},
+    ]
+    assert shown_texts(messages, documents) == [(1, "zor"), (1, "mel"), (3, "zor"), (3, "tak")]
+    prompt = render_chat(WordTokenizer(), messages, documents)
+    tokens = len(WordTokenizer().encode("zor is big.").token_ids)
+    assert [(d.doc_id, d.num_tokens) for d in document_stats(prompt.segments, 0)] == [
+        (doc_id, tokens) for doc_id in ("zor", "mel", "zor", "tak")
+    ], "no turn of the chat is counted to the document before it"
+
+
+@pytest.mark.parametrize(
+    ("contents", "places"),
+    [
+        (["Who says mel is red. Really?\n\nzor is big. mel is red."], [(0, "zor"), (0, "mel")]),
+        (["zor is big. mel is red.\n\nWho says mel is red. Really?"], [(0, "zor"), (0, "mel")]),
+        (["zor is big. mel is red.", "Who says mel is red. Really?"], [(0, "zor"), (0, "mel")]),
+        (["zor is big.", "Who says mel is red. Really?"], [(0, "zor")]),
+    ],
+)
+def test_what_a_question_quotes_of_a_document_is_not_that_document(contents: list[str], places: list[Any]) -> None:
+    messages = [{"role": "user", "content": content} for content in contents]
+    documents = [("zor", "zor is big."), ("mel", "mel is red.")]
+    assert shown_texts(messages, documents, "Who says mel is red. Really?") == places
+
+
+@pytest.mark.parametrize("layout", [PromptLayout(), PromptLayout(document_format="\n{text}\n")])
+def test_a_question_that_holds_all_documents_does_not_move_them(layout: PromptLayout) -> None:
+    documents = [Document("zor", "zor is big."), Document("mel", "mel is red.")]
+    plain, quoting = (
+        layout.render(WordTokenizer(), documents, question)
+        for question in ("Who?", f"Why {layout.context(documents)}?")
+    )
+    assert [(s.doc_id, s.start) for s in quoting.segments] == [(s.doc_id, s.start) for s in plain.segments]
 
 
 def test_a_token_across_a_boundary_belongs_to_the_segment_of_its_last_character() -> None:
