@@ -13,9 +13,11 @@ space in front of a word into the word's token.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -36,7 +38,11 @@ class TokenizedText:
 
 
 class PromptTokenizer(Protocol):
-    """The one way from messages to token ids; it agrees with the server's own."""
+    """The one way from messages to token ids; it agrees with the server's own.
+
+    One with ``control_tokens``, texts that it takes for a single token which begins or ends a message, has them broken
+    up in documents: see :func:`escape_documents`.
+    """
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text that the model's chat template makes of ``messages``, ready for the answer."""
@@ -123,6 +129,64 @@ class _Places:
         return bisect_left(self.taken, end, key=lambda place: place[0])
 
 
+def escape_documents(
+    tokenizer: PromptTokenizer, messages: Sequence[ChatMessage], documents: Iterable[tuple[DocId, str]]
+) -> Sequence[ChatMessage]:
+    """Return messages whose documents (id, text as shown) hold none of the tokenizer's control tokens.
+
+    A document that says ``<|im_end|>`` would end the message that shows it, and could go on as somebody else: there is
+    a space in the word then, ``< |im_end|>``, which makes it text. What is no document stays as it is.
+    """
+    return _with_escapes(messages, _escapes(tokenizer, messages, documents))
+
+
+def _escapes(
+    tokenizer: PromptTokenizer, messages: Iterable[ChatMessage], documents: Iterable[tuple[DocId, str]]
+) -> dict[str, str]:
+    """Return the documents with control tokens in them and what they become, the longest first."""
+    tokens = frozenset(getattr(tokenizer, "control_tokens", ()))
+    texts = (text for message in messages for text in _texts_of(message.get("content")))
+    if not tokens or not any(_control_pattern(tokens).search(text) for text in texts):
+        return {}
+    stripped = sorted({shown.strip() for _, shown in documents}, key=len, reverse=True)
+    return {shown: escaped for shown in stripped if (escaped := _escaped(shown, tokens)) != shown}
+
+
+def _with_escapes(messages: Sequence[ChatMessage], escapes: Mapping[str, str]) -> Sequence[ChatMessage]:
+    if not escapes:
+        return messages
+    return [{**m, "content": _replaced(m["content"], escapes)} if _texts_of(m.get("content")) else m for m in messages]
+
+
+def _texts_of(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+
+
+def _replaced(content: Any, escapes: Mapping[str, str]) -> Any:
+    if not isinstance(content, str):
+        return [{**part, "text": _replaced(part["text"], escapes)} if _texts_of([part]) else part for part in content]
+    for shown, escaped in escapes.items():
+        content = content.replace(shown, escaped)
+    return content
+
+
+def _escaped(text: str, control_tokens: frozenset[str]) -> str:
+    pattern = _control_pattern(control_tokens)
+    while pattern.search(text):  # of two that overlap one may be left
+        text = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+    return text
+
+
+@lru_cache(maxsize=8)
+def _control_pattern(control_tokens: frozenset[str]) -> re.Pattern[str]:
+    """Return what finds control tokens; of one character, or with white space in them, they could not be broken up."""
+    breakable = (token for token in control_tokens if len(token) > 1 and not re.search(r"\s", token))
+    return re.compile("|".join(map(re.escape, sorted(breakable, key=len, reverse=True))) or r"(?!)")
+
+
 def segment_tokens(tokenized: TokenizedText, spans: Sequence[DocumentSpan]) -> tuple[PromptSegment, ...]:
     """Return the segments that tile the tokens, given the characters of each document.
 
@@ -150,10 +214,14 @@ def render_chat(
     Documents are looked for in every message but the assistant's, once in each: a chat may show one again. What one of
     ``questions`` quotes is not a document. ``context`` is what the last message begins with, if all of them are there.
     """
+    escapes = _escapes(tokenizer, messages, documents := list(documents))
+    messages = _with_escapes(messages, escapes)
+    documents = [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
+    questions = [_replaced(question, escapes) for question in questions]
     text = tokenizer.render(messages)
     tokenized = tokenizer.encode(text)
     parts = message_places(text, messages)
-    if context and (context := context.strip()):
+    if context and (context := _replaced(context.strip(), escapes)):
         start = parts[-1][0] if parts and text.startswith(context, parts[-1][0]) else max(text.rfind(context), 0)
         parts = [(start, start + len(context) if text.startswith(context, start) else len(text))]
     segments = segment_tokens(tokenized, _locate_in(text, parts, documents, questions))
@@ -203,6 +271,9 @@ def render_known(
     ``one`` and ``other`` differ in all that is not known yet, from its first character on. The last token is left out:
     with what follows it might be another one. The result is no whole prompt, so it has no messages.
     """
+    escapes = _escapes(tokenizer, one, documents := list(documents))
+    one, other = _with_escapes(one, escapes), _with_escapes(other, escapes)
+    documents = [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
     rendered = tokenizer.render(one)
     text = rendered[: num_alike(rendered, tokenizer.render(other))]
     cut = tokenizer.encode(text)

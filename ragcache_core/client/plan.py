@@ -106,7 +106,13 @@ def plan_chat(
     params = encode_kv_transfer_params(
         prompt.segments, prompt.token_ids, is_reordered=is_reordered, chunk_reuse=chunk_reuse
     )
-    return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
+    body = {"kv_transfer_params": params, **changed_messages(messages, prompt.messages)}
+    return RequestPlan(body, prompt.segments, len(prompt.token_ids))
+
+
+def changed_messages(messages: Sequence[ChatMessage], sent: Sequence[ChatMessage]) -> dict[str, Any]:
+    """Return what a request's body says in place of its ``messages`` where others are to be ``sent``."""
+    return {} if list(sent) == list(messages) else {"messages": list(sent)}
 
 
 def plan_rendered(

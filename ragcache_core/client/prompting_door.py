@@ -9,10 +9,10 @@ from ragcache_core.client.arranging import RememberedOrders
 from ragcache_core.client.asker import current_asker
 from ragcache_core.client.binding import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.learning import LayoutLearner
-from ragcache_core.client.plan import RememberedDocuments, RequestPlan, plan_chat, server_renders
+from ragcache_core.client.plan import RememberedDocuments, RequestPlan, changed_messages, plan_chat, server_renders
 from ragcache_core.client.retrieved import RETRIEVED
 from ragcache_core.errors import TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, PromptTokenizer
+from ragcache_core.prompt import ChatMessage, PromptTokenizer, escape_documents
 from ragcache_core.types import Document
 from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
 
@@ -122,12 +122,14 @@ class PromptingDoor:
             ConfigError: ``chunk_reuse`` is not what it may be.
         """
         chunk_reuse = read_chunk_reuse(chunk_reuse)
-        if isinstance(self._tokenizer, TokenizerUnavailableError) or server_renders(messages, settings or {}):
+        if isinstance(self._tokenizer, TokenizerUnavailableError):
             return RequestPlan()
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
         seen = dict.fromkeys((*self._remembered.shown(), *RETRIEVED.shown()))
         shown = given + [(doc_id, text) for doc_id, text in seen if doc_id not in known]
+        if server_renders(messages, settings or {}):
+            return RequestPlan(changed_messages(messages, escape_documents(self._tokenizer, messages, shown)))
         searches = self._remembered.searches()
         if self._bound is None:
             is_prefilled = current_asker() is None  # who asks in a name asks for the whole answer ahead

@@ -32,6 +32,10 @@ class ModelTokenizer:
     """A :class:`~ragcache_core.prompt.PromptTokenizer` over the tokenizer files of a model.
 
     Thread-safe. It gives the ids that vLLM's server gives for the same text or messages; a test holds it to that.
+
+    Attributes:
+        control_tokens: what begins and ends messages, and is broken up in documents, where it must not. An empty set
+            leaves documents as they are.
     """
 
     def __init__(self, model: str | os.PathLike[str] | TokenizerFiles, *, chat_template: str | None = None) -> None:
@@ -63,6 +67,8 @@ class ModelTokenizer:
             if files.chat_template is None
             else ChatTemplate(files.chat_template, variables, wraps_text=files.wraps_text)
         )
+        special = control_tokens_of(self._tokenizer, files.chat_template or "")
+        self.control_tokens = special.union(files.special_tokens.values())
         self._lock = threading.Lock()
         self._latest = _LatestTexts(_MAX_KEPT_CHARS)
 
@@ -87,6 +93,12 @@ class ModelTokenizer:
         with self._lock:
             self._latest.put(key, tokenized)
         return tokenized
+
+
+def control_tokens_of(tokenizer: Tokenizer, chat_template: str) -> frozenset[str]:
+    """Return the texts that ``tokenizer`` takes for special tokens, and added tokens that the chat template writes."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return frozenset(token.content for token in added if token.special or token.content in chat_template)
 
 
 class _LatestTexts:
