@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.memory import Memory, has_gpu, read_memory
 from ragcache_core.types import SelectionName
 
@@ -277,14 +277,7 @@ def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
         return said
     if first["type"] == "extra_forbidden":
         said = f"there is no such setting, use one of {', '.join(model.model_fields)}"
-    return f"{model.__name__}.{first['loc'][0]} is {_quoted(first['input'])}: {said}"
-
-
-def _quoted(value: object) -> str:
-    try:
-        return f"{value!r:.80}"
-    except ValueError:  # Python refuses to write such a number
-        return "a number of thousands of digits"
+    return f"{model.__name__}.{first['loc'][0]} is {quoted(first['input'])}: {said}"
 
 
 def _is_none(disk_bytes: object) -> bool:

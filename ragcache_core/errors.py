@@ -208,3 +208,11 @@ class CacheWriteError(CacheTierError):
 
     After a failed ``ChunkStore.clear`` nothing is found any more; part of it may still lie on the disk.
     """
+
+
+def quoted(value: object, max_chars: int = 80) -> str:
+    """Return a value as an error shows it: the beginning of its ``repr``, whatever it is."""
+    try:
+        return f"{value!r:.{max_chars}}"
+    except ValueError:  # Python refuses to write such a number
+        return "a number of thousands of digits"

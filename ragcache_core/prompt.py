@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from ragcache_core.errors import ConfigError, PromptError, PromptTooLongError
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
-from ragcache_core.wire import tile
+from ragcache_core.wire import check_text, tile
 
 ChatMessage = Mapping[str, Any]
 """A message of the OpenAI protocol: ``{"role": ..., "content": ...}``."""
@@ -219,6 +219,7 @@ def render_chat(
     documents = [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
     questions = [_replaced(question, escapes) for question in questions]
     text = tokenizer.render(messages)
+    check_text(text, "the prompt")
     tokenized = tokenizer.encode(text)
     parts = message_places(text, messages)
     if context and (context := _replaced(context.strip(), escapes)):
@@ -275,6 +276,7 @@ def render_known(
     one, other = _with_escapes(one, escapes), _with_escapes(other, escapes)
     documents = [(doc_id, _replaced(shown, escapes)) for doc_id, shown in documents]
     rendered = tokenizer.render(one)
+    check_text(rendered, "the prompt")
     text = rendered[: num_alike(rendered, tokenizer.render(other))]
     cut = tokenizer.encode(text)
     num_known = max(num_alike(tokenizer.encode(rendered).token_ids, cut.token_ids) - 1, 0)

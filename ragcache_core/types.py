@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 
 DocId = str
 """Identifies a document across retrieval, prompt and cache. It never decides what is *correct* (token hashes do),
@@ -129,7 +129,9 @@ class ChunkReuseRequest:
         ):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and least <= value <= most):
-                raise ConfigError(f"chunk_reuse has {name} {value!r:.80}; it must be a number of {least:g} to {most:g}")
+                raise ConfigError(
+                    f"chunk_reuse has {name} {quoted(value)}; it must be a number of {least:g} to {most:g}"
+                )
         if self.quality is not None and self.alpha is not None:
             raise ConfigError(
                 f"chunk_reuse has quality {self.quality:g} and alpha {self.alpha:g}: quality chooses alpha, so give one"

@@ -20,12 +20,13 @@ ignored, and identity is always the hash of the tokens.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.types import ChunkReuseRequest, PromptSegment, SegmentKind
 
 WIRE_VERSION = 1
@@ -80,6 +81,7 @@ def encode_kv_transfer_params(
         for s in segments
         if s.kind is SegmentKind.DOCUMENT
     ][:MAX_DOCUMENTS]
+    check_sendable([document["id"] for document in documents], "the ids of documents")
     params[KEY] = {
         "version": WIRE_VERSION,
         "documents": documents,
@@ -142,7 +144,9 @@ def read_chunk_reuse(option: object) -> ChunkReuseRequest | Literal[False] | Non
         return ChunkReuseRequest()
     names = [field.name for field in fields(ChunkReuseRequest)]
     if not isinstance(option, Mapping) or not set(option).issubset(names):
-        raise ConfigError(f"chunk_reuse is {option!r:.120}; it must be true, false, or a mapping of {', '.join(names)}")
+        raise ConfigError(
+            f"chunk_reuse is {quoted(option, 120)}; it must be true, false, or a mapping of {', '.join(names)}"
+        )
     return ChunkReuseRequest(**option)
 
 
@@ -153,6 +157,49 @@ def decode_speculation(params: Mapping[str, object]) -> str | None:
         return _speculation(raw.get("speculation")) if isinstance(raw, Mapping) else None
     except (ConfigError, RecursionError):
         return None
+
+
+def check_sendable(value: object, name: str) -> None:
+    """Refuse what a request cannot carry: text that is none, and numbers that are not finite or beyond 64 bits.
+
+    ``name`` says what of a request it is. JSON's own types are looked at, all others pass.
+
+    Raises:
+        ConfigError: with the place, the value, the limit and the cure.
+    """
+    waiting: list[tuple[object, str]] = [(value, name)]
+    while waiting:
+        value, place = waiting.pop()
+        if isinstance(value, str):
+            check_text(value, place)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{place} is {value}; a number must be finite: send another one, or leave it out")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise ConfigError(
+                f"{place} is {quoted(value, 30)}; a whole number must lie within 64 bits, -2^63 to 2^64 - 1: send a "
+                "smaller one"
+            )
+        elif isinstance(value, Mapping):
+            waiting += [(key, f"a name in {place}") for key in value]
+            waiting += [(inner, f"{place}.{key}") for key, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
+
+
+def check_text(text: str, name: str) -> None:
+    """Refuse text with half of a surrogate pair in it, which no encoding of Unicode has.
+
+    Raises:
+        ConfigError: with the place, the value and the cure.
+    """
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{ascii(name)[1:-1]} holds {text[error.start]!a} at character {error.start + 1} of {len(text)}, half of a "
+            "surrogate pair, which is no Unicode text: read the source with its own encoding, or remove it with "
+            "text.encode('utf-8', 'replace').decode()"
+        ) from error
 
 
 def check_depth(raw: object) -> None:

@@ -35,7 +35,7 @@ from ragcache_core.client.transport import AsyncRetryingTransport, RetryingTrans
 from ragcache_core.errors import TokenizerUnavailableError
 from ragcache_core.prompt import PromptTokenizer, RenderedPrompt
 from ragcache_core.stats import EngineStats, RequestStats
-from ragcache_core.wire import ChunkReuseOption
+from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 
 FindTokenizer = Callable[[Handshake, ModelCard], PromptTokenizer]
 """Returns the tokenizer of a server's model, or raises ``TokenizerUnavailableError``."""
@@ -133,7 +133,8 @@ class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
 
         Raises:
             PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError, ...
-            ConfigError: ``chunk_reuse`` is something else.
+            ConfigError: ``chunk_reuse`` is something else, or the prompt or a setting cannot be sent: text that is no
+                Unicode, a number that is not finite or beyond 64 bits.
         """
         plan, body = self._request(prompt, max_tokens, temperature, chunk_reuse, sampling)
         reader = AnswerReader(plan)
@@ -224,8 +225,11 @@ class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
         chunk_reuse: ChunkReuseOption,
         sampling: Mapping[str, Any],
     ) -> tuple[RequestPlan, dict[str, Any]]:
+        settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
+        check_sendable(settings, "the request")
         match prompt:
             case str():
+                check_text(prompt, "the prompt")
                 plan = RequestPlan()
             case RenderedPrompt():
                 limit = self.max_model_len
@@ -233,8 +237,7 @@ class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
             case _:
                 plan = self.plan_chat(prompt, settings=sampling, chunk_reuse=chunk_reuse)
         if plan.num_prompt_tokens is not None:
-            max_tokens = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
-        settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
+            settings["max_tokens"] = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         return plan, streamed_body(prompt, plan, settings)
 
     def _metrics_url(self) -> str:

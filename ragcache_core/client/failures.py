@@ -18,6 +18,7 @@ from ragcache_core.errors import (
     RAGCacheError,
     RequestRejectedError,
 )
+from ragcache_core.wire import check_text
 
 ENGINE_DEAD_SIGNS = ("EngineCore encountered an issue", "EngineDeadError")
 """How vLLM's server says, in an answer of status 500 or inside a stream, that its engine process is gone."""
@@ -37,10 +38,13 @@ def translate_errors() -> Iterator[None]:
 
     Raises:
         EngineAuthError, EngineDiedError, EngineTimeoutError, EngineUnreachableError, PromptTooLongError,
-        RequestRejectedError, EngineError: see :mod:`ragcache_core.errors`.
+        RequestRejectedError, EngineError, ConfigError: see :mod:`ragcache_core.errors`.
     """
     try:
         yield
+    except UnicodeEncodeError as error:  # of a body that no plan has looked at
+        check_text(error.object, "the request")
+        raise
     except (openai.OpenAIError, httpx.HTTPError) as error:
         raise translated(error) from error
 

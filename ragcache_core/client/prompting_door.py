@@ -14,7 +14,7 @@ from ragcache_core.client.retrieved import RETRIEVED
 from ragcache_core.errors import TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, escape_documents
 from ragcache_core.types import Document
-from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
+from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
 
 
 class PromptingDoor:
@@ -43,8 +43,10 @@ class PromptingDoor:
 
         Raises:
             TokenizerUnavailableError: the model's tokenizer is not at hand here.
+            ConfigError: it is no Unicode text.
         """
         tokenizer = self.tokenizer
+        check_sendable(prompt, "the prompt")
         if isinstance(prompt, str):
             return list(tokenizer.encode(prompt, add_special_tokens=True).token_ids)
         return list(tokenizer.encode(tokenizer.render(prompt)).token_ids)
@@ -119,9 +121,11 @@ class PromptingDoor:
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window.
-            ConfigError: ``chunk_reuse`` is not what it may be.
+            ConfigError: ``chunk_reuse`` is not what it may be, or a message or setting cannot be sent: text that is no
+                Unicode, a number that is not finite or beyond 64 bits.
         """
         chunk_reuse = read_chunk_reuse(chunk_reuse)
+        check_sendable({**(settings or {}), "messages": messages}, "the request")
         if isinstance(self._tokenizer, TokenizerUnavailableError):
             return RequestPlan()
         given = [(d.doc_id, d.text) for d in documents or ()]

@@ -19,6 +19,7 @@ from ragcache_core.vllm_plugin.compat import call_confirm, call_report
 from ragcache_core.vllm_plugin.door import Door, max_body_bytes
 from ragcache_core.vllm_plugin.input_processor import SendingInputProcessor
 from ragcache_core.vllm_plugin.metrics import received
+from ragcache_core.vllm_plugin.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.tokenizer_files import read_tokenizer_files
 
 logger = init_logger(f"vllm.{__name__}")
@@ -132,8 +133,9 @@ class RAGCacheEndpoint:
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's server, and put the door before all of them."""
+        """Add the routes to vLLM's server; before all of them the door, and behind it what looks at bodies."""
         app.include_router(router)
+        app.add_middleware(RequestBodyCheck)
         keys = app.state.args.api_key or [envs.VLLM_API_KEY]
         app.add_middleware(Door, keys=[key for key in keys if key])
 

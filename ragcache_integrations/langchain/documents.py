@@ -16,7 +16,7 @@ AnyDocument = Document | LangChainDocument | Mapping[str, Any]
 
 def content_id(text: str) -> DocId:
     """Return the id of a document that came without one: the same text has the same id."""
-    return f"text-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    return f"text-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}"
 
 
 def to_core(documents: Iterable[AnyDocument]) -> list[Document]:

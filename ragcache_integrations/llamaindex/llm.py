@@ -33,7 +33,7 @@ from ragcache_core.client.plan import merge_bodies
 from ragcache_core.client.retrieved import DocumentHint
 from ragcache_core.client.speculating import Speculation
 from ragcache_core.errors import ConfigError
-from ragcache_core.wire import read_chunk_reuse
+from ragcache_core.wire import check_sendable, read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
 from ragcache_integrations.llamaindex.retrieved import CURE
@@ -244,6 +244,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         kwargs = {name: value for name, value in kwargs.items() if name != "chunk_reuse"}  # no documents are known here
+        check_sendable({**self.additional_kwargs, **kwargs}, "the request")
         return MeasuredRequest(self._engine, RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
 
     def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.client.binding import bind
 from ragcache_core.client.tokenizer import control_tokens_of
+from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import ChatMessage, TokenizedText, escape_documents, render_chat
 from ragcache_core.types import SegmentKind
 from tests.scripted_server import ScriptedServer
@@ -159,3 +160,40 @@ def test_requests_say_the_escaped_documents_also_where_the_server_renders_them(
     plan = engine.plan_chat([asked])
     ids = plan.extra_body["kv_transfer_params"]["prompt_token_ids"]
     assert ids == engine.tokenize(plan.extra_body["messages"]), "what the server would render is what is sent"
+
+
+# What cannot be sent
+
+
+HALF = "\ud800"
+QUESTION = [{"role": "user", "content": "What is the sun?"}]
+LAYOUT = PromptLayout()
+UNSENDABLE: dict[str, Callable[[Engine], object]] = {
+    "a text": lambda e: e.generate(f"a{HALF}"),
+    "a message": lambda e: e.generate([{"role": "user", "content": f"Who{HALF}?"}]),
+    "a message with a tool": lambda e: e.generate([*QUESTION, {"role": "tool", "content": HALF}]),
+    "a question": lambda e: LAYOUT.render(e.tokenizer, [SUN], f"Who{HALF}?"),
+    "a document": lambda e: LAYOUT.render(e.tokenizer, [Document("a", f"x{HALF}")], "Who?"),
+    "an id": lambda e: e.generate(LAYOUT.render(e.tokenizer, [Document(f"a{HALF}", "x")], "Who?")),
+    "a stop": lambda e: e.generate(QUESTION, stop=[HALF]),
+    "a text to count": lambda e: e.tokenize(HALF),
+    "infinity": lambda e: e.generate(QUESTION, temperature=float("inf")),
+    "no number": lambda e: e.generate("a", top_p=float("nan")),
+    "beyond a float": lambda e: e.generate(QUESTION, temperature=10**400),
+    "beyond words": lambda e: e.generate("a", max_tokens=10**5000),
+    "a setting of vLLM": lambda e: e.generate(QUESTION, extra_body={"top_k": 10**5000}),
+    "alpha": lambda e: e.generate(QUESTION, chunk_reuse={"alpha": 10**5000}),
+    "an unknown setting": lambda e: e.generate(QUESTION, chunk_reuse={"beta": 10**5000}),
+}
+
+
+@pytest.mark.parametrize("what", UNSENDABLE)
+def test_what_cannot_be_sent_is_an_error_of_ours_with_a_cure(engine: Engine, server: ScriptedServer, what: str) -> None:
+    num_before = len(server.requests)
+    with pytest.raises(
+        ConfigError, match=r"surrogate pair.*remove it|must be finite: send|64 bits.*: send|; it must be"
+    ) as refused:
+        UNSENDABLE[what](engine)
+    assert len(str(refused.value)) < 400
+    str(refused.value).encode()
+    assert len(server.requests) == num_before

@@ -382,3 +382,11 @@ def test_room_without_llamaindex_names_what_to_install() -> None:
     assert run.returncode != 0
     assert "ConfigError: llama_index.core is not installed" in run.stderr
     assert 'pip install "ragcache[llamaindex]"' in run.stderr
+
+
+@pytest.mark.parametrize("endpoint", ["complete", "chat"])
+def test_a_request_that_cannot_be_sent_is_an_error_of_ours(llm: RAGCacheLLM, endpoint: str) -> None:
+    is_chat = endpoint == "chat"
+    for prompt, settings in (("Who\ud800?", {}), ("Who?", {"temperature": 10**400}), ("Who?", {"top_p": float("nan")})):
+        with pytest.raises(ConfigError, match="surrogate pair|64 bits|must be finite"):
+            llm.complete(prompt, use_chat_completions=is_chat, **settings)
