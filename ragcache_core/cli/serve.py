@@ -33,6 +33,7 @@ _POLL_S = 1.0
         "ragcache serve examples/demo_model",
         "ragcache serve examples/demo_model --port 8000 --kv-cache-bytes 512MiB",
         "ragcache serve org/model --host-bytes 64GiB --disk-bytes 1TiB --cache-dir /var/cache/ragcache",
+        "ragcache serve org/model --record-trace mine.jsonl",
         "ragcache serve org/model --cache-config cache.toml --policy pgdsf",
         "ragcache serve org/model --log -    # the log to standard output, as containers want it",
         "ragcache serve org/model --api-key KEY -- --max-model-len 8192 --dtype bfloat16",
@@ -49,6 +50,12 @@ _POLL_S = 1.0
 @click.option(
     "--startup-timeout", type=float, default=600.0, show_default=True, metavar="S", help="Seconds to load in."
 )
+@click.option(
+    "--record-trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Record requests as a trace for 'ragcache simulate': times, ids and lengths, no text.",
+)
 @log_option
 @vllm_args_argument
 def serve(
@@ -61,6 +68,7 @@ def serve(
     tokenizer: str | None,
     max_restarts: int,
     startup_timeout: float,
+    record_trace: Path | None,
     log: Path | None,
     vllm_args: tuple[str, ...],
     as_json: bool,
@@ -75,8 +83,11 @@ def serve(
     check_vllm_args(vllm_args)
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
         raise click.UsageError(f"--no-cache runs plain vLLM: leave out {', '.join(given)}.")
+    if no_cache and record_trace is not None:
+        raise click.UsageError("--record-trace needs the cache, which knows the documents: leave out --no-cache.")
     cache = None if no_cache else read_cache_config(cache_config, cache_settings)
     from ragcache_core.client import Engine
+    from ragcache_core.client.trace_recorder import recording_in_server
 
     engine = Engine.launch(
         model,
@@ -88,6 +99,7 @@ def serve(
         startup_timeout_s=startup_timeout,
         max_restarts=max_restarts,
         log_path=log,
+        env=None if record_trace is None else recording_in_server(record_trace),
         extra_args=vllm_args,
     )
     with engine:

@@ -42,6 +42,8 @@ ENGINE_ID_ENV = "RAGCACHE_ENGINE_ID"
 """Tells the server which regions of shared memory are its own, for it to remove when its owner dies."""
 STARTED_AGAIN_ENV = "RAGCACHE_STARTED_AGAIN"
 """Tells the server that it has served before: what it can no longer have, it goes on without."""
+RECORD_TRACE_ENV = "RAGCACHE_RECORD_TRACE"
+"""Tells the server to record its requests as a trace: since when, in seconds since 1970, a colon, and the file."""
 _PLUGIN = "ragcache_core.vllm_plugin"
 
 

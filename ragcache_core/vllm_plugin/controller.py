@@ -106,6 +106,10 @@ class CacheController:
             self._pending_prefills.add(request_id)
             self.waiting.add(request_id, record)
 
+    def record_of(self, request_id: str) -> RequestRecord | None:
+        """Return what is known of a request in the engine."""
+        return self._requests.get(request_id)
+
     def on_admitted(
         self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Tier, int], now_s: float
     ) -> None:

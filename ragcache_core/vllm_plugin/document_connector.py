@@ -7,12 +7,15 @@ correctness never depends on it.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from ragcache_core.client.arguments import RECORD_TRACE_ENV
+from ragcache_core.client.trace_recorder import TraceRecorder, lengths_of
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.compat import (
@@ -62,14 +65,22 @@ class DocumentAware:
     """The first and the last moment of the engine's last step, which the scheduler tells."""
     _num_local_tokens: dict[str, int]
     _news: StepNews | None = None
+    _recorder: TraceRecorder | None = None
 
     def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
         self.controller = controller
         self._news = StepNews(controller, lambda: self._stats_below(), lambda: self._num_copies())
         self._num_local_tokens = {}
+        since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
+        self._recorder = TraceRecorder(path, since_s=float(since)) if path else None
         block_bytes = kv_bytes_per_block(kv_cache_config)
         controller.tiers[Tier.GPU] = TierReport(kv_cache_config.num_blocks * block_bytes, block_bytes)
         controller.waiting.max_protected_units = kv_cache_config.num_blocks // 2
+
+    def shutdown(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        super().shutdown()  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -105,6 +116,8 @@ class DocumentAware:
             since_s,
             is_salted=bool(request.cache_salt),
         )
+        if self._recorder is not None and not metadata.is_prefill:
+            self._recorder.begin(request.request_id, request.arrival_time)
         if is_told_by_tokens(request):
             self.controller.paths.track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
@@ -173,10 +186,21 @@ class DocumentAware:
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.controller is not None
         self._num_local_tokens.pop(request.request_id, None)
+        self._record(request)
         figures = self.controller.on_finished(request.request_id)
         is_ours = KEY in (request.kv_transfer_params or {})
         delays, params = outcome
         return delays, {**(params or {}), KEY: figures} if is_ours and figures is not None else params
+
+    def _record(self, request: Request) -> None:
+        """Put a request that has ended into the trace, unless nobody has asked for it."""
+        if self._recorder is None or (record := self.controller.record_of(request.request_id)) is None:
+            return
+        if record.is_speculative:
+            self._recorder.drop(request.request_id)
+            return
+        documents, question_tokens = lengths_of(record.metadata.segments, record.num_prompt_tokens)
+        self._recorder.end(request.request_id, documents, question_tokens, request.num_output_tokens)
 
 
 class DocumentConnector(DocumentAware, KVConnectorBase_V1, SupportsHMA):

@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from ragcache_core.client.cache_summary import CacheSummary, DocumentHits
-from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler
+from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, TraceCallbackHandler
 from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
 from ragcache_integrations.langchain.chat_model import ChatRAGCache
 from ragcache_integrations.langchain.documents import to_core, to_langchain
@@ -45,6 +45,7 @@ __all__ = [
     "SpeculativeRAG",
     "StagedFAISS",
     "TfidfSvdEmbeddings",
+    "TraceCallbackHandler",
     "format_documents",
     "prompt_from_layout",
     "to_core",

@@ -1,7 +1,8 @@
-"""Sum up what the cache did for a chain, an agent or a batch."""
+"""Sum up what the cache did for a chain, an agent or a batch; record its requests as a trace."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from typing import Any
@@ -12,6 +13,7 @@ from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 
 from ragcache_core.client.cache_summary import CacheSummary, CacheTally
+from ragcache_core.client.trace_recorder import TraceRecorder
 from ragcache_core.stats import RequestStats, request_stats_from_dict
 from ragcache_integrations.langchain.events import SPECULATION_EVENT
 
@@ -71,6 +73,51 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self}>"
+
+
+class TraceCallbackHandler(BaseCallbackHandler):
+    """Records every ``ChatRAGCache`` call that it sees in a file that ``ragcache simulate`` runs again.
+
+    ::
+
+        with TraceCallbackHandler("mine.jsonl") as recording:
+            chain.invoke(question, {"callbacks": [recording]})
+
+    A line says when a request was made, the ids and lengths of its documents, and how long question and answer were; it
+    holds no text. The question is all of the prompt that is no document. Calls that fail are left out.
+
+    Raises:
+        TraceError: the file cannot be made, or holds something already.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._recorder = TraceRecorder(path)
+
+    def on_chat_model_start(self, serialized: Any, messages: Any, *, run_id: UUID, **kwargs: Any) -> None:
+        """Take note of the time of a model run."""
+        self._recorder.begin(run_id)
+
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
+        """Record a finished model run."""
+        for generations in response.generations:
+            if generations and (stats := _stats_of(generations[0])) is not None:
+                self._recorder.end_with(run_id, stats)
+        self._recorder.drop(run_id)
+
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
+        """Leave out a model run that failed, or whose stream was closed early."""
+        self._recorder.drop(run_id)
+
+    def close(self) -> None:
+        """Close the file; the end of the process does so, too."""
+        self._recorder.close()
+
+    def __enter__(self) -> TraceCallbackHandler:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _stats_of(generation: object) -> RequestStats | None:

@@ -28,6 +28,7 @@ from ragcache_integrations.llamaindex.events import (
     CacheStatsEventHandler,
     RetrievalStageEvent,
     SpeculationEvent,
+    TraceEventHandler,
 )
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document
@@ -47,6 +48,7 @@ __all__ = [
     "SpeculationEvent",
     "StagedFAISSVectorStore",
     "TfidfSvdEmbedding",
+    "TraceEventHandler",
     "document_from_node",
     "node_from_document",
 ]

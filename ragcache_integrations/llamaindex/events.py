@@ -12,9 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.instrumentation.events.llm import (
+    LLMChatEndEvent,
+    LLMChatStartEvent,
+    LLMCompletionEndEvent,
+    LLMCompletionStartEvent,
+)
 from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
@@ -22,6 +29,7 @@ from llama_index_instrumentation.event_handlers import BaseEventHandler
 from ragcache_core.client.cache_summary import CacheSummary, CacheTally
 from ragcache_core.client.pipeline import PipelineEvent
 from ragcache_core.client.search_result import similarities
+from ragcache_core.client.trace_recorder import TraceRecorder
 from ragcache_core.stats import ChunkReuseStats, DocumentStats, RequestStats
 
 if TYPE_CHECKING:
@@ -167,3 +175,44 @@ class CacheStatsEventHandler(BaseEventHandler):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self}>"
+
+
+class TraceEventHandler(BaseEventHandler):
+    """Records the requests of an application in a file that ``ragcache simulate`` runs again.
+
+    ::
+
+        recording = TraceEventHandler(path="mine.jsonl")
+        get_dispatcher().add_event_handler(recording)
+
+    A line says when a request was made, the ids and lengths of its documents, and how long question and answer were; it
+    holds no text. The question is all of the prompt that is no document. Requests that fail are left out.
+
+    Raises:
+        TraceError: the file cannot be made, or holds something already.
+    """
+
+    path: Path
+    _recorder: TraceRecorder = PrivateAttr()
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "TraceEventHandler"
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Make the file."""
+        super().model_post_init(context)
+        self._recorder = TraceRecorder(self.path)
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        """Record a :class:`CacheStatsEvent` with the time at which its request began; let every other event pass."""
+        if isinstance(event, LLMChatStartEvent | LLMCompletionStartEvent):
+            self._recorder.begin(event.span_id)
+        elif isinstance(event, CacheStatsEvent):
+            self._recorder.end_with(event.span_id, event.stats)
+        elif isinstance(event, LLMChatEndEvent | LLMCompletionEndEvent):
+            self._recorder.drop(event.span_id)
+
+    def close(self) -> None:
+        """Close the file; the end of the process does so, too."""
+        self._recorder.close()

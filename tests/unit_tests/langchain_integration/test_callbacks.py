@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,8 @@ from langchain_core.runnables import RunnableLambda
 
 from ragcache_core import Document
 from ragcache_core.errors import RAGCacheError
-from ragcache_integrations.langchain import CacheStatsCallbackHandler, CacheSummary, ChatRAGCache
+from ragcache_core.sim.trace import read_trace
+from ragcache_integrations.langchain import CacheStatsCallbackHandler, CacheSummary, ChatRAGCache, TraceCallbackHandler
 from tests.scripted_server import THREE_TIERS, Refusal, ScriptedServer
 
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
@@ -125,3 +127,23 @@ def test_reset_forgets_everything_and_runs_are_bounded(llm: ChatRAGCache) -> Non
     handler.reset()
     assert handler.summary() == CacheSummary()
     assert handler.runs == []
+
+
+async def test_the_requests_of_a_chain_are_recorded_as_a_trace_without_text(
+    llm: ChatRAGCache, server: ScriptedServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    server.script(Refusal(400, "no"))
+    with TraceCallbackHandler(path) as recording:
+        config: Any = {"callbacks": [recording]}
+        with pytest.raises(RAGCacheError):
+            llm.invoke(QUESTIONS[0], config, documents=[SUN])
+        answers = [llm.invoke(QUESTIONS[1], config, documents=[SUN]), await llm.ainvoke("Who?", config)]
+        assert list(llm.stream(QUESTIONS[2], config, documents=[SUN]))
+    trace = list(read_trace(path))
+    assert [request.doc_ids for request in trace] == [("sun",), (), ("sun",)]
+    for request, answer in zip(trace, answers, strict=False):
+        assert answer.usage_metadata is not None
+        assert sum(request.doc_tokens) + request.question_tokens == answer.usage_metadata["input_tokens"]
+        assert request.output_tokens == answer.usage_metadata["output_tokens"]
+    assert "planet" not in path.read_text()
