@@ -146,10 +146,12 @@ def import_(
 
     \b
     vllm       requests of a server, as a proxy logs them: bodies whose kv_transfer_params name documents
-    langchain  runs, as a tracer or LangSmith exports them: those of retrievers, also inside other runs
+    langchain  runs, as a tracer or LangSmith exports them: those of retrievers, also inside other runs, and how long
+               the model's answer of the same trace was
     plain      {"timestamp": "2026-01-31T12:00:00Z", "docs": ["d17", "d3"]}, and what else a trace's line has
 
-    Requests are sorted, and the first arrives at 0. Lines about something else are passed over.
+    Requests are sorted, and the first arrives at 0. Lines about something else are passed over. Where a log has texts
+    and no lengths, a token is taken to be 4 characters.
     """
     from ragcache_core.sim.importing import Assumptions, import_log, read_lengths
 
@@ -165,7 +167,17 @@ def import_(
             f"speculative requests {imported.num_speculative:,}",
             err=True,
         )
-    facts = {"format": imported.log_format, "num_passed_over": imported.num_passed_over}
+    if imported.num_estimated:
+        click.echo(
+            f"ragcache: {imported.num_estimated:,} lengths of documents are those of their texts, at 4 characters a "
+            "token: give --lengths FILE for exact ones",
+            err=True,
+        )
+    facts = {
+        "num_estimated": imported.num_estimated,
+        "format": imported.log_format,
+        "num_passed_over": imported.num_passed_over,
+    }
     _write(imported.trace, output, as_json, {**facts, "num_speculative": imported.num_speculative})
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ragcache_core.errors import ConfigError, TraceError
-from ragcache_core.sim.log_formats import READERS, LogFormat, Retrieval, format_of
+from ragcache_core.sim.log_formats import READERS, Answer, LogFormat, Retrieval, format_of
 from ragcache_core.sim.request import are_lengths, check_request
 from ragcache_core.sim.trace import Trace, TracedRequest
 
@@ -18,6 +18,8 @@ from ragcache_core.sim.trace import Trace, TracedRequest
 @dataclass(frozen=True, slots=True)
 class Assumptions:
     """What holds where a log does not say: a document's length by its id, else of all, the question's, the answer's.
+
+    A document whose text the log has is as long as that says, unless its length is known by its id.
 
     Speculative requests of a vLLM log are passed over, as most of them were superseded, unless they are to be counted.
     """
@@ -38,12 +40,16 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class ImportedLog:
-    """A log's trace, whose format it had, and how many of its lines were about something else or speculative."""
+    """A log's trace, whose format it had, and how many of its lines were about something else or speculative.
+
+    ``num_estimated`` lengths of documents were taken from their texts, at 4 characters a token.
+    """
 
     trace: Trace
     log_format: LogFormat
     num_passed_over: int
     num_speculative: int
+    num_estimated: int = 0
 
 
 def import_log(path: Path | str, assumed: Assumptions, log_format: LogFormat | None = None) -> ImportedLog:
@@ -56,20 +62,36 @@ def import_log(path: Path | str, assumed: Assumptions, log_format: LogFormat | N
     """
     path = Path(path)
     requests: list[TracedRequest] = []
-    num_passed_over = num_speculative = 0
+    found: list[tuple[int, Retrieval]] = []
+    answers: dict[str, list[Answer]] = {}
+    num_passed_over = num_speculative = num_estimated = 0
     for number, row in _rows(path):
         log_format = log_format or format_of(row)
         is_about_another = True
         try:
             for retrieval in READERS[log_format](row) if log_format else ():
                 is_about_another = False
-                if retrieval.is_speculative and not assumed.counts_speculative:
+                if isinstance(retrieval, Answer):
+                    answers.setdefault(retrieval.trace_id or f"line {number}", []).append(retrieval)
+                elif retrieval.is_speculative and not assumed.counts_speculative:
                     num_speculative += 1
                 else:
-                    requests.append(_request(retrieval, assumed))
+                    found.append((number, retrieval))
         except ValueError as error:
             raise TraceError(str(error), path, number) from error
         num_passed_over += is_about_another
+    for number, retrieval in found:
+        answered = _answered(retrieval, answers.get(retrieval.trace_id or f"line {number}", []))
+        try:
+            requests.append(_request(answered, assumed))
+        except ValueError as error:
+            raise TraceError(str(error), path, number) from error
+        num_estimated += sum(
+            given is None and estimate is not None and doc_id not in assumed.lengths
+            for doc_id, given, estimate in zip(
+                retrieval.doc_ids, retrieval.doc_tokens, retrieval.doc_estimates, strict=False
+            )
+        )
     if not requests or log_format is None:
         raise TraceError(
             f"no line of the log says what was retrieved ({num_passed_over} about something else, {num_speculative} "
@@ -78,7 +100,7 @@ def import_log(path: Path | str, assumed: Assumptions, log_format: LogFormat | N
     requests.sort(key=lambda request: request.arrival_s)  # a log is often written when a request ends
     start_s = requests[0].arrival_s
     trace = Trace.from_requests(replace(r, arrival_s=round(r.arrival_s - start_s, 6)) for r in requests)
-    return ImportedLog(trace, log_format, num_passed_over, num_speculative)
+    return ImportedLog(trace, log_format, num_passed_over, num_speculative, num_estimated)
 
 
 def read_lengths(path: Path | str) -> dict[str, int]:
@@ -125,10 +147,11 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
 
 
 def _request(retrieval: Retrieval, assumed: Assumptions) -> TracedRequest:
+    estimates = retrieval.doc_estimates or (None,) * len(retrieval.doc_ids)
     tokens = tuple(
-        _length(doc_id, given, assumed)
-        for doc_id, given in zip(retrieval.doc_ids, retrieval.doc_tokens, strict=True)
-    )  # fmt: skip
+        _length(doc_id, given, estimate, assumed)
+        for doc_id, given, estimate in zip(retrieval.doc_ids, retrieval.doc_tokens, estimates, strict=True)
+    )
     question, output = retrieval.question_tokens, retrieval.output_tokens
     request = TracedRequest(
         0.0,
@@ -141,8 +164,18 @@ def _request(retrieval: Retrieval, assumed: Assumptions) -> TracedRequest:
     return replace(request, arrival_s=retrieval.time_s)
 
 
-def _length(doc_id: str, given: int | None, assumed: Assumptions) -> int:
-    known = assumed.lengths.get(doc_id, assumed.mean_tokens) if given is None else given
+def _answered(retrieval: Retrieval, answers: Sequence[Answer]) -> Retrieval:
+    """Return a retrieval with the length of the answer that was asked for next in its trace."""
+    if retrieval.output_tokens is not None or not answers:
+        return retrieval
+    later = [answer for answer in answers if answer.time_s >= retrieval.time_s]
+    answer = min(later, key=lambda one: one.time_s) if later else max(answers, key=lambda one: one.time_s)
+    return replace(retrieval, output_tokens=answer.output_tokens)
+
+
+def _length(doc_id: str, given: int | None, estimate: int | None, assumed: Assumptions) -> int:
+    by_text = assumed.mean_tokens if estimate is None else estimate
+    known = assumed.lengths.get(doc_id, by_text) if given is None else given
     if known is None:
         raise ValueError(f"the length of document {doc_id!r:.60} is unknown: give --lengths FILE, or --mean-tokens")
     return known

@@ -27,12 +27,20 @@ _QUESTION_TOKENS = ("question_tokens", "query_tokens")
 _OUTPUT_TOKENS = ("output_tokens", "completion_tokens", "num_output_tokens")
 _IDS = ("id", "doc_id", "document_id", "chunk_id", "_id")
 _PLACES = ("chunk", "chunk_index", "seq_num", "start_index", "page")
+_TEXTS = ("text", "page_content", "content")
+_QUESTIONS = ("question", "query", "input", "prompt")
+_ANSWERS = ("answer", "output", "response", "completion")
 _MAX_DEPTH = 8
+_CHARS_PER_TOKEN = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """What a log says of one request; what it does not say is None. ``time_s`` counts from wherever the log counts."""
+    """What a log says of one request; what it does not say is None. ``time_s`` counts from wherever the log counts.
+
+    ``doc_estimates`` are the documents' lengths by their texts, and so is the question's where nothing else tells it;
+    ``trace_id`` is what it has in common with the run that answered.
+    """
 
     time_s: float
     doc_ids: tuple[str, ...]
@@ -40,6 +48,22 @@ class Retrieval:
     question_tokens: int | None = None
     output_tokens: int | None = None
     is_speculative: bool = False
+    doc_estimates: tuple[int | None, ...] = ()
+    trace_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How long a model's answer was, and which runs it belongs to. ``time_s`` is when it was asked for."""
+
+    time_s: float
+    trace_id: str | None
+    output_tokens: int
+
+
+def estimated_tokens(text: object) -> int | None:
+    """Return about how many tokens a text has, at 4 characters each; None if it is none."""
+    return max(round(len(text) / _CHARS_PER_TOKEN), 1) if isinstance(text, str) and text else None
 
 
 def format_of(row: Row) -> LogFormat | None:
@@ -80,8 +104,8 @@ def vllm_retrievals(row: Row) -> Iterator[Retrieval]:
         )
 
 
-def langchain_retrievals(row: Row) -> Iterator[Retrieval]:
-    """Yield every retriever's run of a line: a run, or a tree of them, as tracers and LangSmith's exports have it.
+def langchain_retrievals(row: Row) -> Iterator[Retrieval | Answer]:
+    """Yield every retriever's and model's run of a line: a run, or a tree of them, as tracers and LangSmith export it.
 
     A document is known by its id, else by its metadata (an id, or its source and the place in it), else by its text.
     """
@@ -100,23 +124,30 @@ def plain_retrievals(row: Row) -> Iterator[Retrieval]:
         tokens = [_count(d, _DOC_TOKENS) if isinstance(d, Mapping) else None for d in documents]
     if not isinstance(tokens, list) or len(tokens) != len(documents):
         raise ValueError(f"the lengths are {tokens!r:.60}: they must be a list with one for each document")
+    question, answer = _tokens(row, _QUESTION_TOKENS), _tokens(row, _OUTPUT_TOKENS)
     yield Retrieval(
         _time_s(row),
         tuple(_id_of(_first(d, _IDS) if isinstance(d, Mapping) else d) for d in documents),
         tuple(tokens),
-        _tokens(row, _QUESTION_TOKENS),
-        _tokens(row, _OUTPUT_TOKENS),
+        estimated_tokens(_first(row, _QUESTIONS)) if question is None else question,
+        estimated_tokens(_first(row, _ANSWERS)) if answer is None else answer,
+        doc_estimates=tuple(estimated_tokens(_first(d, _TEXTS)) if isinstance(d, Mapping) else None for d in documents),
     )
 
 
-READERS: Mapping[LogFormat, Callable[[Row], Iterator[Retrieval]]] = {
+READERS: Mapping[LogFormat, Callable[[Row], Iterator[Retrieval | Answer]]] = {
     "vllm": vllm_retrievals,
     "langchain": langchain_retrievals,
     "plain": plain_retrievals,
 }
 
 
-def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval]:
+def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval | Answer]:
+    trace_id = next(
+        (str(found) for found in (run.get("trace_id"), root.get("trace_id"), root.get("id")) if found), None
+    )
+    if run.get("run_type") in ("llm", "chat_model") and (tokens := _answer_tokens(run)) is not None:
+        yield Answer(_time_s(run), trace_id, tokens)
     if run.get("run_type") == "retriever":
         outputs = run.get("outputs")
         if isinstance(outputs, Mapping):  # one that failed has none
@@ -127,10 +158,14 @@ def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval]:
             own = _tokens(run, _OUTPUT_TOKENS)
             yield Retrieval(
                 _time_s(run),
-                tuple(doc_id for doc_id, _ in parts),
-                tuple(tokens for _, tokens in parts),
-                None,
+                tuple(doc_id for doc_id, _, _ in parts),
+                tuple(tokens for _, tokens, _ in parts),
+                estimated_tokens(_first(asked, _QUESTIONS))
+                if isinstance(asked := run.get("inputs"), Mapping)
+                else None,
                 _tokens(root, _OUTPUT_TOKENS) if own is None else own,
+                doc_estimates=tuple(estimate for _, _, estimate in parts),
+                trace_id=trace_id,
             )
     children = run.get("child_runs")
     if isinstance(children, list) and depth < _MAX_DEPTH:
@@ -139,7 +174,28 @@ def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval]:
                 yield from _runs(child, root, depth + 1)
 
 
-def _langchain_document(document: object) -> tuple[str, int | None]:
+def _answer_tokens(run: Row) -> int | None:
+    """Return how long the answer of a model's run was: as somebody counted, else by its text."""
+    outputs = run.get("outputs")
+    for place in ("usage_metadata", "token_usage", "usage"):
+        if isinstance(found := _search(_listed(outputs), place), Mapping):
+            for name in ("output_tokens", "completion_tokens"):
+                if (tokens := _count(found, (name,))) is not None:
+                    return tokens
+    counted = _count(run, _OUTPUT_TOKENS)
+    return estimated_tokens(_search(_listed(outputs), "text")) if counted is None else counted
+
+
+def _listed(value: object, depth: int = 0) -> object:
+    """Return JSON with its lists as mappings, for a search of names."""
+    if isinstance(value, list) and depth <= _MAX_DEPTH:
+        return {str(i): _listed(inner, depth + 1) for i, inner in enumerate(value)}
+    if isinstance(value, Mapping) and depth <= _MAX_DEPTH:
+        return {key: _listed(inner, depth + 1) for key, inner in value.items()}
+    return value
+
+
+def _langchain_document(document: object) -> tuple[str, int | None, int | None]:
     if isinstance(document, Mapping) and "kwargs" in document:  # as langchain_core.load.dumpd writes it
         document = document["kwargs"]
     if not isinstance(document, Mapping):
@@ -147,16 +203,17 @@ def _langchain_document(document: object) -> tuple[str, int | None]:
     metadata = document.get("metadata")
     metadata = metadata if isinstance(metadata, Mapping) else {}
     tokens = _count(metadata, _DOC_TOKENS)
+    estimate = estimated_tokens(document.get("page_content"))
     known = _first(document, ("id",)) or _first(metadata, _IDS)
     if known is not None:
-        return _id_of(known), tokens
+        return _id_of(known), tokens, estimate
     if (source := metadata.get("source")) is not None:
         place = _first(metadata, _PLACES)
-        return (_id_of(source) if place is None else f"{source}#{place}"), tokens
+        return (_id_of(source) if place is None else f"{source}#{place}"), tokens, estimate
     text = document.get("page_content")
     if not isinstance(text, str):
         raise ValueError(f"a document of a retriever has neither an id nor text: {dict(document)!r:.60}")  # noqa: TRY004
-    return f"text-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}", tokens
+    return f"text-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}", tokens, estimate
 
 
 def _kv_transfer_params(row: Row) -> Row | None:

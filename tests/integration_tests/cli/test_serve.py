@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 from ragcache_core.cli import cli
 from ragcache_core.retrieval import DocumentStore
+from ragcache_core.sim.trace import read_trace
 from ragcache_core.types import Document
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +51,8 @@ def serving(log: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_server_is_started_asked_and_ended_by_ctrl_c_without_a_trace(tmp_path: Path) -> None:
     with DocumentStore.create(tmp_path / "notes.store", index="flat") as store:
         store.add([Document("zor.md", "the house of zor is near the river.")])
-    with serving(tmp_path / "server.log") as process:
+    recorded = tmp_path / "requests.jsonl"
+    with serving(tmp_path / "server.log", "--record-trace", str(recorded)) as process:
         announced = json.loads(first_line(process))
         assert announced["pid"] == process.pid
         assert Path(announced["log"]).read_text()
@@ -71,6 +73,15 @@ def test_a_server_is_started_asked_and_ended_by_ctrl_c_without_a_trace(tmp_path:
         assert not alive
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", urlsplit(announced["url"]).port))
+    (request,) = read_trace(recorded)
+    assert request.doc_ids == ("zor.md",)
+    assert 0 < request.arrival_s < STARTUP_S
+    assert request.doc_tokens[0] > 5
+    assert request.question_tokens > 5
+    assert 0 < request.output_tokens <= 4
+    assert recorded.stat().st_mode & 0o777 == 0o600
+    assert "river" not in recorded.read_text()
+    assert CliRunner().invoke(cli, ["simulate", str(recorded)]).exit_code == 0
 
 
 def test_sigterm_while_the_model_is_loading_leaves_no_process(tmp_path: Path) -> None:

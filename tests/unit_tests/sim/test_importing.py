@@ -152,8 +152,46 @@ def test_what_langchains_own_tracer_keeps_is_read(tmp_path: Path) -> None:
     for question in ("who?", "where?"):
         Shelf().invoke(question, config={"callbacks": [Keeper()]})
     log = imported(tmp_path, *rows, assumed=Assumptions(mean_tokens=9))
-    assert [(r.doc_ids, r.doc_tokens) for r in log.trace] == [(("d1", "b.md"), (3, 9))] * 2
+    assert [(r.doc_ids, r.doc_tokens) for r in log.trace] == [(("d1", "b.md"), (3, 1))] * 2
+    assert log.num_estimated == 2
     assert log.trace[1].arrival_s > log.trace[0].arrival_s == 0.0
+
+
+def test_texts_say_how_long_documents_questions_and_answers_are(tmp_path: Path) -> None:
+    documents = [{"id": "a", "text": "x" * 400}, {"id": "b", "tokens": 7, "text": "x" * 400}, {"id": "c"}]
+    row = {"t": 1, "documents": documents, "question": "x" * 80, "answer": "x" * 40}
+    log = imported(tmp_path, row, assumed=Assumptions(mean_tokens=5))
+    assert list(log.trace) == [TracedRequest(0.0, ("a", "b", "c"), (100, 7, 5), 20, 10)]
+    assert log.num_estimated == 1
+    known = imported(tmp_path, row, assumed=Assumptions({"a": 90}, mean_tokens=5))
+    assert list(known.trace) == [TracedRequest(0.0, ("a", "b", "c"), (90, 7, 5), 20, 10)]
+    (request,) = imported(tmp_path, run([document("x" * 200, "d")], inputs={"query": "x" * 60})).trace
+    assert (request.doc_tokens, request.question_tokens) == ((50,), 15)
+
+
+def model(second: int, outputs: object, **fields: object) -> dict[str, object]:
+    return {"run_type": "llm", "start_time": f"2026-01-31T12:00:{second:02}Z", "outputs": outputs, **fields}
+
+
+def said(tokens: int | None, text: str = "") -> dict[str, object]:
+    usage = {} if tokens is None else {"usage_metadata": {"output_tokens": tokens}}
+    return {"generations": [[{"text": text, "message": {"kwargs": {"content": text, **usage}}}]]}
+
+
+def test_the_answer_of_the_same_trace_is_joined(tmp_path: Path) -> None:
+    flat = [
+        run([document("x", "a", tokens=5)], trace_id="one", start_time="2026-01-31T12:00:01Z"),
+        model(9, said(90), trace_id="one"),
+        model(2, said(20), trace_id="one"),
+        model(1, said(33), trace_id="other"),
+        model(4, {"llm_output": {"token_usage": {"completion_tokens": 44}}}, trace_id="two"),
+        run([document("x", "b", tokens=5)], trace_id="two", start_time="2026-01-31T12:00:03Z"),
+    ]
+    children = [run([document("x", "c", tokens=5)], start_time="2026-01-31T12:00:05Z"), model(6, said(None, "x" * 24))]
+    tree = {"run_type": "chain", "start_time": NOON, "child_runs": [{"run_type": "chain", "child_runs": children}]}
+    log = imported(tmp_path, *flat, tree)
+    assert [(r.doc_ids, r.output_tokens) for r in log.trace] == [(("a",), 20), (("b",), 44), (("c",), 6)]
+    assert log.num_passed_over == 0
 
 
 def test_plain_lines_may_say_as_little_as_a_time_and_ids(tmp_path: Path) -> None:
