@@ -194,6 +194,7 @@ class DocumentAware:
 
     def _record(self, request: Request) -> None:
         """Put a request that has ended into the trace, unless nobody has asked for it."""
+        assert self.controller is not None
         if self._recorder is None or (record := self.controller.record_of(request.request_id)) is None:
             return
         if record.is_speculative:
