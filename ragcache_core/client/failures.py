@@ -88,9 +88,10 @@ def translated(error: Exception) -> RAGCacheError:
             return EngineDiedError(f"the connection to the engine broke during an answer ({message}): ask again")
     if _INTERNAL_SIGN in message and _is_constrained(error):
         return EngineError(
-            "the engine gave up an answer that has to follow a grammar (tool_choice, response_format or a JSON schema): "
-            "most likely the model's tokens cannot spell what comes next in it; the server's log says more. Ask without "
-            "it (tool_choice='auto', or in LlamaIndex a selector of text, LLMSingleSelector), or serve another model"
+            "the engine gave up an answer that has to follow a grammar (of tool_choice, response_format or a schema): "
+            "most likely the model's tokens cannot spell what comes next in it; the server's log says more. Ask "
+            "without (tool_choice='auto', or in LlamaIndex a selector of text, LLMSingleSelector), or serve another "
+            "model"
         )
     if says_engine_died(message):
         return EngineDiedError(

@@ -12,6 +12,7 @@ import pytest
 from llama_index.core.agent.workflow import FunctionAgent, ToolCallResult
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
+from llama_index.core.query_engine import RouterQueryEngine
 from llama_index.core.schema import QueryBundle
 from llama_index.core.tools import FunctionTool, QueryEngineTool
 from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Workflow, step
@@ -274,6 +275,16 @@ def test_structured_output_is_enforced(llm: RAGCacheLLM) -> None:
     )
     spelled = "".join((response.message.content or "").split())  # the demo model's tokens have spaces between them
     assert Judged.model_validate_json(spelled).answer in ("yes", "no")
+
+
+def test_a_router_asks_the_selector_and_says_which_to_use_where_the_model_cannot_spell_a_choice(
+    llm: RAGCacheLLM, retriever: RAGCacheRetriever
+) -> None:
+    """The demo model has no token for the beginning of what LlamaIndex's own choice of a selector requires."""
+    engine = RAGCacheQueryEngine(retriever, llm)
+    tools = [QueryEngineTool.from_defaults(engine, description=what) for what in ("for towns", "for companies")]
+    with pytest.raises(EngineError, match="has to follow a grammar .* LLMSingleSelector"):
+        RouterQueryEngine.from_defaults(tools, llm=llm).query(QUESTION)
 
 
 async def test_errors_are_the_cores_own(engine: Engine, llm: RAGCacheLLM, retriever: RAGCacheRetriever) -> None:

@@ -23,7 +23,7 @@ from ragcache_core.client.arguments import (
     server_environment,
     vllm_arguments,
 )
-from ragcache_core.client.failures import translate_errors
+from ragcache_core.client.failures import translate_errors, translated
 from ragcache_core.client.generation import AnswerReader
 from ragcache_core.client.handshake import Handshake
 from ragcache_core.client.metrics import parse_metrics
