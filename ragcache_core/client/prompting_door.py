@@ -114,10 +114,11 @@ class PromptingDoor:
         """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
 
         ``documents`` are found by their text, and so are those that were remembered, and those that a framework's
-        retrievers returned lately. ``settings`` are the other fields
-        of the request (tools, ``extra_body``, ...). Requests with tools or settings of the chat template, messages
-        other than plain text, and engines whose tokenizer is not at hand are left to the server: their plan is empty,
-        and the engine knows no documents of theirs to reuse. ``chunk_reuse`` is that of ``stream``.
+        retrievers returned lately. ``settings`` are the other fields of the request (tools, ``extra_body``, ...).
+        Requests with tools or settings of the chat template, messages other than plain text, and engines whose
+        tokenizer is not at hand are left to the server: the engine knows no documents of theirs to reuse, and their
+        plan is empty, or holds the messages without the documents' control tokens. ``chunk_reuse`` is that of
+        ``stream``.
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window.
@@ -143,7 +144,7 @@ class PromptingDoor:
             messages,
             shown,
             max_model_len=self.max_model_len,
-            questions=[search.query for search in searches if search.query],
+            questions=[search.query for search in (*searches, *RETRIEVED.searches()) if search.query],
             reordered=self._reordered,
             chunk_reuse=chunk_reuse,
         )
