@@ -120,13 +120,13 @@ PUBLIC: dict[str, set[str]] = {
     "ragcache_integrations.langchain": {
         *("CacheStatsCallbackHandler", "CacheSummary", "ChatRAGCache", "DocumentHits", "RAGCacheRetriever"),
         *("SpeculativeRAG", "StagedFAISS", "TfidfSvdEmbeddings", "format_documents", "prompt_from_layout", "to_core"),
-        "to_langchain",
+        *("TraceCallbackHandler", "to_langchain"),
     },
     "ragcache_integrations.llamaindex": {
         *("CacheStatsEvent", "CacheStatsEventHandler", "CacheSummary", "DocumentHits"),
         *("RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
         *("RetrievalStageEvent", "SpeculationEvent", "StagedFAISSVectorStore", "TfidfSvdEmbedding"),
-        *("document_from_node", "node_from_document"),
+        *("TraceEventHandler", "document_from_node", "node_from_document"),
     },
 }
 """The names that users may rely on. Removing one is a breaking change; adding one belongs in the CHANGELOG."""
