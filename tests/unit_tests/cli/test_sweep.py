@@ -73,7 +73,7 @@ def test_resume_does_not_write_over_runs_that_it_could_not_read(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "sweep.json"
-    run(trace, *SMALL, "--json", output)
+    run(trace, *SMALL, "--output", output)
     whole, real = output.read_bytes(), Path.read_bytes
 
     def fail(path: Path) -> bytes:
@@ -83,7 +83,7 @@ def test_resume_does_not_write_over_runs_that_it_could_not_read(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_bytes", fail)
-        done = run(trace, *SMALL, "--json", output, "--resume")
+        done = run(trace, *SMALL, "--output", output, "--resume")
     assert done.exit_code != 0
     assert "cannot be read (Input/output error)" in str(done.exception) + done.stderr
     assert output.read_bytes() == whole
