@@ -1,4 +1,4 @@
-"""What of a request the server's process cannot send to the engine's."""
+"""What of a request's metadata the server's process cannot send to the engine's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SendingInputProcessor(InputProcessor):
     JSON has halves of surrogate pairs and numbers of any size, MessagePack has not: vLLM would answer such a request
     with status 500, and never forget it. What is nested hundreds deep would end the engine, which pickles it for its
     workers. So the request is served, and the engine ignores and counts its metadata. What stands beside it and cannot
-    be sent is left out: of what vLLM knows there, nothing is like that. Elsewhere in a request such values are refused,
-    and so are more documents than the engine reads.
+    be sent is left out: of what vLLM knows there, nothing is like that. More documents than the engine reads are refused.
+    Elsewhere in a request such values are refused before (``request_body.py``).
     """
 
     _encoder: MsgpackEncoder
@@ -31,7 +31,7 @@ class SendingInputProcessor(InputProcessor):
         """Return the request as it is sent.
 
         Raises:
-            GracefulHTTPError: a number or a text that cannot be sent, or too many documents.
+            GracefulHTTPError: too many documents.
         """
         sent = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")  # a pooling request has none
         if isinstance(sent, dict):
@@ -43,14 +43,6 @@ class SendingInputProcessor(InputProcessor):
                     sent[key] = unsendable(value, error)
                 else:
                     del sent[key]
-        try:
-            self._encoder.encode([request_id, params])
-        except (ValueError, OverflowError) as error:
-            raise GracefulHTTPError(
-                f"the request cannot be sent to the engine ({ascii(str(error))[1:-1]:.200}): send texts without halves "
-                "of surrogate pairs, and whole numbers of 64 bits",
-                HTTPStatus.BAD_REQUEST,
-            ) from None
         return super().process_inputs(request_id, prompt, params, *args, **kwargs)
 
     def _why_not(self, key: str, value: object) -> Exception | None:

@@ -143,6 +143,11 @@ def ask(engine: Engine, route: str, more: dict[str, object], headers: dict[str, 
     return httpx.post(engine.base_url.removesuffix("/v1") + route, content=body, headers=headers, timeout=60)
 
 
+def said(answer: httpx.Response) -> str:
+    message: str = answer.json()["error"]["message"]
+    return message
+
+
 def spans(num_documents: int) -> dict[str, object]:
     documents = [{"id": str(i), "start": i, "end": i + 1} for i in range(num_documents)]
     return {"kv_transfer_params": {"ragcache": {"version": 1, "documents": documents}}}
@@ -166,8 +171,8 @@ def test_what_cannot_be_sent_to_the_engine_is_refused_with_the_reason(
 ) -> None:
     answer = ask(engine, route, more)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("the request cannot be sent to the engine (")
-    assert "halves of surrogate pairs, and whole numbers of 64 bits" in answer.json()["error"]["message"]
+    (name,) = more
+    assert re.match(rf"the request\.{name}.* (half of a surrogate pair|must lie within 64 bits)", said(answer))
     assert ask(engine, route, {}).status_code == 200
 
 
