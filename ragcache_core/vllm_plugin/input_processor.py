@@ -15,8 +15,8 @@ class SendingInputProcessor(InputProcessor):
     JSON has halves of surrogate pairs and numbers of any size, MessagePack has not: vLLM would answer such a request
     with status 500, and never forget it. What is nested hundreds deep would end the engine, which pickles it for its
     workers. So the request is served, and the engine ignores and counts its metadata. What stands beside it and cannot
-    be sent is left out: of what vLLM knows there, nothing is like that. More documents than the engine reads are refused.
-    Elsewhere in a request such values are refused before (``request_body.py``).
+    be sent is left out: of what vLLM knows there, nothing is like that. More documents than the engine reads are
+    refused. Elsewhere in a request such values are refused before (``request_body.py``).
     """
 
     _encoder: MsgpackEncoder
