@@ -221,7 +221,7 @@ CASES: list[tuple[Case, type[RAGCacheError], str]] = [
     (one_bit_flipped("manifest.json"), StoreCorruptError, "manifest.json is damaged: restore"),
     (missing("index-*.faiss"), StoreCorruptError, "is missing: .*--rebuild-index"),
     (missing("manifest.json"), StoreCorruptError, "manifest.json is missing: restore"),
-    (newer_version, StoreVersionError, "store format 2, this RAGCache reads up to 1: upgrade RAGCache"),
+    (newer_version, StoreVersionError, "store format 3, this RAGCache reads up to 2: upgrade RAGCache"),
     (embedder_of_another_dimension, EmbedderMismatchError, "'tfidf-svd-64', not 'tfidf-svd-128': "),
     (another_index_than_the_stores, ConfigError, "made with --index flat, not hnsw: leave the option out"),
     (store_is_a_file, ConfigError, "new.txt is a file: choose a folder for the store"),
@@ -250,7 +250,7 @@ def test_a_port_that_is_taken(scene: Scene) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         done = run(["serve", str(ROOT / "examples" / "demo_model"), "--port", str(port)])
-    check_error(done, EngineStartError, rf"port {port} of 127.0.0.1 cannot be used .*: choose another port")
+    check_error(done, EngineStartError, rf"port {port} of 127.0.0.1 cannot be used .*: choose another --port")
 
 
 def test_a_disk_that_is_full_while_saving_loses_nothing(scene: Scene) -> None:
