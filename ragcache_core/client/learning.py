@@ -11,7 +11,7 @@ from typing import Any
 
 from ragcache_core.client.binding import UNKNOWN, BoundPrompt, Drafts, warn_question_first
 from ragcache_core.client.plan import RememberedSearch
-from ragcache_core.prompt import ChatMessage, DocumentSpan, PromptTokenizer, locate_documents
+from ragcache_core.prompt import ChatMessage, DocumentSpan, PromptTokenizer, locate_documents, num_alike
 from ragcache_core.types import DocId, Document
 
 _MAX_GAP_CHARS = 200
@@ -128,16 +128,22 @@ class LayoutLearner:
             known = self._layout
             is_foretold = known is not None and known.foretells(messages, documents)
             self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
-            if known is None or not is_foretold or seen.knows_more_than(known):
-                known = self._layout = seen
+            if known is None or not is_foretold:
+                layout = seen
+            else:  # what stands before the words that were searched for may be a part of somebody's question
+                asked = num_alike(known.tail[: known.asked], seen.tail)
+                is_more = seen.knows_more_than(known)
+                layout = replace(seen, asked=min(asked, seen.asked)) if is_more else replace(known, asked=asked)
+            if layout != known:
+                known = self._layout = layout
                 self._prompt = BoundPrompt(
-                    seen,
+                    layout,
                     self._tokenizer,
                     max_model_len=self._max_model_len,
-                    is_question_first=seen.is_question_first,
-                    has_documents=seen.num_documents != 0,
+                    is_question_first=layout.is_question_first,
+                    has_documents=layout.num_documents != 0,
                 )
-            is_new_warning = known.is_question_first and is_prefilled and not self._is_warned
+            is_new_warning = layout.is_question_first and is_prefilled and not self._is_warned
             self._is_warned |= is_new_warning
         if is_new_warning:
             warn_question_first(["question"])
@@ -193,7 +199,7 @@ def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
         first_number=0,
         num_documents=1,
         tail=tail,
-        asked=max(tail.rfind(query.strip()), 0) if asked is None else asked,
+        asked=asked or 0,
         after=after,
     )
     gaps = [content[one.end : other.start] for one, other in pairwise(spans)]

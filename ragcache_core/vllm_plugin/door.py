@@ -53,11 +53,14 @@ class Door:
         headers = Headers(scope=scope)
         num_bytes = _number(headers.get("content-length", ""))
         if num_bytes <= limit:
-            await self._app(scope, _bounded(receive, limit), send)
+            try:
+                await self._app(scope, _bounded(receive, limit), send)
+            except _TooLarge as error:  # raised to who reads the body before vLLM's own handlers of errors
+                await _too_large(error.detail)(scope, receive, send)
             return
         if "expect" not in headers:  # who waits for leave to send does not get it
             await _drain(receive)
-        await _too_large(num_bytes, limit)(scope, receive, send)
+        await _too_large(_why_too_large(str(num_bytes), limit))(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -82,6 +85,10 @@ def _number(header: str) -> int:
     return int(header[:19]) if header.isdecimal() else 0
 
 
+class _TooLarge(HTTPException):
+    """A body that goes on beyond the limit; vLLM's routes answer it like every ``HTTPException``."""
+
+
 def _bounded(receive: Receive, limit: int) -> Receive:
     """Return a ``receive`` that counts what comes, and refuses what is beyond ``limit``."""
     num_bytes = 0
@@ -91,7 +98,7 @@ def _bounded(receive: Receive, limit: int) -> Receive:
         message = await receive()
         num_bytes += len(message.get("body", b""))
         if num_bytes > limit:
-            raise HTTPException(413, _why_too_large(f"more than {limit}", limit))
+            raise _TooLarge(413, _why_too_large(f"more than {limit}", limit))
         return message
 
     return counting
@@ -107,8 +114,7 @@ async def _drain(receive: Receive) -> None:
             return
 
 
-def _too_large(num_bytes: int, limit: int) -> JSONResponse:
-    message = _why_too_large(str(num_bytes), limit)
+def _too_large(message: str) -> JSONResponse:
     error = {"message": message, "type": "Request Entity Too Large", "param": None, "code": 413}
     return JSONResponse({"error": error}, 413)  # as vLLM's own errors
 

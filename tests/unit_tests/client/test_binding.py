@@ -408,6 +408,32 @@ def test_letters_of_a_templates_words_are_not_taken_for_the_question(query: str)
     assert "Do not guess" in known.text
 
 
+@pytest.mark.parametrize(
+    ("query", "asked"),
+    [("moon", "Which planet has moons?"), ("planet", "Which one of the planets is red?"), ("st", "What is it?")],
+)
+def test_words_that_were_searched_for_are_not_looked_for_within_others(query: str, asked: str) -> None:
+    chain = Chain(system_and_user, joined)
+    chain.ask(DOCUMENTS, asked, query=query)
+    expect_known_beginning(chain, "Who is tall?")
+
+
+def test_what_two_questions_have_not_in_common_is_no_part_of_the_layout() -> None:
+    chain = Chain(system_and_user, joined)
+    chain.ask(DOCUMENTS, "Which moon is red?", query="moon")
+    chain.ask(OTHERS, "Is the sun hot?", query="sun")
+    expect_known_beginning(chain, "Who is tall?")
+
+
+def expect_known_beginning(chain: Chain, question: str) -> None:
+    assert chain.learner.prompt is not None
+    known = chain.learner.prompt.prefix(OTHERS, OTHERS)
+    assert known is not None
+    assert OTHERS[0].text in known.text
+    whole = request(chain.messages(OTHERS, question), OTHERS)
+    assert known.token_ids == whole.token_ids[: len(known.token_ids)]
+
+
 def test_a_learned_question_before_the_documents_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     chain = Chain(question_first, joined)
     for question in (QUESTION, "Which one is red?", "How hot is it?"):
