@@ -79,7 +79,8 @@ def locate_documents(
 
     Longer documents are placed first, so that one which contains another keeps its characters. A text that is shown
     twice under two ids takes two places, an id with several texts the place of the longest. What one of ``questions``
-    quotes of a document is not that document. Documents that ``text`` does not hold are left out.
+    quotes of a document is not that document, and a text of a few characters that is a part of a word is none: "no" in
+    "know". Documents that ``text`` does not hold are left out.
     """
     ids: dict[str, list[DocId]] = {}
     for doc_id, shown in documents:
@@ -97,6 +98,10 @@ def locate_documents(
     return [DocumentSpan(doc_id, start, end) for start, end, doc_id in places.taken if doc_id is not None]
 
 
+_SHORT_CHARS = 32
+"""A document of fewer characters may stand in a prompt as a part of a word."""
+
+
 class _Places:
     """The places of a text that are taken, in their order; None takes one that is no document's."""
 
@@ -108,10 +113,19 @@ class _Places:
         """Give the first free places of ``shown`` to ``doc_ids``, in their order; return how many there were."""
         start, num_taken = 0, 0
         while num_taken < len(doc_ids) and (start := self._text.find(shown, start)) >= 0:
+            if self._is_within_a_word(start, start + len(shown)):
+                start += 1
+                continue
             if self._try(start, start + len(shown), doc_ids[num_taken]):
                 num_taken += 1
             start = self.taken[self._num_before(start + len(shown)) - 1][1]
         return num_taken
+
+    def _is_within_a_word(self, start: int, end: int) -> bool:
+        """Return whether so short a text is a part of a word: a document that says "no" is not shown by "know"."""
+        if end - start >= _SHORT_CHARS:
+            return False
+        return any(0 < edge < len(self._text) and self._text[edge - 1 : edge + 1].isalnum() for edge in (start, end))
 
     def take_last(self, shown: str) -> None:
         """Keep the last place of ``shown`` from every document, if it is free."""

@@ -306,14 +306,29 @@ def as_where(accepted: MetadataFilter | None) -> Callable[[Document], bool] | No
     if accepted is None:
         return None
     if callable(accepted):
-        return lambda document: accepted(document.metadata)
+        return lambda document: _accepts(accepted, document)
     if not isinstance(accepted, Mapping):
         raise ConfigError(f"filter is {accepted!r:.80}: pass {{'key': value}}, or a function of the metadata")
     for name in (*accepted, *(key for value in accepted.values() if isinstance(value, Mapping) for key in value)):
         if str(name).startswith("$"):
             raise ConfigError(f"filter has the operator {name!r}: pass a function of the metadata instead")
+    if lists := [name for name, value in accepted.items() if isinstance(value, list | tuple | set)]:
+        raise ConfigError(
+            f"filter has several values for {lists[0]!r}, which are not looked for one by one: pass a function, "
+            f"lambda metadata: metadata[{lists[0]!r}] in ..."
+        )
     return lambda document: all(name in document.metadata and document.metadata[name] == value
                                 for name, value in accepted.items())  # fmt: skip
+
+
+def _accepts(accepted: Callable[[dict[str, Any]], bool], document: Document) -> bool:
+    try:
+        return accepted(document.metadata)
+    except AttributeError as error:  # other stores hand whole documents over
+        raise ConfigError(
+            f"filter fails ({error}): it is called with a document's metadata, a dict, as in "
+            "lambda metadata: metadata['key'] == 'value'"
+        ) from error
 
 
 def _documents(update: RetrievalUpdate) -> list[LangChainDocument]:

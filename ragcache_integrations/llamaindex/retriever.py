@@ -132,6 +132,8 @@ class RAGCacheRetriever(BaseRetriever):
         self._source = as_source(self._store, stages=stages)
         if embed_model is not None and not isinstance(self._store, DocumentStore | ShardedStore):
             raise ConfigError(f"{store!r:.80} is searched by text: leave embed_model out")
+        if filters is not None and not isinstance(filters, MetadataFilters):
+            raise ConfigError(f"filters is {filters!r:.80}: pass LlamaIndex's MetadataFilters(filters=[...])")
         if filters is not None and not isinstance(self._store, DocumentStore | ShardedStore):
             raise ConfigError(f"filters are given, but {store!r:.80} is no store: let stages() itself filter")
         self._where = accepts(filters) if filters is not None and filters.filters else None

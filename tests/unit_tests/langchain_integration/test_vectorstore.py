@@ -133,3 +133,18 @@ def test_what_the_core_refuses_is_refused(store: StagedFAISS) -> None:
     with pytest.raises(ConfigError):
         StagedFAISS.create(store.store.path / "x", metric="cosine")
     assert np.isfinite([s for _, s in store.similarity_search_with_score("star")]).all()
+
+
+@pytest.mark.parametrize(
+    ("accepted", "cure"),
+    [
+        (lambda document: document.metadata["n"] == 1, r"no attribute 'metadata'.* called with a document's metadata"),
+        ({"n": [1, 2]}, r"several values for 'n'.* pass a function, lambda metadata: metadata\['n'\] in"),
+    ],
+)
+def test_a_filter_of_another_kind_is_refused_with_how_to_write_it(
+    store: StagedFAISS, accepted: object, cure: str
+) -> None:
+    with pytest.raises(ConfigError, match=cure):
+        store.similarity_search("Which star?", 2, filter=accepted)
+    assert len(store.similarity_search("Which star?", 2, filter=lambda metadata: metadata["n"] in (1, 2))) == 2

@@ -84,6 +84,8 @@ async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> Non
             assert [n.node.node_id for n in await both_ways(retriever, query)] == ["sea"]
     with pytest.raises(ConfigError, match="ScriptedSource.* is no store"):
         RAGCacheRetriever(ScriptedSource(()), filters=last)
+    with pytest.raises(ConfigError, match="pass LlamaIndex's MetadataFilters"):
+        RAGCacheRetriever(store, filters={"page": 1})
 
 
 @pytest.mark.parametrize("unknown", ["filter", "search_kwargs", "top_k"])
