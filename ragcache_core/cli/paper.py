@@ -134,6 +134,9 @@ def paper(
     drawn = [one for exhibit in exhibits for one in exhibit.plots]
     if plot is not None and drawn:
         paper_report(exhibits, num_seeds, num_requests).save(plot)
+    if num_requests is not None:
+        few = f"{num_requests:,} requests each instead of an hour of them, which the figures' texts name"
+        click.echo(f"ragcache: warning: {few}: whether a row agrees means nothing", err=True)
     for path in (output, plot if drawn else None):
         if path is not None:
             click.echo(f"ragcache: written to {path}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -16,6 +17,10 @@ from ragcache_core.types import Tier
 _MISS = "miss"
 _CHUNK = "chunk"
 _LABELS: dict[Tier | None, str] = {None: _MISS, **{tier: tier.label for tier in Tier}}
+
+_FEWEST_FOR_A_RATE = 100
+_SERVED_SHARE = 0.8
+"""Of the requests of so many or more, a smaller share that is served while they arrive is called an overload."""
 
 
 class Recorder:
@@ -99,4 +104,14 @@ class Recorder:
             p99_decision_s=float(np.percentile(decision_s, 99)),
         )
         records = None if self._records is None else tuple(r for r in self._records if r is not None)
-        return SimulationResult(self._options, summary, notes, records)
+        return SimulationResult(self._options, summary, (*notes, *self._overload(summary)), records)
+
+    def _overload(self, summary: Summary) -> Iterator[str]:
+        """Say it where requests come faster than they are served, whatever is cached."""
+        first_s, last_s = self._arrival_s[self._options.warm_up], self._arrival_s[-1]
+        asked_rps = (summary.num_requests - 1) / (last_s - first_s) if last_s > first_s else 0.0
+        if summary.num_requests >= _FEWEST_FOR_A_RATE and summary.throughput_rps < _SERVED_SHARE * asked_rps:
+            yield (
+                f"{asked_rps:.2f} requests a second arrive and {summary.throughput_rps:.2f} are served: the queue only "
+                "grows, and times to first token say little of the cache; raise max-batch, or lower the trace's rate"
+            )

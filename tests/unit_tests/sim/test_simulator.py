@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,3 +252,11 @@ def test_a_run_is_the_same_again() -> None:
 
     first, second = (simulate(TRACE, options, keeps_requests=True) for _ in range(2))
     assert told(first) == told(second)
+
+
+def test_more_requests_than_can_be_served_are_told_and_a_load_that_can_is_not() -> None:
+    trace = make_trace(WORKLOADS["nq-small"], 200, seed=1)
+    slow, fast = (replace(trace, arrival_s=trace.arrival_s * factor) for factor in (100.0, 0.001))
+    assert simulate(slow, SimulationOptions()).notes == ()
+    (note,) = simulate(fast, SimulationOptions()).notes
+    assert re.fullmatch(r"[\d.]+ requests a second arrive and [\d.]+ are served: the queue only grows, .*", note)
