@@ -172,6 +172,8 @@ def _converse(reply: Callable[[str, Conversation], None], conversation: Conversa
             continue
         if text == "/new":
             conversation.clear()
+        elif text.startswith("/"):
+            click.echo(f"ragcache: there is no {text.split()[0]}: /new begins another conversation", err=True)
         elif text:
             try:
                 reply(text, conversation)

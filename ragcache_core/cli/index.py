@@ -14,7 +14,7 @@ import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedder, open_store, read_size, store_option
-from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreNotFoundError
+from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
 
 if TYPE_CHECKING:
     from ragcache_core.ingest import Changes, FileLimits, FileReading, FoundFiles, Origin, Splitting
@@ -38,6 +38,7 @@ class IndexSummary:
     num_replaced: int
     num_removed: int
     num_unchanged: int
+    num_kept: int
     num_documents: int
 
     def __str__(self) -> str:
@@ -47,6 +48,7 @@ class IndexSummary:
             f"{_count(self.num_removed, 'former document')} removed" * bool(self.num_removed),
             f"{self.num_unchanged} unchanged" * bool(self.num_unchanged),
             f"{self.num_bad} bad left out" * bool(self.num_bad),
+            f"{_count(self.num_kept, 'former document')} of bad files kept" * bool(self.num_kept),
             f"{_count(self.num_other_files, 'file')} of other kinds passed over" * bool(self.num_other_files),
         ]
         return f"{self.store}: {', '.join(filter(None, parts))}; it holds {_count(self.num_documents, 'document')}"
@@ -141,6 +143,8 @@ def index(
             )
         _store(target, changes)
         stored = set(target.ids())
+        bad = {Origin.of(file) for file in files.files} - whole
+        kept = [doc_id for doc_id, origin in origins.items() if origin in bad and doc_id in stored - read.keys()]
         write_origins(target.path, {i: origin for i, origin in {**origins, **read}.items() if i in stored})
         summary = IndexSummary(
             store=str(store),
@@ -151,6 +155,7 @@ def index(
             num_replaced=len(changes.changed),
             num_removed=len(changes.left_over),
             num_unchanged=changes.num_unchanged,
+            num_kept=len(kept),
             num_documents=len(target),
         )
     if as_json:
@@ -192,6 +197,8 @@ def _opened(
         store = open_store(path, embedder, rebuild_index=rebuild_index)
     except StoreNotFoundError:
         existed = path.exists()
+        if existed and path.is_dir() and any(path.iterdir()):  # the current one, too, which an unset variable names
+            raise StoreError(f"{path} is no document store and holds other files: name a new directory") from None
         store = DocumentStore.create(path, embedder=make_embedder(embedder), **options)  # type: ignore[arg-type]
         with store:
             try:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EmbedderName = Literal["builtin", "minilm"]
 
+
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), required=True, metavar="PATH", help="The document store's directory."
 )

@@ -89,4 +89,4 @@ def _documents(record: Record, splitting: Splitting) -> Iterator[Document]:
     chunks = splitting.split(record.text, is_markdown=record.is_markdown)
     for number, chunk in enumerate(chunks):
         doc_id = record.record_id if len(chunks) == 1 else f"{record.record_id}#{number}"
-        yield Document(doc_id, chunk, {**record.metadata, "chunk": number})
+        yield Document(doc_id, chunk, {"chunk": number, **record.metadata})

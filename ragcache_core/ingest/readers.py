@@ -167,7 +167,14 @@ def _json_record(line: str, name: str, number: int) -> Record:
         )
     if not isinstance(metadata, dict):
         raise DocumentError(f"line {number} of {name!r} has 'metadata' {metadata!r:.60}, not an object: {form}")
-    if (num_chars := len(json.dumps(metadata))) > _MAX_METADATA_CHARS:
+    try:
+        num_chars = len(json.dumps(metadata, allow_nan=False))
+    except ValueError as error:  # NaN and infinity, which JSON has not
+        raise DocumentError(
+            f"line {number} of {name!r} has a number in 'metadata' that is not finite ({error}): write null, or leave "
+            "bad documents out (--skip-bad)"
+        ) from error
+    if num_chars > _MAX_METADATA_CHARS:
         raise DocumentError(
             f"line {number} of {name!r} has 'metadata' of {num_chars} characters, each chunk carries them and the "
             f"limit is {_MAX_METADATA_CHARS}: shorten them, or leave bad documents out (--skip-bad)"

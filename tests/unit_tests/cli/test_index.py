@@ -58,7 +58,7 @@ def test_json_sums_up_in_one_object(notes: Path) -> None:
     summary = json.loads(index(notes, "--json").stdout)
     assert summary == {
         "store": str(store_of(notes)), "num_files": 4, "num_other_files": 1, "num_bad": 0, "num_added": 4,
-        "num_replaced": 0, "num_removed": 0, "num_unchanged": 0, "num_documents": 4,
+        "num_replaced": 0, "num_removed": 0, "num_unchanged": 0, "num_kept": 0, "num_documents": 4,
     }  # fmt: skip
 
 
@@ -134,8 +134,33 @@ def test_update_removes_the_rows_and_lines_that_were_taken_out_of_a_file(notes: 
 def test_the_documents_of_a_file_that_is_damaged_now_stay(notes: Path) -> None:
     index(notes)
     (notes / "mel.txt").write_bytes(b"\xff")
-    assert "1 bad left out" in index(notes, "--update", "--skip-bad").stdout
+    said = index(notes, "--update", "--skip-bad").stdout
+    assert "1 bad left out, 1 former document of bad files kept, " in said
     assert "mel.txt" in stored(notes)
+
+
+def test_a_number_that_json_has_not_is_told_with_its_line_and_left_out(notes: Path) -> None:
+    line = '{{"id": "{0}", "text": "{0}", "metadata": {{"a": {1}}}}}\n'
+    (notes / "faq.jsonl").write_text(line.format("faq-1", "NaN") + line.format("faq-2", 1))
+    assert "line 1 of 'faq.jsonl' has a number in 'metadata' that is not finite" in index(notes).stderr
+    assert "1 bad left out" in index(notes, "--skip-bad").stdout
+    assert "faq-2" in stored(notes)
+
+
+def test_metadata_of_ones_own_is_kept_whatever_its_name(notes: Path) -> None:
+    (notes / "faq.jsonl").write_text('{"id": "faq-1", "text": "One.", "metadata": {"chunk": 9}}\n')
+    index(notes)
+    with DocumentStore.open(store_of(notes)) as store:
+        assert store.get(["faq-1"])[0].metadata["chunk"] == 9
+
+
+def test_a_store_is_not_made_among_other_files(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(notes)
+    before = sorted(notes.iterdir())
+    result = CliRunner().invoke(cli, ["index", str(notes), "--store", ""])
+    assert result.exit_code == 1
+    assert "is no document store and holds other files: name a new directory" in result.stderr
+    assert sorted(notes.iterdir()) == before
 
 
 def test_a_file_of_the_same_name_elsewhere_does_not_replace_the_first(notes: Path, tmp_path: Path) -> None:
