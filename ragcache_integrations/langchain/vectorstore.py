@@ -321,7 +321,7 @@ def as_where(accepted: MetadataFilter | None) -> Callable[[Document], bool] | No
                                 for name, value in accepted.items())  # fmt: skip
 
 
-def _accepts(accepted: Callable[[dict[str, Any]], bool], document: Document) -> bool:
+def _accepts(accepted: Callable[[Mapping[str, Any]], bool], document: Document) -> bool:
     try:
         return accepted(document.metadata)
     except AttributeError as error:  # other stores hand whole documents over
