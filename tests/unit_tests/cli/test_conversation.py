@@ -71,10 +71,17 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def wait_for(self, text: str) -> str:
-        """Return what was shown until ``text`` was, and forget it."""
+    def wait_for(self, text: str, *, presses_enter: bool = False) -> str:
+        """Return what was shown until ``text`` was, and forget it.
+
+        With Ctrl-C a terminal drops what it has not shown yet, which may be the prompt: ``presses_enter`` for another.
+        """
         deadline = time.monotonic() + TIMEOUT_S
+        pressed_s = time.monotonic()
         while text not in self.shown:
+            if presses_enter and time.monotonic() > pressed_s + 2.0:
+                self.type("\n")
+                pressed_s = time.monotonic()
             assert time.monotonic() < deadline, f"{text!r} is not in {self.shown!r}"
             if select.select([self._ours], [], [], 0.1)[0]:
                 self.shown += os.read(self._ours, 10_000).decode()
@@ -131,9 +138,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(server: ScriptedServer,
     while server.num_running and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.num_running == 0
-    terminal.wait_for("> ")
+    terminal.wait_for("> ", presses_enter=True)
     terminal.type("half a line\x03")  # gives the line up
-    terminal.wait_for("> ")
+    terminal.wait_for("> ", presses_enter=True)
     terminal.type("Where does Mel end?\n")
     terminal.wait_for("In Tar.")
     terminal.wait_for("> ")
