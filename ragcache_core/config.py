@@ -23,6 +23,7 @@ from pydantic import (
 
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.memory import Memory, has_gpu, read_memory
+from ragcache_core.private_files import make_private_folder
 from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
@@ -329,7 +330,7 @@ def _writable(directory: Path, disk_bytes: int) -> Path:
     """Return the absolute path of a directory that is there, can be written to, and lies on a disk large enough."""
     try:
         path = directory.expanduser().absolute()
-        path.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path)
         with tempfile.TemporaryFile(dir=path):
             pass
         total_bytes = shutil.disk_usage(path).total

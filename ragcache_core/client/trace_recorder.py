@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import heapq
 import json
 import logging
@@ -162,6 +163,11 @@ def _open(path: Path, *, is_new: bool) -> Any:
         file.close()
         what = "there is such a file" if stat.S_ISREG(found.st_mode) else "this is no regular file"
         raise TraceError(f"{what}: name another one for the trace", path)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise TraceError("somebody else records into this file: name another one for the trace", path) from error
     os.fchmod(number, 0o600)
     return file
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,3 +346,12 @@ def test_this_very_machine_has_an_answer(tmp_path: Path) -> None:
     resolved = CacheConfig(disk_bytes="1MiB", directory=tmp_path).resolved()
     assert resolved.host_bytes is not None
     assert 0 < resolved.host_bytes <= 8 * GIB
+
+
+def test_a_directory_that_is_made_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        CacheConfig(directory=tmp_path / "kv", disk_bytes=1 << 20, host_bytes=1 << 20).resolved()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
