@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,3 +37,12 @@ def identity() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "kv_identity", lambda config: {"model": "demo", "weights": "5f3a"})
         yield
+
+
+@pytest.fixture
+def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs, however an engine in this process has set vLLM's loggers."""
+    logger = logging.getLogger("vllm")
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="vllm"):
+        patch.setattr(logger, "propagate", True)
+        yield caplog

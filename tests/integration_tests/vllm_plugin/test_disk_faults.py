@@ -245,7 +245,7 @@ def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_a
 
 
 def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     scene = opening()
     stored = scene.store("B")
@@ -262,10 +262,10 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
         assert scene.hits(stored) == []
         monkeypatch.setattr(disk, "_OUT_OF_SERVICE_PATIENCE_S", 0.05)
         scene.tier.clear()
-        assert "has not answered in 0.05 s, and is emptied when it does" in caplog.text
+        assert "has not answered in 0.05 s, and is emptied when it does" in plugin_log.text
         monkeypatch.setattr(disk_io, "_CLOSE_TIMEOUT_S", 0.05)
         scene.tier.shutdown()
-        assert f"leaves {scene.data_file.parent}, which has not answered in 0.05 s" in caplog.text
+        assert f"leaves {scene.data_file.parent}, which has not answered in 0.05 s" in plugin_log.text
     finally:
         go_on.set()
     scene.settle()
@@ -356,7 +356,7 @@ def test_what_follows_what_is_dropped_is_dropped_though_it_was_taken_before(
 
 
 def test_a_job_finds_no_room_while_others_hold_half_of_host_memory(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     buffer_chunks(monkeypatch, 1)
     scene = opening()
@@ -374,7 +374,7 @@ def test_a_job_finds_no_room_while_others_hold_half_of_host_memory(
     assert scene.result(first).success
     assert (scene.hits(keys), scene.num_hits("C"), scene.num_hits("B")) == (keys, 0, 0)
     assert scene.controller.counters.num_dropped_chunks == 5
-    assert caplog.text.count("slower than what is computed") == 1
+    assert plugin_log.text.count("slower than what is computed") == 1
     scene.check()
 
 

@@ -119,7 +119,7 @@ def test_clearing_forgets_everything_for_good_and_stores_nothing_under_the_old_i
 
 @pytest.mark.parametrize("part", [SlotFile, ChunkIndex])
 def test_a_disk_that_cannot_be_emptied_gives_nothing_back_after_a_reset(
-    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: type
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture, part: type
 ) -> None:
     scene = opening()
     keys = scene.store("B")
@@ -127,8 +127,8 @@ def test_a_disk_that_cannot_be_emptied_gives_nothing_back_after_a_reset(
     scene.tier.clear()
     assert not scene.hits(keys)
     assert not scene.controller.tiers[Tier.DISK].is_enabled
-    assert f"still holds KV from before a reset: {scene.data_file.parent} could not be emptied" in caplog.text
-    assert "delete the folder" in caplog.text
+    assert f"still holds KV from before a reset: {scene.data_file.parent} could not be emptied" in plugin_log.text
+    assert "delete the folder" in plugin_log.text
     scene.close()
     monkeypatch.undo()
     assert not opening().load(keys)
