@@ -13,7 +13,7 @@ READY  := $(VENV)/.ragcache-ready
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
 # What asks when an engine is idle runs with nothing beside it.
-ALONE  := $(addprefix tests/integration_tests/,client langchain_integration llamaindex_integration)
+ALONE  := $(addprefix tests/engine/,client langchain_integration llamaindex_integration)
 
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -46,12 +46,12 @@ demo: $(READY) ## answer questions from documents through LangChain and LlamaInd
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
 test: lint ## lint, types and every test
-	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=15 --durations-min=20 tests/integration_tests $(addprefix --ignore=,$(ALONE))
+	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=15 --durations-min=20 tests/engine $(addprefix --ignore=,$(ALONE))
 	$(VENV)/bin/python -m pytest $(ALONE)
 
 test-quick: $(READY) ## the tests that need no engine
-	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit_tests tests/contracts
+	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts
 
 test-install: $(READY) ## install the wheel with each extra into a clean environment, and ask an engine from there
 	rm -rf build/lib build/install
@@ -68,20 +68,20 @@ format: $(READY) ## let ruff rewrite what it can
 	$(VENV)/bin/ruff format .
 
 bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
-	$(VENV)/bin/python -m ragcache_core.bench --model examples/demo_model
+	$(VENV)/bin/python -m tests.benchmarks --model examples/demo_model
 
 bench-tiers: $(READY) ## measure what the tiers bring and cost; writes build/bench-tiers.json (an hour and a half)
-	$(VENV)/bin/python -m ragcache_core.bench.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m tests.benchmarks.tiers $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-pipeline: $(READY) ## measure what overlap and order bring; writes build/bench-pipeline.json (twenty minutes)
-	$(VENV)/bin/python -m ragcache_core.bench.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m tests.benchmarks.pipeline $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-simulation: $(READY) ## simulate policies, orders and queues; writes build/bench-simulation.json (half an hour)
-	$(VENV)/bin/python -m ragcache_core.bench.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m tests.benchmarks.simulation $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (half an hour)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
-	$(VENV)/bin/python -m ragcache_core.bench.chunks $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
+	$(VENV)/bin/python -m tests.benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(foreach part,$(ONLY),--only $(part))
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)

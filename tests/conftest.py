@@ -16,7 +16,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from ragcache_core.client import Engine
-from ragcache_core.client.speculating import Speculation, Speculations
+from ragcache_core.client.speculation.manager import Speculations
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.config import CacheConfig
 
 # A test run in the background of a shell has SIGINT ignored, and so would every process that it starts.

@@ -7,18 +7,18 @@ from typing import NoReturn
 import click
 
 from ragcache_core._version import __version__
-from ragcache_core.cli.ask import ask
-from ragcache_core.cli.bench import bench
-from ragcache_core.cli.calibrate import calibrate
 from ragcache_core.cli.command import Group
-from ragcache_core.cli.index import index
-from ragcache_core.cli.profile import profile
-from ragcache_core.cli.quality import quality
-from ragcache_core.cli.serve import serve
-from ragcache_core.cli.simulate import simulate
-from ragcache_core.cli.stats import stats
-from ragcache_core.cli.store import store
-from ragcache_core.cli.trace import trace
+from ragcache_core.cli.commands.ask import ask
+from ragcache_core.cli.commands.bench import bench
+from ragcache_core.cli.commands.calibrate import calibrate
+from ragcache_core.cli.commands.index import index
+from ragcache_core.cli.commands.profile import profile
+from ragcache_core.cli.commands.quality import quality
+from ragcache_core.cli.commands.serve import serve
+from ragcache_core.cli.commands.simulate import simulate
+from ragcache_core.cli.commands.stats import stats
+from ragcache_core.cli.commands.store import store
+from ragcache_core.cli.commands.trace import trace
 
 
 @click.group(

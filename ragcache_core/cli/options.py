@@ -170,7 +170,7 @@ def open_store(
         StoreCorruptError, StoreVersionError, StoreLockedError
     """
     from ragcache_core.retrieval import DocumentStore, MiniLMEmbedder
-    from ragcache_core.retrieval.manifest import read_manifest
+    from ragcache_core.retrieval.storage.manifest import read_manifest
 
     if embedder is None and read_manifest(path).embedder_name == MiniLMEmbedder.name:
         embedder = "minilm"
@@ -196,7 +196,7 @@ def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
     Raises:
         click.UsageError: with what to do instead.
     """
-    from ragcache_core.client.arguments import check_extra_args, check_needed
+    from ragcache_core.client.launch.arguments import check_extra_args, check_needed
 
     if vllm_args and not vllm_args[0].startswith("-"):
         raise click.UsageError(f"Got unexpected argument {vllm_args[0]!r}: vLLM's own options follow '--'.")

@@ -14,14 +14,14 @@ from typing import Any, Literal, Self
 
 import httpx
 
-from ragcache_core.client.asking import FindTokenizer, ServerDoor
-from ragcache_core.client.handshake import Handshake, ModelCard
-from ragcache_core.client.launch import launch_server
-from ragcache_core.client.offload import VLLMOffload
-from ragcache_core.client.process import GRACE_S
-from ragcache_core.client.supervisor import Supervisor
-from ragcache_core.client.tokenizer import ModelTokenizer, handed_out
-from ragcache_core.client.transport import Health
+from ragcache_core.client.engine_client import FindTokenizer, ServerDoor
+from ragcache_core.client.http.transport import Health
+from ragcache_core.client.launch.launch import launch_server
+from ragcache_core.client.launch.process import GRACE_S
+from ragcache_core.client.launch.supervisor import Supervisor
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
+from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import EngineDiedError, EngineUnreachableError, TokenizerUnavailableError
 from ragcache_core.prompt import PromptTokenizer

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_core.client.plan import RequestPlan, merge_bodies
+from ragcache_core.client.prompts.request_plan import RequestPlan, merge_bodies
 from ragcache_core.errors import EngineDiedError
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
 from ragcache_core.stats import RequestStats

@@ -13,9 +13,9 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.failures import translate_errors
-from ragcache_core.client.handshake import Handshake
-from ragcache_core.client.server_log import is_stream
+from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.launch.server_log import is_stream
+from ragcache_core.client.server_info import Handshake
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
 from ragcache_core.prompt import RenderedPrompt

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragcache_core.retrieval.base import Cancellation, Ids, Neighbors, Stage, StagedIndex, Vectors, best_first
-from ragcache_core.retrieval.documents import DocumentTable
+from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.words import WordMatches, WordWeights
 
 _CANDIDATES = 2

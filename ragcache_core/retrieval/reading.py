@@ -10,9 +10,9 @@ from typing import Any
 
 from ragcache_core.errors import StoreError, UnknownDocumentError
 from ragcache_core.retrieval.base import IndexKind, Metric
-from ragcache_core.retrieval.embed import Embedder, check_query
+from ragcache_core.retrieval.embedders.base import Embedder, check_query
 from ragcache_core.retrieval.hybrid import Question
-from ragcache_core.retrieval.snapshot import Filter, Snapshot, StoreStats
+from ragcache_core.retrieval.storage.snapshot import Filter, Snapshot, StoreStats
 from ragcache_core.retrieval.threads import SearchThreads, closed_error
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 

@@ -18,11 +18,11 @@ from ragcache_core.errors import (
     UnknownDocumentError,
 )
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.documents import DocumentTable
-from ragcache_core.retrieval.embed import Embedder, TrainableEmbedder, check_query
+from ragcache_core.retrieval.embedders.base import Embedder, TrainableEmbedder, check_query
 from ragcache_core.retrieval.hybrid import Question
-from ragcache_core.retrieval.opening import is_same_state
-from ragcache_core.retrieval.snapshot import Filter, Snapshot, check_k
+from ragcache_core.retrieval.storage.documents import DocumentTable
+from ragcache_core.retrieval.storage.opening import is_same_state
+from ragcache_core.retrieval.storage.snapshot import Filter, Snapshot, check_k
 from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.retrieval.threads import SearchThreads
 from ragcache_core.retrieval.words import WordWeights

@@ -15,14 +15,14 @@ import filelock
 
 from ragcache_core.errors import ConfigError, StoreError, StoreExistsError, StoreNotFoundError
 from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric
-from ragcache_core.retrieval.embed import Embedder, as_embedder
+from ragcache_core.retrieval.embedders.base import Embedder, as_embedder
+from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
 from ragcache_core.retrieval.extra import extra_module
-from ragcache_core.retrieval.manifest import MANIFEST_NAME, Manifest, lock_folder, make_folder, read_manifest
-from ragcache_core.retrieval.opening import load_snapshot, match_embedder
 from ragcache_core.retrieval.reading import StoreReader
-from ragcache_core.retrieval.snapshot import Snapshot
-from ragcache_core.retrieval.tfidf import TfidfSvdEmbedder
-from ragcache_core.retrieval.writer import Progress, Writer
+from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME, Manifest, lock_folder, make_folder, read_manifest
+from ragcache_core.retrieval.storage.opening import load_snapshot, match_embedder
+from ragcache_core.retrieval.storage.snapshot import Snapshot
+from ragcache_core.retrieval.storage.writer import Progress, Writer
 from ragcache_core.types import DocId, Document
 
 _BUILT_IN_WORD_WEIGHT = 0.95

@@ -17,7 +17,7 @@ from ragcache_core.errors import StoreError
 from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, stage_cuts
 from ragcache_core.retrieval.extra import faiss
 from ragcache_core.retrieval.hybrid import Question
-from ragcache_core.retrieval.snapshot import Snapshot
+from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.types import Document, RetrievalUpdate
 
 _Result = TypeVar("_Result")

@@ -14,7 +14,7 @@ from ragcache_core.sim.cache import NO_REUSE, Reuse, Served, SimulatedCache
 from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.options import INFINITE, SimulationOptions
 from ragcache_core.sim.prompt_blocks import PromptBlocks, cut_into_blocks
-from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import KnowledgeTree, PathSegment
 from ragcache_core.types import Tier
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ragcache_core.policy import NodeStats, ReplacementPolicy
 from ragcache_core.sim.options import BELADY, INFINITE
-from ragcache_core.sim.trace import Trace
+from ragcache_core.sim.traces.trace import Trace
 
 if TYPE_CHECKING:
     from ragcache_core.sim.sweep import FinishedRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.types import Tier
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ragcache_core.chunk.scores import num_selected
 from ragcache_core.sim.cache import NO_REUSE, Reuse, SimulatedCache
-from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.types import Tier
 
 

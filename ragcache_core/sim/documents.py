@@ -11,7 +11,7 @@ from ragcache_core.sim.bound import BeladyPolicy
 from ragcache_core.sim.cache import NO_REUSE, Served, SimulatedCache
 from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.options import BELADY, INFINITE, SimulationOptions
-from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
 from ragcache_core.types import Tier
 

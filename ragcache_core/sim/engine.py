@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ragcache_core.sim.cache import Served
 from ragcache_core.sim.testbeds import Testbed
-from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.types import Tier
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from ragcache_core.sim.trace import TracedRequest
+from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import PathSegment
 
 _DIGEST_BYTES = 12

@@ -11,7 +11,7 @@ import numpy as np
 from ragcache_core.sim.engine import Job
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.result import RequestRecord, SimulationResult, Summary
-from ragcache_core.sim.trace import Trace
+from ragcache_core.sim.traces.trace import Trace
 from ragcache_core.types import Tier
 
 _MISS = "miss"

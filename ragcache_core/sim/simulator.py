@@ -22,7 +22,7 @@ from ragcache_core.sim.options import BELADY, SimulationOptions
 from ragcache_core.sim.recording import Recorder
 from ragcache_core.sim.result import SimulationResult
 from ragcache_core.sim.testbeds import Testbed, load_testbed
-from ragcache_core.sim.trace import Trace, TracedRequest
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.speculation import Action, Cancel, Confirm, SpeculativePipeline, Start
 
 _PROGRESS_EVERY = 512

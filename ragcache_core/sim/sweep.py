@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ragcache_core._version import __version__
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.options import BELADY, SimulationOptions
-from ragcache_core.sim.trace import Trace, read_trace
+from ragcache_core.sim.traces.trace import Trace, read_trace
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized

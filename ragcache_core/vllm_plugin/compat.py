@@ -1,7 +1,7 @@
 """Every name of vLLM 0.32 that is not its public API, in one place.
 
 vLLM's internals move from release to release. A new vLLM means: change this file (and ``api_server.py``, which starts
-the server), and the signature tests (``test_*signatures.py`` in ``tests/integration_tests/vllm_plugin/``), which say
+the server), and the signature tests (``test_*signatures.py`` in ``tests/engine/vllm_plugin/``), which say
 what each name is for.
 """
 

@@ -14,7 +14,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.vllm_plugin.building import current_building
+from ragcache_core.vllm_plugin.build_context import current_building
 from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 
 if TYPE_CHECKING:

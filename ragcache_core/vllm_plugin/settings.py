@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ragcache_core.chunk import AlphaPoint, choose_alpha
-from ragcache_core.client.profiles import load_profile
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
+from ragcache_core.profiles.prefill import load_profile
 from ragcache_core.types import DEFAULT_ALPHA, ChunkReuseRequest, SelectionName
 
 KEY = "ragcache"

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
         f'{error.name} is not installed, ragcache_integrations.langchain needs it: pip install "ragcache[langchain]"'
     ) from error
 
-from ragcache_core.client.cache_summary import CacheSummary, DocumentHits
+from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
 from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, TraceCallbackHandler
 from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
 from ragcache_integrations.langchain.chat_model import ChatRAGCache

@@ -13,10 +13,10 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable
 
 from ragcache_core.client import Engine
-from ragcache_core.client.asked import AskedSearch
-from ragcache_core.client.binding import BoundPrompt
-from ragcache_core.client.pipeline import PipelineEvent
-from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.pipeline.run import PipelineEvent
+from ragcache_core.client.pipeline.session import AskedSearch
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.types import Document
 from ragcache_integrations.langchain.chat_model import STATS_KEY, ChatRAGCache
 from ragcache_integrations.langchain.documents import to_langchain

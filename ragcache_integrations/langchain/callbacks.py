@@ -12,8 +12,8 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 
-from ragcache_core.client.cache_summary import CacheSummary, CacheTally
-from ragcache_core.client.trace_recorder import TraceRecorder
+from ragcache_core.client.stats.cache_summary import CacheSummary, CacheTally
+from ragcache_core.runtime.trace_recorder import TraceRecorder
 from ragcache_core.stats import RequestStats, request_stats_from_dict
 from ragcache_integrations.langchain.events import SPECULATION_EVENT
 

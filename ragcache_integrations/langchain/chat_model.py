@@ -20,9 +20,9 @@ from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
-from ragcache_core.client.plan import merge_bodies
-from ragcache_core.client.retrieved import DocumentHint
-from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.prompts.request_plan import merge_bodies
+from ragcache_core.client.prompts.retrieved_documents import DocumentHint
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import RequestStats
 from ragcache_core.types import Document
@@ -56,7 +56,7 @@ class ChatRAGCache(BaseChatOpenAI):
 
     ``chunk_reuse`` lets documents be reused behind others than they were computed behind, which is approximate; of the
     model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`ServerDoor.stream
-    <ragcache_core.client.asking.ServerDoor.stream>`.
+    <ragcache_core.client.engine_client.ServerDoor.stream>`.
 
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
@@ -158,7 +158,7 @@ class ChatRAGCache(BaseChatOpenAI):
     ) -> Callable[[], Speculation]:
         """Return what asks ahead for what a call with the same arguments will ask, which takes the answer over.
 
-        No callback is told. See :meth:`ServerDoor.prepare <ragcache_core.client.asking.ServerDoor.prepare>`, also for
+        No callback is told. See ``engine.prepare()``, also for
         the errors.
         """
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
 from langchain_core.runnables import RunnableConfig
 
-from ragcache_core.client.pipeline import PipelineEvent
-from ragcache_core.client.search_result import similarities
+from ragcache_core.client.pipeline.result import similarities
+from ragcache_core.client.pipeline.run import PipelineEvent
 
 if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric

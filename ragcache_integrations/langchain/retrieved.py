@@ -10,7 +10,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.tracers.context import register_configure_hook
 
-from ragcache_core.client.retrieved import RETRIEVED
+from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.langchain.documents import to_core
 
 CURE = (

@@ -14,18 +14,18 @@ from langchain_core.runnables import RunnableConfig
 from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validator
 
 from ragcache_core.client import Engine
-from ragcache_core.client.arranging import in_order
-from ragcache_core.client.binding import BoundPrompt
-from ragcache_core.client.pipeline import PipelineResult, Speculator, run_pipeline
-from ragcache_core.client.speculating import Speculation
-from ragcache_core.client.stages import DEFAULT_TIMEOUT_S
+from ragcache_core.client.ordering.document_order import in_order
+from ragcache_core.client.pipeline.run import PipelineResult, Speculator, run_pipeline
+from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
-from ragcache_core.retrieval.snapshot import Filter
 from ragcache_core.retrieval.sources import StageSource, as_source, filtered, nothing_found
+from ragcache_core.retrieval.storage.snapshot import Filter
 from ragcache_core.retrieval.threads import run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
@@ -60,7 +60,7 @@ class RAGCacheRetriever(BaseRetriever):
 
     That engine also prefills the prompt's beginning with the documents of each stage while the search goes on, and
     drops what the next stage proves wrong; ``ragcache.speculation`` events tell of it. It needs to know the prompt:
-    from :meth:`engine.bind_prompt() <ragcache_core.client.asking.ServerDoor.bind_prompt>`, or from the first request.
+    from ``engine.bind_prompt()``, or from the first request.
 
     ``filter`` and ``k`` are the retriever's, or those of ``search_kwargs``, or of a call, which wins:
     ``retriever.invoke(query, filter={"tenant": "a"})``. A search with a filter has one stage: nothing is prefilled

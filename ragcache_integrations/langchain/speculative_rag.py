@@ -26,7 +26,7 @@ from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr
 
 from ragcache_core.client import Engine
-from ragcache_core.client.binding import BoundPrompt
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_integrations.langchain.asked_question import AnswerAhead, AskedQuestion, Documents, Prompt

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
         f'{error.name} is not installed, ragcache_integrations.llamaindex needs it: pip install "ragcache[llamaindex]"'
     ) from error
 
-from ragcache_core.client.cache_summary import CacheSummary, DocumentHits
+from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
 from ragcache_integrations.llamaindex.embedding import TfidfSvdEmbedding
 from ragcache_integrations.llamaindex.events import (
     CacheStatsEvent,

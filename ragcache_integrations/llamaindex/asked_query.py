@@ -12,9 +12,9 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
-from ragcache_core.client.asked import AskedSearch
-from ragcache_core.client.binding import BoundPrompt
-from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.pipeline.session import AskedSearch
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import shown_document
 from ragcache_integrations.llamaindex.retriever import AskAhead, SearchOverlap

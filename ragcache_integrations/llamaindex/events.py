@@ -26,10 +26,10 @@ from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
-from ragcache_core.client.cache_summary import CacheSummary, CacheTally
-from ragcache_core.client.pipeline import PipelineEvent
-from ragcache_core.client.search_result import similarities
-from ragcache_core.client.trace_recorder import TraceRecorder
+from ragcache_core.client.pipeline.result import similarities
+from ragcache_core.client.pipeline.run import PipelineEvent
+from ragcache_core.client.stats.cache_summary import CacheSummary, CacheTally
+from ragcache_core.runtime.trace_recorder import TraceRecorder
 from ragcache_core.stats import ChunkReuseStats, DocumentStats, RequestStats
 
 if TYPE_CHECKING:

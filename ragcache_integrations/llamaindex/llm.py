@@ -29,9 +29,9 @@ from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
-from ragcache_core.client.plan import merge_bodies
-from ragcache_core.client.retrieved import DocumentHint
-from ragcache_core.client.speculating import Speculation
+from ragcache_core.client.prompts.request_plan import merge_bodies
+from ragcache_core.client.prompts.retrieved_documents import DocumentHint
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.wire import check_sendable, read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
@@ -64,7 +64,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     Hugging Face hub, that has it; an object with ``encode`` is ``OpenAILike``'s, for its ``max_tokens``.
 
     ``chunk_reuse``, of the LLM or of a call, lets documents be reused behind others than they were computed behind,
-    which is approximate; see :meth:`ServerDoor.stream <ragcache_core.client.asking.ServerDoor.stream>`.
+    which is approximate; see ``engine.stream()``.
 
     Raises:
         ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` is not what it may be.
@@ -139,7 +139,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     ) -> Callable[[], Speculation]:
         """Return what asks ahead for what a chat with the same arguments will ask, which takes the answer over.
 
-        Publishes nothing. See :meth:`ServerDoor.prepare <ragcache_core.client.asking.ServerDoor.prepare>`, also for
+        Publishes nothing. See ``engine.prepare()``, also for
         the errors.
         """
 

@@ -23,9 +23,9 @@ from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 
 from ragcache_core.client import Engine
-from ragcache_core.client.binding import BoundPrompt
-from ragcache_core.client.speculating import Speculation
-from ragcache_core.client.stages import check_timeout
+from ragcache_core.client.pipeline.stages import check_timeout
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking

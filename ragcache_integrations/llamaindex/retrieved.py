@@ -9,7 +9,7 @@ from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
-from ragcache_core.client.retrieved import RETRIEVED
+from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.llamaindex.nodes import shown_document
 
 CURE = (

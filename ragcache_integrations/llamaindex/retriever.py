@@ -17,12 +17,18 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
-from ragcache_core.client.arranging import in_order
-from ragcache_core.client.binding import BoundPrompt
-from ragcache_core.client.pipeline import PipelineResult, run_pipeline
-from ragcache_core.client.search_result import similarities
-from ragcache_core.client.speculating import Speculation
-from ragcache_core.client.stages import DEFAULT_TIMEOUT_S, check_stage, check_timeout, check_updates, close_stages
+from ragcache_core.client.ordering.document_order import in_order
+from ragcache_core.client.pipeline.result import similarities
+from ragcache_core.client.pipeline.run import PipelineResult, run_pipeline
+from ragcache_core.client.pipeline.stages import (
+    DEFAULT_TIMEOUT_S,
+    check_stage,
+    check_timeout,
+    check_updates,
+    close_stages,
+)
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
@@ -75,7 +81,7 @@ class RAGCacheRetriever(BaseRetriever):
 
     The engine also prefills the prompt's beginning with the documents of each stage while the search goes on, and drops
     what the next stage proves wrong; a :class:`SpeculationEvent` tells of it. It needs to know the prompt: from
-    :meth:`engine.bind_prompt() <ragcache_core.client.asking.ServerDoor.bind_prompt>`, or from the first request. In a
+    ``engine.bind_prompt()``, or from the first request. In a
     :class:`RAGCacheQueryEngine` it answers already.
 
     Args:

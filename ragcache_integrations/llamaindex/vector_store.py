@@ -22,7 +22,7 @@ from llama_index.core.vector_stores.types import (
 )
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
-from ragcache_core.client.search_result import similarities
+from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, SearchError, StoreNotFoundError
 from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
 from ragcache_core.types import Document, RetrievalUpdate

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ragcache_core.bench.compare.load import Load
+from ragcache_core.bench.compare.load_generator import Load
 from ragcache_core.bench.compare.peers import Peer
 from ragcache_core.bench.compare.prompts import TracedPrompts
 from ragcache_core.bench.compare.results import Results

@@ -21,8 +21,8 @@ from ragcache_core.bench.compare.sizing import HOST_TOKENS, KV_TOKENS, ModelFact
 from ragcache_core.client import Engine
 from ragcache_core.config import BytesOrNone
 from ragcache_core.errors import ConfigError
-from ragcache_core.sim.trace import Trace, read_trace
-from ragcache_core.sim.workload import WORKLOADS, make_trace
+from ragcache_core.sim.traces.trace import Trace, read_trace
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
 RANDOM = "random"
 AUTO_SHARES = (0.25, 0.5, 0.8, 1.2, 1.8, 2.6)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from ragcache_core.client import Engine
-from ragcache_core.client.offload import VLLMEviction, VLLMOffload
+from ragcache_core.client.launch.vllm_offload import VLLMEviction, VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.ordering import DocumentOrder
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragcache_core.bench.engines import TokenRequest
+from ragcache_core.bench.token_client import TokenRequest
 from ragcache_core.errors import ConfigError
-from ragcache_core.sim.trace import Trace, TracedRequest
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.types import Document, PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from ragcache_core.bench.compare.load import Answered, Load, poisson_arrivals
+from ragcache_core.bench.compare.load_generator import Answered, Load, poisson_arrivals
 from ragcache_core.bench.compare.peers import Peer, usage
 from ragcache_core.bench.compare.prompts import TracedPrompts
-from ragcache_core.bench.engines import TokenClient
+from ragcache_core.bench.token_client import TokenClient
 from ragcache_core.client import Engine
 
 _SETTLE_S = 3.0

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ragcache_core.bench.measure import machine
+from ragcache_core.bench.machine import machine
 from ragcache_core.bench.page import Report
 from ragcache_core.bench.paper.exhibit import Exhibit
-from ragcache_core.bench.paper.load import figure_13, figure_15, table_4
 from ragcache_core.bench.paper.policies import figure_17, table_2
 from ragcache_core.bench.paper.reordering import figure_18
+from ragcache_core.bench.paper.request_rate import figure_13, figure_15, table_4
 from ragcache_core.bench.paper.runs import FIRST_SEED, MISTRAL, PaperRuns
 from ragcache_core.bench.paper.search import figure_19, table_3
 

@@ -16,11 +16,11 @@ from ragcache_core.bench.paper.published import (
     POLICIES,
     POLICY_RATE_RPS,
 )
+from ragcache_core.bench.paper.ratios import DEFAULT_POLICY, Ratio
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, default, ragcache, workload
-from ragcache_core.bench.simulation import DEFAULT_POLICY, Ratio
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.options import SimulationOptions
-from ragcache_core.sim.workload import Workload
+from ragcache_core.sim.traces.workload import Workload
 
 _WORKLOADS = ("mmlu", "nq")
 _KEPT_COUNTS = "PGDSF, counts kept"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ragcache_core.bench.page import Table
 from ragcache_core.bench.paper.exhibit import Exhibit, Row
 from ragcache_core.bench.paper.published import CLAIMS, REORDERING_HOST_GIB, REORDERING_RATE_RPS
+from ragcache_core.bench.paper.ratios import Ratio
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, reordered, workload
-from ragcache_core.bench.simulation import Ratio
 from ragcache_core.sim.options import INFINITE
 
 if TYPE_CHECKING:

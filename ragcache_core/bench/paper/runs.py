@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ragcache_core.bench.paper.published import HOST_7B_GIB, MAX_BATCH, WINDOW
-from ragcache_core.bench.simulation import DEFAULT_POLICY
+from ragcache_core.bench.paper.ratios import DEFAULT_POLICY
 from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.sweep import FinishedRun, Journal, plan, run_all
 from ragcache_core.sim.testbeds import TESTBEDS
-from ragcache_core.sim.trace import write_trace
-from ragcache_core.sim.workload import WORKLOADS, Workload, make_trace
+from ragcache_core.sim.traces.trace import write_trace
+from ragcache_core.sim.traces.workload import WORKLOADS, Workload, make_trace
 
 FIRST_SEED = 101  # on seeds below this one policies were chosen and tuned
 GPU_GIB = 5

@@ -15,8 +15,8 @@ from ragcache_core.bench.paper.published import (
     SEARCHED_SHARES,
     UNHIDDEN_SEARCH_MS,
 )
+from ragcache_core.bench.paper.ratios import Ratio
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, Summaries, ragcache, speculating, workload
-from ragcache_core.bench.simulation import Ratio
 from ragcache_core.sim.options import SimulationOptions
 
 _WORKLOADS = ("mmlu", "nq")

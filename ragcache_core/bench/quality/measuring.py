@@ -10,8 +10,8 @@ from ragcache_core.bench.quality.asking import AskedAnswer, answers_of
 from ragcache_core.bench.quality.questions import Question
 from ragcache_core.bench.quality.ways import Way
 from ragcache_core.client import Engine
-from ragcache_core.client.arguments import CPU_KV_CACHE_BYTES_ENV
 from ragcache_core.config import CacheConfig
+from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 

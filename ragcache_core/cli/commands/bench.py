@@ -1,0 +1,282 @@
+"""``ragcache bench``: real engines side by side under the same load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from ragcache_core.cli.command import CommandGroup, print_json
+from ragcache_core.cli.commands.paper import paper
+from ragcache_core.cli.commands.trace import WORKLOAD_NAMES
+from ragcache_core.cli.options import api_key_option
+from ragcache_core.cli.output import check_output, require_matplotlib
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from ragcache_core.bench.compare.results import Results
+
+_ENGINES = "no-cache,vllm,vllm-host-lru,vllm-host-arc,ragcache,ragcache-cache-aware"
+_AUTO = "auto:0.25,0.5,0.8,1.2,1.8,2.6"
+_OF_A_LAUNCH = frozenset(
+    ("compare", "model", "dtype", "kv_memory", "host_memory", "disk_memory", "block_size", "max_num_seqs", "vllm_args")
+)
+
+
+class Rates(click.ParamType[Any]):
+    """Requests a second with commas between them, or shares of a capacity; gives the numbers and whether shares."""
+
+    name = "rates"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        are_shares = value == "auto" or value.startswith("auto:")
+        numbers = (_AUTO if value == "auto" else value).removeprefix("auto:")
+        try:
+            return tuple(float(number) for number in numbers.split(",")), are_shares
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers: give requests a second as 0.5,1,2, or auto.", param, ctx)
+
+
+_html_option = click.option(
+    "--html",
+    "html_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="REPORT",
+    callback=lambda _context, _option, path: _drawable(path),
+    help="A page with tables and plots; the plots as PNG beside it.",
+)
+
+
+@click.group(
+    cls=CommandGroup,
+    short_help="Compare real engines under the same load.",
+    examples=[
+        "ragcache bench --workload mmlu --output build/compare.json --html build/compare.html",
+        "ragcache bench --compare vllm,ragcache --rates 1,2,4 --seeds 1 --requests 100 --output out.json",
+        "ragcache bench --trace retrievals.jsonl --scale 0.25 --host-memory 64MiB,256MiB --output out.json --resume",
+        "ragcache bench --model org/model --dtype bfloat16 --scale 1 --vllm-arg=--no-enforce-eager --output out.json",
+        "ragcache bench --engine http://127.0.0.1:8000 --api-key KEY --rates 1,2 --output out.json",
+    ],
+)
+@click.option(
+    "--engine",
+    default="launch",
+    show_default=True,
+    metavar="launch|URL",
+    help="Launch engines, or put the load on a server that runs.",
+)
+@api_key_option
+@click.option(
+    "--workload",
+    type=click.Choice(WORKLOAD_NAMES),
+    default="mmlu",
+    show_default=True,
+    help="What the requests are like.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Requests of a trace instead, the same for every seed.",
+)
+@click.option(
+    "--compare",
+    default=_ENGINES,
+    show_default=True,
+    metavar="ENGINES",
+    help="The engines; the first is what throughput is compared with.",
+)
+@click.option(
+    "--rates",
+    type=Rates(),
+    default="auto",
+    metavar="R,R,...",
+    help="Requests a second, ascending; auto[:S,S,...] takes shares of what the first engine can serve. "
+    f"[default: {_AUTO}]",
+)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="How often, with other requests.")
+@click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="The first of them.")
+@click.option("--requests", type=click.IntRange(1), default=200, show_default=True, help="Timed at each rate.")
+@click.option("--warm-up", type=click.IntRange(0), default=200, show_default=True, help="Requests before the first.")
+@click.option(
+    "--model",
+    default="random",
+    show_default=True,
+    metavar="DIR|NAME|random",
+    help="The model; random is a Llama of 30 million parameters made on the spot.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="float32",
+    show_default=True,
+    help="Of weights and KV.",
+)
+@click.option("--scale", type=float, help="Lengths times this. [default: 0.125 for the random model, 1 for others]")
+@click.option("--output-tokens", type=click.IntRange(1), help="Tokens of each answer. [default: the trace's]")
+@click.option("--kv-memory", metavar="SIZE", help="KV memory. [default: 40,960 tokens times the scale]")
+@click.option(
+    "--host-memory",
+    metavar="SIZE,...",
+    help="Host memory, ascending. [default: 65,536, 262,144 and 1,048,576 tokens times the scale]",
+)
+@click.option(
+    "--disk-memory",
+    default="0",
+    show_default=True,
+    metavar="SIZE",
+    help="Disk for engines with host memory; vLLM's own file tier has no limit.",
+)
+@click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens in a KV block.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=8, show_default=True, help="Requests that run at once.")
+@click.option("--vllm-arg", "vllm_args", multiple=True, metavar="ARG", help="An argument of vLLM's server as it is.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="build/bench-compare.json",
+    show_default=True,
+    metavar="OUT",
+    help="Where everything measured goes, run by run.",
+)
+@_html_option
+@click.option("--resume", is_flag=True, help="Go on with the runs that are in OUT already.")
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    /,
+    compare: str,
+    rates: tuple[tuple[float, ...], bool],
+    host_memory: str | None,
+    output: Path,
+    as_json: bool,
+    html_path: Path | None,
+    resume: bool,
+    **given: Any,
+) -> None:
+    """Open engines one after the other, and put the same requests at the same moments on each.
+
+    All rates are measured with the middle one of the sizes of host memory, and all sizes with the middle rate. Each
+    run is kept when it is finished: after Ctrl-C, --resume goes on.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    _check_engine(ctx, given["engine"])
+    for option, path in (("--output", output), ("--html", html_path)):
+        check_output(option, path, [given["trace"] or Path()])
+    from ragcache_core.bench.compare.caveats import beforehand
+    from ragcache_core.bench.compare.comparison import run_comparison
+    from ragcache_core.bench.compare.options import BenchOptions, prepare
+    from ragcache_core.bench.compare.results import Results
+    from ragcache_core.bench.machine import machine
+
+    numbers, are_shares = rates
+    sizes = () if host_memory is None else tuple(host_memory.split(","))
+    options = BenchOptions(
+        compare=tuple(compare.split(",")), rates=numbers, are_shares=are_shares, host_memory=sizes, **given
+    )
+    prepared = prepare(options)
+    for warning in beforehand(options.seeds, options.requests):
+        click.echo(f"ragcache: warning: {warning}", err=True)
+    results = Results.open(output, prepared.facts, machine(), resume=resume)
+    try:
+        with _progress() as progress:
+            run_comparison(prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress)
+    except (KeyboardInterrupt, SystemExit):
+        click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to go on", err=True)
+        raise
+    finally:  # an interruption as well: what is finished is worth reading
+        if results.runs:
+            _report(results, html_path, as_json=as_json)
+            results.write()
+            click.echo(f"ragcache: written to {output}", err=True)
+
+
+def _drawable(html_path: Path | None) -> Path | None:
+    if html_path is not None:
+        require_matplotlib("--html")
+    return html_path
+
+
+def _check_engine(ctx: click.Context, engine: str) -> None:
+    """Refuse options that a server which runs already cannot follow."""
+    if engine == "launch":
+        return
+    for param in ctx.command.params:
+        is_given = ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT
+        if param.name in _OF_A_LAUNCH and is_given:
+            raise click.UsageError(
+                f"A server that runs already takes no options of a launch: leave out {param.opts[0]}."
+            )
+
+
+bench.add_command(paper)
+
+
+@bench.command(
+    short_help="Print, and draw, what a comparison measured.",
+    examples=["ragcache bench report build/compare.json --html build/compare.html"],
+)
+@click.argument("results", type=click.Path(path_type=Path), metavar="OUT")
+@_html_option
+def report(results: Path, html_path: Path | None, as_json: bool) -> None:
+    """Print the tables of a comparison that 'ragcache bench' wrote to OUT, and write its page; nothing is measured."""
+    from ragcache_core.bench.compare.results import Results
+
+    check_output("--html", html_path, [results])
+    _report(Results.read(results), html_path, as_json=as_json)
+
+
+def _report(results: Results, html_path: Path | None, *, as_json: bool) -> None:
+    """Print what was measured, and write the page."""
+    from ragcache_core.bench.compare.report import summary_of, warnings, write_report
+    from ragcache_core.bench.compare.tables import tables
+
+    summary = summary_of(results)
+    results.summary = summary.to_dict()
+    for warning in warnings(results, summary):
+        click.echo(f"ragcache: warning: {warning}", err=True)
+    if as_json:
+        print_json({name: value for name, value in results.to_dict().items() if name != "runs"})
+    else:
+        click.echo(", ".join(f"{name} {value}" for name, value in results.machine.items()))
+        for table in tables(summary, results.rates_rps):
+            click.echo("\n" + table.text())
+    paths = [] if html_path is None else write_report(html_path, results)
+    if paths:
+        click.echo("ragcache: written to " + ", ".join(map(str, paths)), err=True)
+
+
+class _Bar:
+    """A bar of requests, and a line that says which engine is at work."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+
+    def plan(self, num_requests: int) -> None:
+        self._bar.reset(num_requests)
+
+    def say(self, what: str) -> None:
+        self._bar.set_description_str(what)
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def announce(self, sentence: str) -> None:
+        with self._bar.external_write_mode():
+            click.echo(f"ragcache: {sentence}", err=True)
+
+
+@contextmanager
+def _progress() -> Iterator[_Bar]:
+    from tqdm import tqdm
+
+    with tqdm(desc="bench", unit="req", leave=False, disable=not sys.stderr.isatty()) as bar:
+        yield _Bar(bar)

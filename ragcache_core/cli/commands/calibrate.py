@@ -1,0 +1,103 @@
+"""``ragcache calibrate``: how much has to be recomputed for a wanted quality, on one's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.commands.quality import Share, asking_options, measured, quality_run
+from ragcache_core.cli.options import vllm_args_argument
+from ragcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache_core.bench.quality.summary import Summary
+    from ragcache_core.chunk import AlphaPoint
+
+_METRICS = ("exact_match", "rouge_l")
+
+
+@click.command(
+    cls=Command,
+    short_help="Find out how much to recompute for a wanted quality.",
+    examples=[
+        "ragcache calibrate examples/demo_model --questions questions.jsonl",
+        "ragcache calibrate org/model --questions questions.jsonl --quality 0.95 --metric rouge_l",
+        "ragcache calibrate org/model --questions questions.jsonl --selection cache_craft --alphas 0.5,1,1.5,2",
+    ],
+)
+@click.argument("model")
+@click.option(
+    "--quality",
+    type=Share(0, min_open=True, max=1),
+    default=0.98,
+    show_default=True,
+    help="Wanted: so much of what answers score that are computed in full.",
+)
+@click.option("--metric", type=click.Choice(_METRICS), default="exact_match", show_default=True, help="What is scored.")
+@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the calibration here instead.")
+@asking_options
+@vllm_args_argument
+def calibrate(model: str, quality: float, metric: str, output: Path | None, as_json: bool, **options: Any) -> None:
+    """Answer questions with several alphas, keep what each came to, and name the one that computes least.
+
+    MODEL is a folder in Hugging Face format, or a name of the hub. Afterwards ChunkReuse(quality=...) with the same
+    selection finds its alpha by what was kept. Quality is a share of what the same engine scores when it computes
+    everything. Ctrl-C leaves the calibration that was there before.
+    """
+    from ragcache_core.bench.quality import FULL, chunk_ways
+    from ragcache_core.bench.quality.summary import overall
+    from ragcache_core.chunk import choose_alpha
+    from ragcache_core.profiles.calibration import Calibration, calibration_path, save_calibration
+    from ragcache_core.profiles.prefill import check_writable, model_identity
+
+    selection, max_recompute = options["selection"], options["max_recompute"]
+    run, alphas = quality_run(model, options)
+    path = output or calibration_path(model, selection)
+    check_writable(path)
+    summaries: dict[str, Summary] = {}
+    ways = [FULL, *chunk_ways(selection, alphas, max_recompute)]
+    for way, of_way in measured(run, ways):
+        summaries[way.name] = overall(of_way)
+    full = getattr(summaries[FULL.name], metric)
+    if not full > 0.0:
+        raise ConfigError(
+            f"the model's own answers score {metric} {full:g}, computed in full: there is nothing to compare with, so "
+            "ask what it can answer, or score by rouge_l"
+        )
+    points = points_of([(way.chunks.alpha or 0.0, summaries[way.name]) for way in ways if way.chunks], metric, full)
+    measured_at = datetime.now(UTC).isoformat(timespec="seconds")
+    save_calibration(Calibration(model_identity(model), selection, max_recompute, measured_at, tuple(points)), path)
+    if not as_json:
+        click.echo(_table(points, [summaries[way.name] for way in ways[1:]], metric))
+    chosen = choose_alpha(points, quality)
+    if as_json:
+        rows = [{"alpha": p.alpha, "quality": p.quality, "recomputed": p.recomputed} for p in points]
+        found = {"model": model, "selection": selection, "metric": metric, "full": full, "quality": quality}
+        print_json({**found, "alpha": chosen.alpha, "points": rows, "path": str(path)})
+        return
+    click.echo(f"alpha {chosen.alpha:g} keeps {chosen.quality:.1%} of {metric} {full:.3f}")
+    click.echo(f"ragcache: kept in {path}", err=True)
+
+
+def points_of(measured_alphas: Sequence[tuple[float, Summary]], metric: str, full: float) -> list[AlphaPoint]:
+    """Return what each alpha came to: its quality as a share of ``full``, the score with everything computed."""
+    from ragcache_core.chunk import AlphaPoint
+
+    return [
+        AlphaPoint(alpha, getattr(summary, metric) / full, summary.recomputed, summary.num_questions)
+        for alpha, summary in measured_alphas
+    ]
+
+
+def _table(points: Sequence[AlphaPoint], summaries: Sequence[Summary], metric: str) -> str:
+    lines = [f"{'alpha':>8} {metric:>12} {'quality':>9} {'recomputed':>11} {'computed tokens':>16}"]
+    for point, summary in zip(points, summaries, strict=True):
+        score = getattr(summary, metric)
+        tokens = summary.num_computed_tokens
+        lines.append(f"{point.alpha:>8g} {score:>12.3f} {point.quality:>9.1%} {point.recomputed:>11.1%} {tokens:>16,}")
+    return "\n".join(lines)

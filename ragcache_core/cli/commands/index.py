@@ -1,0 +1,259 @@
+"""``ragcache index``: read files into a document store."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedder, open_store, read_size, store_option
+from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
+
+if TYPE_CHECKING:
+    from ragcache_core.ingest import Changes, FileLimits, FileReading, FoundFiles, Origin, Splitting
+    from ragcache_core.retrieval import DocumentStore
+    from ragcache_core.retrieval.base import Encoding, IndexKind, Metric
+    from ragcache_core.types import DocId
+
+_DOCUMENTS_PER_REPORT = 32
+"""MiniLM embeds so many in two seconds on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSummary:
+    """What a run of ``ragcache index`` did."""
+
+    store: str
+    num_files: int
+    num_other_files: int
+    num_bad: int
+    num_added: int
+    num_replaced: int
+    num_removed: int
+    num_unchanged: int
+    num_kept: int
+    num_documents: int
+
+    def __str__(self) -> str:
+        parts = [
+            f"{_count(self.num_added, 'document')} added",
+            f"{self.num_replaced} replaced" * bool(self.num_replaced),
+            f"{_count(self.num_removed, 'former document')} removed" * bool(self.num_removed),
+            f"{self.num_unchanged} unchanged" * bool(self.num_unchanged),
+            f"{self.num_bad} bad left out" * bool(self.num_bad),
+            f"{_count(self.num_kept, 'former document')} of bad files kept" * bool(self.num_kept),
+            f"{_count(self.num_other_files, 'file')} of other kinds passed over" * bool(self.num_other_files),
+        ]
+        return f"{self.store}: {', '.join(filter(None, parts))}; it holds {_count(self.num_documents, 'document')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+@click.command(
+    cls=Command,
+    short_help="Read files and directories into a document store.",
+    examples=[
+        "ragcache index notes/ --store notes.store",
+        "ragcache index notes/ --store notes.store --update",
+        "ragcache index faq.jsonl guide.md --store help.store --index hnsw --chunk-chars 800 --json",
+    ],
+)
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@store_option
+@click.option("--index", type=click.Choice(["ivf", "hnsw", "flat"]), help="Kind of a new store's index. [default: ivf]")
+@click.option("--metric", type=click.Choice(["l2", "ip"]), help="Distance in a new store. [default: l2]")
+@click.option("--encoding", type=click.Choice(["flat", "sq8", "pq"]), help="Vectors in a new store. [default: flat]")
+@embedder_option
+@click.option("--chunk-chars", type=int, default=1600, show_default=True, help="Longest chunk, in characters.")
+@click.option(
+    "--chunk-min-chars", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
+)
+@click.option("--chunk-overlap-chars", type=int, default=0, show_default=True, help="Repeat the end of a chunk.")
+@click.option(
+    "--max-file-bytes",
+    default="64MiB",
+    show_default=True,
+    callback=read_size,
+    metavar="SIZE",
+    help="Refuse longer files.",
+)
+@click.option(
+    "--max-file-seconds",
+    "max_file_s",
+    type=click.FloatRange(0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="Give a file up after that much processor time.",
+)
+@click.option("--skip-bad", is_flag=True, help="Report bad documents and leave them out, instead of stopping.")
+@click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
+@click.option("--rebuild-index", is_flag=True, help="Make the store's index anew from its vectors, if it is damaged.")
+def index(
+    paths: tuple[Path, ...],
+    store: Path,
+    index: IndexKind | None,
+    metric: Metric | None,
+    encoding: Encoding | None,
+    embedder: EmbedderName | None,
+    chunk_chars: int,
+    chunk_min_chars: int | None,
+    chunk_overlap_chars: int,
+    max_file_bytes: int,
+    max_file_s: float,
+    skip_bad: bool,
+    update: bool,
+    rebuild_index: bool,
+    as_json: bool,
+) -> None:
+    """Read files and directories DIR into a document store; make the store if there is none.
+
+    Text (.txt), Markdown (.md), HTML (.html, .htm), JSON Lines (.jsonl: {"text", "id", "metadata"} on each line),
+    tables (.csv, .tsv: a document per row) and source code are read, in UTF-8; with the extra "loaders" PDF, Word
+    (.docx) and reStructuredText (.rst) as well. Links that lead out of DIR are not followed. Long texts are split at
+    their own seams. Reading a directory again adds what is new and skips what is unchanged. Everything is read before
+    anything is stored: a bad document, or Ctrl-C, leaves the store as it was.
+    """
+    from ragcache_core.ingest import FileLimits, Origin, Splitting, compare, find_files, read_origins, write_origins
+
+    splitting = Splitting(chunk_chars, chunk_min_chars, chunk_overlap_chars)
+    files = find_files(paths)
+    readings, num_bad = _read(files, splitting, FileLimits(max_file_bytes, max_file_s), skip_bad)
+    wanted = {"index": index, "metric": metric, "encoding": encoding}
+    options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
+    with _opened(store, embedder, options, rebuild_index) as target:
+        origins = read_origins(target.path)
+        whole = {Origin.of(reading.file) for reading in readings if reading.is_whole}
+        read = {document.doc_id: Origin.of(reading.file) for reading in readings for document in reading.documents}
+        former = [doc_id for doc_id, origin in origins.items() if origin in whole]
+        changes = compare((d for reading in readings for d in reading.documents), target, former)
+        _check_origins(changes, origins, read)
+        if changes.replaced and not update:
+            raise DuplicateDocumentError(
+                f"document {changes.replaced[0]!r} is in {store}, but not as its file is now ({len(changes.replaced)} "
+                "are not): replace what has changed with --update, or choose another --store"
+            )
+        _store(target, changes)
+        stored = set(target.ids())
+        bad = {Origin.of(file) for file in files.files} - whole
+        kept = [doc_id for doc_id, origin in origins.items() if origin in bad and doc_id in stored - read.keys()]
+        write_origins(target.path, {i: origin for i, origin in {**origins, **read}.items() if i in stored})
+        summary = IndexSummary(
+            store=str(store),
+            num_files=len(files.files),
+            num_other_files=files.num_skipped,
+            num_bad=num_bad,
+            num_added=len(changes.new),
+            num_replaced=len(changes.changed),
+            num_removed=len(changes.left_over),
+            num_unchanged=changes.num_unchanged,
+            num_kept=len(kept),
+            num_documents=len(target),
+        )
+    if as_json:
+        print_json(asdict(summary))
+    else:
+        click.echo(str(summary))
+
+
+def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad: bool) -> tuple[list[FileReading], int]:
+    """Return what all files hold, and how many bad ones were left out."""
+    from tqdm import tqdm
+
+    from ragcache_core.ingest import read_files
+
+    num_bad = 0
+
+    def report(error: DocumentError) -> None:
+        nonlocal num_bad
+        if not skip_bad:
+            raise error
+        num_bad += 1
+        tqdm.write(f"ragcache: left out: {error}", file=sys.stderr)
+
+    with tqdm(files.files, desc="reading", unit="file", leave=False, disable=not sys.stderr.isatty()) as progress:
+        readings = list(read_files(progress, splitting, on_bad=report, limits=limits))
+    if not any(reading.documents for reading in readings):
+        raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
+    return readings, num_bad
+
+
+@contextmanager
+def _opened(
+    path: Path, embedder: EmbedderName | None, options: dict[str, str], rebuild_index: bool
+) -> Iterator[DocumentStore]:
+    """Open the store, or make it; what was made and then failed is taken away again."""
+    from ragcache_core.retrieval import DocumentStore
+
+    try:
+        store = open_store(path, embedder, rebuild_index=rebuild_index)
+    except StoreNotFoundError:
+        existed = path.exists()
+        if existed and path.is_dir() and any(path.iterdir()):  # the current one, too, which an unset variable names
+            raise StoreError(f"{path} is no document store and holds other files: name a new directory") from None
+        store = DocumentStore.create(path, embedder=make_embedder(embedder), **options)  # type: ignore[arg-type]
+        with store:
+            try:
+                yield store
+            except BaseException:
+                if not existed:  # while the store is still locked: nobody else's documents are in it
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
+        return
+    with store:
+        _check_options(store, options)
+        yield store
+
+
+def _check_options(store: DocumentStore, options: dict[str, str]) -> None:
+    from ragcache_core.retrieval.storage.manifest import read_manifest
+
+    made = read_manifest(store.path).options
+    made_with = {"index": made.kind, "metric": made.metric, "encoding": made.encoding}
+    for name, value in options.items():
+        if made_with[name] != value:
+            raise ConfigError(
+                f"{store.path} was made with --{name} {made_with[name]}, not {value}: leave the option out, or choose "
+                "another --store"
+            )
+
+
+def _check_origins(changes: Changes, origins: Mapping[DocId, Origin], read: Mapping[DocId, Origin]) -> None:
+    """Refuse to replace the document of one file by that of another one: both are there, and have the same name."""
+    for document in changes.changed:
+        before, now = origins.get(document.doc_id, read[document.doc_id]), read[document.doc_id]
+        if before != now and not before.is_gone():
+            raise DuplicateDocumentError(
+                f"document {document.doc_id!r} is in the store from {Path(before.folder, before.name)} and again in "
+                f"{Path(now.folder, now.name)}: give one file another name, or choose another --store for {now.folder}"
+            )
+
+
+def _store(store: DocumentStore, changes: Changes) -> None:
+    """Save the changes: what is read in one step, then without the chunks that are left over."""
+    documents = [*changes.changed, *changes.new]
+    with _embedding() as report:
+        store.put(documents, progress=report, batch_size=_DOCUMENTS_PER_REPORT)
+    store.delete(changes.left_over)
+
+
+@contextmanager
+def _embedding() -> Iterator[Callable[[int, int], None]]:
+    """Show how far the store is; the built-in embedder learns from new documents first, which is half of it."""
+    from tqdm import tqdm
+
+    with tqdm(desc="embedding", unit="step", leave=False, disable=not sys.stderr.isatty()) as progress:
+
+        def report(num_done: int, total: int) -> None:
+            progress.total = total
+            progress.update(num_done - progress.n)
+
+        yield report

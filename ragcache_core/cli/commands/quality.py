@@ -1,0 +1,192 @@
+"""``ragcache quality``: what reusing documents costs in answers, and saves in tokens, on one's own model."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.options import check_vllm_args, vllm_args_argument
+from ragcache_core.types import SelectionName
+
+if TYPE_CHECKING:
+    from ragcache_core.bench.quality.measuring import QualityRun
+    from ragcache_core.bench.quality.summary import Summary
+    from ragcache_core.bench.quality.ways import Way
+
+DEFAULT_SELECTION: SelectionName = "whole_chunks"
+DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
+    "cache_craft": (0.3, 0.6, 1.0, 2.0),
+    "whole_chunks": (1.3, 1.5, 1.7, 2.0, 3.0),
+    "first_tokens": (0.3, 0.6, 1.0, 2.0),
+    "question_driven": (0.3, 0.6, 1.0, 2.0),
+    "random": (0.3, 0.6, 1.0, 2.0),
+}
+"""From what recomputes little to what recomputes nearly all that changed its place."""
+
+
+class Alphas(click.ParamType[Any]):
+    """Numbers with commas between them, each 0 or more."""
+
+    name = "alphas"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        try:
+            alphas = tuple(float(number) for number in value.split(","))
+        except ValueError:
+            alphas = (-1.0,)
+        if not all(0.0 <= alpha <= sys.float_info.max for alpha in alphas):
+            self.fail(f"{value!r} is no list of numbers of 0 or more: give them as 1,1.7,3.", param, ctx)
+        return alphas
+
+
+class Share(click.FloatRange):
+    """A share of 1. ``nan`` is none, which click would let through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        share = super().convert(value, param, ctx)
+        if math.isnan(share):
+            self.fail(f"{value!r} is no number: give one of 0 to 1.", param, ctx)
+        return share
+
+
+_ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+    click.option(
+        "--questions",
+        "questions_path",
+        type=click.Path(path_type=Path),
+        required=True,
+        metavar="FILE",
+        help="JSON lines with question, answer, documents and, if there are several, kind.",
+    ),
+    click.option(
+        "--corpus",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        metavar="DIR",
+        help="The questions name their documents: files of this folder. [default: they hold the texts]",
+    ),
+    click.option("--limit", type=click.IntRange(1), metavar="N", help="Ask so many questions, of all kinds alike."),
+    click.option(
+        "--selection",
+        type=click.Choice(get_args(SelectionName)),
+        default=DEFAULT_SELECTION,
+        show_default=True,
+        help="Which tokens of reused documents are computed all the same.",
+    ),
+    click.option(
+        "--alphas", type=Alphas(), metavar="A,A,...", help="How much is computed. [default: some of the selection]"
+    ),
+    click.option(
+        "--max-recompute",
+        type=Share(0, 1),
+        default=1.0,
+        show_default=True,
+        metavar="SHARE",
+        help="Of a reused document, the most that is computed.",
+    ),
+    click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of an answer."),
+    click.option(
+        "--kv-cache-bytes", metavar="SIZE", help="KV memory of the engines, as 512MiB. [default: vLLM's choice]"
+    ),
+    click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]"),
+    click.option("--host-bytes", metavar="SIZE", help="Host memory, half of it for chunks. [default: see 'serve']"),
+    click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds to load in."),
+)
+
+
+def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what is asked of which engines."""
+    for option in reversed(_ASKING_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(
+    cls=Command,
+    short_help="Measure what reusing documents costs in answers.",
+    examples=[
+        "ragcache quality examples/demo_model --questions questions.jsonl",
+        "ragcache quality org/model --questions questions.jsonl --limit 200 --alphas 1.5,2 -- --max-model-len 16384",
+        "ragcache quality org/model --questions questions.jsonl --corpus docs/ --selection cache_craft --json",
+    ],
+)
+@click.argument("model")
+@asking_options
+@vllm_args_argument
+def quality(model: str, as_json: bool, **options: Any) -> None:
+    """Answer questions in several ways and compare: how many are right, and how many tokens were computed.
+
+    MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: all
+    tokens computed; prefixes cached; documents reused as they were computed alone; and documents reused with ever more
+    of their tokens computed. The questions are asked one by one, in the file's order, so let them come as they come to
+    you: the same documents in changing company.
+    """
+    from ragcache_core.bench.quality import FULL, NAIVE, PREFIX, chunk_ways, summary_table
+
+    run, alphas = quality_run(model, options)
+    ways = [FULL, PREFIX, NAIVE, *chunk_ways(options["selection"], alphas, options["max_recompute"])]
+    by_way: dict[str, Sequence[Summary]] = {}
+    for way, summaries in measured(run, ways):
+        by_way[way.name] = summaries
+    if as_json:
+        rows = [summary.to_dict() for summaries in by_way.values() for summary in summaries]
+        print_json({"model": model, "questions": str(options["questions_path"]), "summaries": rows})
+        return
+    click.echo(summary_table(by_way, PREFIX.name))
+
+
+def quality_run(model: str, options: dict[str, Any]) -> tuple[QualityRun, tuple[float, ...]]:
+    """Return what :func:`asking_options` ask for: the run, and the alphas.
+
+    Raises:
+        ConfigError: no such questions, or a size that cannot work.
+    """
+    from ragcache_core.bench.quality import read_questions
+    from ragcache_core.bench.quality.measuring import QualityRun
+    from ragcache_core.client.launch.arguments import check_model
+    from ragcache_core.config import CacheConfig
+
+    vllm_args = options["vllm_args"]
+    check_vllm_args(vllm_args)
+    questions = read_questions(options["questions_path"], options["corpus"], limit=options["limit"])
+    check_model(model)
+    sizes = {
+        name: options[name] for name in ("kv_cache_bytes", "block_size", "host_bytes") if options[name] is not None
+    }
+    launch_options = {
+        "startup_timeout_s": options["startup_timeout"],
+        "max_restarts": 0,  # its successor would have an empty cache
+        "extra_args": vllm_args,
+    }
+    run = QualityRun(model, questions, CacheConfig(**sizes), options["max_tokens"], launch_options)
+    return run, options["alphas"] or DEFAULT_ALPHAS[options["selection"]]
+
+
+def measured(run: QualityRun, ways: Sequence[Way]) -> Iterator[tuple[Way, list[Summary]]]:
+    """Yield what each way came to, with a progress bar on a terminal."""
+    from ragcache_core.bench.quality import summarise
+
+    with _progress(len(ways) * len(run.questions)) as begin:
+        for way, answers in run.answers(ways, begin=begin):
+            yield way, summarise(way.name, answers)
+
+
+@contextmanager
+def _progress(num_answers: int) -> Iterator[Callable[[Way], Callable[[int], object]]]:
+    from tqdm import tqdm
+
+    with tqdm(total=num_answers, unit="answer", leave=False, disable=not sys.stderr.isatty()) as bar:
+
+        def begin(way: Way) -> Callable[[int], object]:
+            bar.set_description_str(way.name)
+            return bar.update
+
+        yield begin

@@ -1,0 +1,145 @@
+"""``ragcache serve``: a supervised server in the foreground."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.options import (
+    api_key_option,
+    cache_options,
+    check_vllm_args,
+    log_option,
+    read_cache_config,
+    tokenizer_option,
+    vllm_args_argument,
+)
+
+if TYPE_CHECKING:
+    from ragcache_core.client import Engine
+
+_POLL_S = 1.0
+
+
+@click.command(
+    cls=Command,
+    short_help="Serve a model over the OpenAI protocol.",
+    examples=[
+        "ragcache serve examples/demo_model",
+        "ragcache serve examples/demo_model --port 8000 --kv-cache-bytes 512MiB",
+        "ragcache serve org/model --host-bytes 64GiB --disk-bytes 1TiB --cache-dir /var/cache/ragcache",
+        "ragcache serve org/model --record-trace mine.jsonl",
+        "ragcache serve org/model --cache-config cache.toml --policy pgdsf",
+        "ragcache serve org/model --log -    # the log to standard output, as containers want it",
+        "ragcache serve org/model --api-key KEY -- --max-model-len 8192 --dtype bfloat16",
+    ],
+)
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="The port to listen on; 0 takes a free one.")
+@api_key_option
+@cache_options
+@click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache.")
+@tokenizer_option
+@click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a death.")
+@click.option(
+    "--startup-timeout", type=float, default=600.0, show_default=True, metavar="S", help="Seconds to load in."
+)
+@click.option(
+    "--record-trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Record requests as a trace for 'ragcache simulate': times, ids and lengths, no text.",
+)
+@log_option
+@vllm_args_argument
+def serve(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    cache_config: Path | None,
+    no_cache: bool,
+    tokenizer: str | None,
+    max_restarts: int,
+    startup_timeout: float,
+    record_trace: Path | None,
+    log: Path | None,
+    vllm_args: tuple[str, ...],
+    as_json: bool,
+    **cache_settings: Any,
+) -> None:
+    """Serve MODEL over the OpenAI protocol until Ctrl-C (exit status 0) or SIGTERM (143).
+
+    MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is made. What
+    follows -- goes to vLLM's server as it is. A server that dies is started again at the same address with the same
+    key.
+    """
+    check_vllm_args(vllm_args)
+    if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
+        raise click.UsageError(f"--no-cache runs plain vLLM: leave out {', '.join(given)}.")
+    if no_cache and record_trace is not None:
+        raise click.UsageError("--record-trace needs the cache, which knows the documents: leave out --no-cache.")
+    cache = None if no_cache else read_cache_config(cache_config, cache_settings)
+    from ragcache_core.client import Engine
+    from ragcache_core.runtime.trace_recorder import recording_in_server
+
+    engine = Engine.launch(
+        model,
+        cache=cache,
+        host=host,
+        port=port or None,
+        api_key=api_key,
+        tokenizer=tokenizer,
+        startup_timeout_s=startup_timeout,
+        max_restarts=max_restarts,
+        log_path=log,
+        env=None if record_trace is None else recording_in_server(record_trace),
+        extra_args=vllm_args,
+    )
+    with engine:
+        _announce(engine, as_json)
+        try:
+            _watch(engine)
+        except KeyboardInterrupt:  # the way to end a server: no error
+            click.echo("ragcache: stopping", err=True)
+
+
+def _flags_of(settings: dict[str, object]) -> list[str]:
+    """Return the options that were given, as they are typed."""
+    names = (
+        param for param in click.get_current_context().command.params if settings.get(param.name or "") is not None
+    )
+    return [param.opts[0] for param in names]
+
+
+def _announce(engine: Engine, as_json: bool) -> None:
+    facts = {
+        "url": engine.base_url,
+        "api_key": engine.api_key,
+        "model": engine.model,
+        "max_model_len": engine.max_model_len,
+        "log": str(engine.log_path),
+    }
+    if as_json:
+        print_json({**facts, "pid": os.getpid()})
+        return
+    for name, value in facts.items():
+        click.echo(f"{name.replace('_', ' '):<14} {value}")
+    click.echo("ready: Ctrl-C ends it", err=True)
+
+
+def _watch(engine: Engine) -> None:
+    """Return never: tell of restarts, and raise when the server has died for good."""
+    num_told = 0
+    while True:
+        time.sleep(_POLL_S)
+        num_restarts = engine.num_restarts()
+        if num_restarts > num_told:
+            num_told = num_restarts
+            click.echo(f"ragcache: the engine died and was started again ({num_restarts} so far)", err=True)

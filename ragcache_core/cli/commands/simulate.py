@@ -1,0 +1,251 @@
+"""``ragcache simulate``: what one engine would do with a trace, in virtual time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.commands.sweep import ORDERS, POLICIES, sweep
+from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
+from ragcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache_core.sim.result import SimulationResult
+
+_TESTBEDS = "a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b"
+
+
+class Shares(click.ParamType[Any]):
+    """Numbers with commas between them."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """Return the numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(float(share) for share in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} are no shares: give one for each stage, as 0.3,0.3,0.2,0.2.", param, ctx)
+
+
+@click.command(
+    cls=Command,
+    short_help="Simulate a trace of requests on one engine.",
+    examples=[
+        "ragcache simulate mmlu.jsonl --policy pgdsf --host-tokens 262144 --output out.json",
+        "ragcache simulate mmlu.jsonl --order cache_aware --queue cache-aware --per-request --output out.json",
+        "ragcache simulate sysx.jsonl --chunk-reuse 0.3 --host-tokens 262144",
+        "ragcache simulate mine.jsonl --granularity block --max-batch 4 --cost-model profile.json",
+        "ragcache simulate mmlu.jsonl --policy belady --warm-up 3000 --json | jq .summary",
+        "ragcache simulate sweep --help      (several policies and capacities at a time)",
+    ],
+)
+@click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default="tournament",
+    show_default=True,
+    help="What a full tier gives up; belady knows the future, and infinite gives up nothing.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(ORDERS),
+    default="retrieval",
+    show_default=True,
+    help="In which order a prompt shows its documents.",
+)
+@click.option("--gpu-tokens", type=int, default=40_960, show_default=True, metavar="N", help="KV on the GPU.")
+@click.option("--host-tokens", type=int, default=65_536, show_default=True, metavar="N", help="KV in host memory.")
+@click.option("--disk-tokens", type=int, default=0, show_default=True, metavar="N", help="KV on disk.")
+@click.option(
+    "--system-tokens", type=int, default=0, show_default=True, metavar="N", help="Of the prompt that all share."
+)
+@click.option(
+    "--cost-model",
+    default="a10g-mistral-7b",
+    show_default=True,
+    metavar="NAME|FILE",
+    help=f"What a prefill costs: {_TESTBEDS}, or a file of 'ragcache profile --output'.",
+)
+@click.option(
+    "--beyond",
+    type=click.Choice(["extrapolate", "refuse"]),
+    default="extrapolate",
+    show_default=True,
+    help="What to do with prompts that are longer than a profile.",
+)
+@click.option(
+    "--queue", type=click.Choice(["fifo", "cache-aware"]), default="fifo", show_default=True, help="Who is next."
+)
+@click.option(
+    "--window", type=int, default=32, show_default=True, metavar="N", help="How often a request may be overtaken."
+)
+@click.option(
+    "--granularity",
+    type=click.Choice(["document", "block"]),
+    default="document",
+    show_default=True,
+    help="What is kept and given up as one: as the paper's Algorithm 1 does, or as the engine.",
+)
+@click.option("--block-size", type=int, default=16, show_default=True, metavar="N", help="Tokens in a block.")
+@click.option(
+    "--retrieval-s", type=float, default=0.08, show_default=True, metavar="S", help="How long a search takes."
+)
+@click.option("--max-batch", type=int, default=1, show_default=True, metavar="N", help="Requests that run at a time.")
+@click.option(
+    "--frequency",
+    type=click.Choice(["cached", "ghost"]),
+    help="Whether uses count beyond eviction. [default: cached for pgdsf, ghost for others]",
+)
+@click.option(
+    "--max-cached-documents",
+    type=int,
+    metavar="N",
+    help="Keep the first N documents of a prompt, as the engine's option does; of blocks alone. [default: all]",
+)
+@click.option(
+    "--overlap-transfers/--no-overlap-transfers",
+    "overlaps_transfers",
+    default=True,
+    show_default=True,
+    help="Load KV layer by layer while the layers before are computed.",
+)
+@click.option(
+    "--speculation",
+    type=click.Choice(["none", "dynamic"]),
+    default="none",
+    show_default=True,
+    help="Prefill a search's candidates while it goes on.",
+)
+@click.option(
+    "--settle-shares",
+    type=Shares(),
+    default="0.25,0.25,0.25,0.25",
+    show_default=True,
+    metavar="P,P,...",
+    help="Searches whose candidates are the final ones from each stage on.",
+)
+@click.option(
+    "--max-prefill-bs", type=int, default=4, show_default=True, metavar="N", help="Requests that leave none room."
+)
+@click.option(
+    "--chunk-reuse",
+    type=float,
+    metavar="FRACTION",
+    help="Reuse documents behind any others and compute this fraction of them again: approximate. [default: off]",
+)
+@click.option(
+    "--chunk-share",
+    type=float,
+    default=0.5,
+    show_default=True,
+    metavar="SHARE",
+    help="Of host and disk, for documents that may be reused so.",
+)
+@click.option(
+    "--warm-up", type=int, default=0, show_default=True, metavar="N", help="Requests at the start that do not count."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of when candidates settle.")
+@click.option("--per-request", is_flag=True, help="Put a record of each request into the JSON.")
+@output_option("Where options and summary go as JSON.")
+def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **settings: Any) -> None:
+    """Simulate one engine that serves TRACE, in virtual time, with the project's own tree, policies and queue.
+
+    TRACE is a file of 'ragcache trace'. Its documents go down from the GPU to host memory and disk, as the policy has
+    it; TTFT counts from a request's arrival, its search included. 'ragcache simulate sweep' runs many combinations.
+    """
+    from ragcache_core.sim.options import SimulationOptions
+    from ragcache_core.sim.simulator import simulate as run_simulation
+    from ragcache_core.sim.testbeds import load_testbed
+    from ragcache_core.sim.traces.trace import read_trace
+
+    if per_request and output is None and not as_json:
+        raise click.UsageError("--per-request makes records of JSON: give --output OUT as well, or --json.")
+    with _options_as_typed():
+        options = SimulationOptions(**settings)
+        load_testbed(options.cost_model)
+    check_output("--output", output, (trace, Path(options.cost_model)))
+    requests = read_trace(trace)
+    with _options_as_typed(), counting_requests("simulating", len(requests)) as report:
+        result = run_simulation(requests, options, progress=report, keeps_requests=per_request)
+    for note in result.notes:
+        click.echo(f"ragcache: {note}", err=True)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        click.echo(table(result))
+    if output is not None:
+        write_json(result.to_dict(), output)
+        click.echo(f"ragcache: written to {output}", err=True)
+
+
+class SimulateGroup(Group):
+    """``simulate TRACE``, and the commands below it: a first word that names none of them is a trace."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Return the context of a command below this one, or of a simulation."""
+        if args and args[0] in self.commands:
+            return super().make_context(info_name, args, parent, **extra)
+        return run.make_context(info_name, args, parent, **extra)
+
+
+@click.group(cls=SimulateGroup, short_help=run.short_help)
+def simulate() -> None:
+    """Simulate a trace, or many combinations of settings."""
+
+
+simulate.add_command(sweep)
+
+
+def table(result: SimulationResult) -> str:
+    """Return the summary as lines to read."""
+    options, summary = result.options, result.summary
+    tiers = {"gpu": options.gpu_tokens, "host": options.host_tokens, "disk": options.disk_tokens}
+    sizes = ", ".join(f"{tier} {size:,}" for tier, size in tiers.items() if size)
+    if options.policy == "infinite":
+        sizes = "no limit"
+    num_hits = max(sum(summary.hits_by_tier.values()), 1)
+    shares = ", ".join(f"{tier} {hits / num_hits:.0%}" for tier, hits in summary.hits_by_tier.items() if tiers[tier])
+    rows = [
+        ("requests", f"{summary.num_requests:,}, {summary.throughput_rps:.3f} a second"),
+        ("cache", f"{options.policy}, order {options.order}, queue {options.queue}; tokens: {sizes}"),
+        ("engine", f"{options.cost_model}, batches of {options.max_batch}, {options.granularity}s"),
+        ("hit rate", f"{summary.token_hit_rate:.3f} of tokens, {summary.document_hit_rate:.3f} of documents"),
+        ("hits", shares),
+        ("TTFT", f"mean {summary.mean_ttft_s:.3f} s, p50 {summary.p50_ttft_s:.3f}, p99 {summary.p99_ttft_s:.3f}"),
+        *_chunk_rows(result),
+        ("moved", f"{summary.swapped_out_tokens:,} tokens to the host, {summary.loaded_tokens:,} to the GPU"),
+        ("reordered", f"documents of {summary.reordered_share:.1%}; overtaken at most {summary.max_overtaken} times"),
+        ("decisions", f"p50 {summary.p50_decision_s * 1e6:.0f} us, p99 {summary.p99_decision_s * 1e6:.0f} us"),
+    ]
+    return "\n".join(f"{name:11}{value}" for name, value in rows)
+
+
+def _chunk_rows(result: SimulationResult) -> list[tuple[str, str]]:
+    options, summary = result.options, result.summary
+    if options.chunk_reuse is None:
+        return []
+    counts = f"{summary.chunk_reused_tokens:,} tokens reused, {summary.chunk_recomputed_tokens:,} of theirs recomputed"
+    return [("chunks", f"{counts}; {options.chunk_share:g} of host and disk are theirs")]
+
+
+@contextmanager
+def _options_as_typed() -> Iterator[None]:
+    """Let an error name options as they are typed."""
+    names = {str(option.name): option.opts[0] for option in run.params}
+    try:
+        yield
+    except ConfigError as error:
+        message = re.sub(r"^\w+|\b[a-z]+(_[a-z]+)+\b", lambda word: names.get(word[0], word[0]), str(error))
+        raise ConfigError(message) from error

@@ -1,0 +1,358 @@
+"""``ragcache simulate sweep``: many policies, orders and capacities on the same traces, several at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core._version import __version__
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.output import check_output, check_plot, counting_requests, output_option, write_json
+from ragcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache_core.bench.page import Report, Table
+    from ragcache_core.bench.plots import Plot
+    from ragcache_core.sim.options import SimulationOptions
+    from ragcache_core.sim.sweep import FinishedRun, Journal, Run
+
+POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament", "belady", "infinite")
+ORDERS = ("retrieval", "canonical", "cache_aware")
+_TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
+_CAPACITIES = tuple(_TIERS)
+_VARIED = ("policy", "order", *_CAPACITIES)
+_COLUMNS = (
+    ("hit rate", "token_hit_rate", "{:.3f}"),
+    ("documents", "document_hit_rate", "{:.3f}"),
+    ("mean TTFT", "mean_ttft_s", "{:.3f} s"),
+    ("p50", "p50_ttft_s", "{:.3f} s"),
+    ("p99", "p99_ttft_s", "{:.3f} s"),
+    ("requests/s", "throughput_rps", "{:.3f}"),
+)
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]
+    """Several values with commas between them: names of ``choices``, or whole numbers where there are none."""
+
+    name = "list"
+
+    def __init__(self, choices: Sequence[str] = ()) -> None:
+        self._choices = tuple(choices)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """Return the values, each once."""
+        if isinstance(value, tuple):
+            return value
+        words = [word.strip().replace("_", "") if not self._choices else word.strip() for word in value.split(",")]
+        for word in words:
+            if self._choices and word not in self._choices:
+                self.fail(f"{word!r} is not one of {', '.join(self._choices)}.", param, ctx)
+            if not self._choices and not word.isdecimal():
+                self.fail(f"{word!r} is no whole number of tokens: give some as 65536,262144.", param, ctx)
+        return tuple(dict.fromkeys(words if self._choices else map(int, words)))
+
+
+@click.command(
+    cls=Command,
+    short_help="Simulate many policies, orders and capacities.",
+    examples=[
+        "ragcache simulate sweep mmlu.jsonl --policies pgdsf,tournament,belady --output sweep.json --plot sweep.png",
+        "ragcache simulate sweep a.jsonl b.jsonl --host-tokens 65536,262144,1048576 --jobs 4 --output sweep.json",
+        "ragcache simulate sweep mmlu.jsonl --orders retrieval,cache_aware --plot sweep.html",
+    ],
+)
+@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE...")
+@click.option(
+    "--policies",
+    type=Listed(POLICIES),
+    default="pgdsf,lru,tournament",
+    show_default=True,
+    metavar="P,P,...",
+    help=f"What a full tier gives up: {', '.join(POLICIES)}.",
+)
+@click.option(
+    "--orders",
+    type=Listed(ORDERS),
+    default="retrieval",
+    show_default=True,
+    metavar="O,O,...",
+    help=f"In which order a prompt shows its documents: {', '.join(ORDERS)}.",
+)
+@click.option(
+    "--gpu-tokens", type=Listed(), default="40960", show_default=True, metavar="N,N,...", help="KV on the GPU."
+)
+@click.option(
+    "--host-tokens",
+    type=Listed(),
+    default="65536,262144,1048576",
+    show_default=True,
+    metavar="N,N,...",
+    help="KV in host memory.",
+)
+@click.option("--disk-tokens", type=Listed(), default="0", show_default=True, metavar="N,N,...", help="KV on disk.")
+@click.option("--system-tokens", type=int, metavar="N", help="Of the prompt that all requests share.")
+@click.option("--cost-model", metavar="NAME|FILE", help="What a prefill costs. [default: a10g-mistral-7b]")
+@click.option(
+    "--beyond", type=click.Choice(["extrapolate", "refuse"]), help="Where a profile ends. [default: extrapolate]"
+)
+@click.option("--queue", type=click.Choice(["fifo", "cache-aware"]), help="Who is next. [default: fifo]")
+@click.option("--window", type=int, metavar="N", help="How often a request may be overtaken. [default: 32]")
+@click.option(
+    "--granularity", type=click.Choice(["document", "block"]), help="What is kept as one. [default: document]"
+)
+@click.option("--block-size", type=int, metavar="N", help="Tokens in a block. [default: 16]")
+@click.option("--retrieval-s", type=float, metavar="S", help="How long a search takes. [default: 0.08]")
+@click.option("--max-batch", type=int, metavar="N", help="Requests that run at a time. [default: 1]")
+@click.option("--no-overlap-transfers", is_flag=True, help="Load KV before a prefill begins, not layer by layer.")
+@click.option(
+    "--frequency",
+    type=click.Choice(["cached", "ghost"]),
+    help="Whether uses count beyond eviction. [default: cached for pgdsf, ghost for others]",
+)
+@click.option("--chunk-reuse", type=float, metavar="FRACTION", help="Computed of reused documents. [default: off]")
+@click.option("--chunk-share", type=float, metavar="SHARE", help="Of host and disk, for these. [default: 0.5]")
+@click.option("--warm-up", type=int, metavar="N", help="Requests at the beginning that do not count. [default: 0]")
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
+@output_option("Where options and summary of every run go; finished runs are kept beside it until all are.")
+@click.option(
+    "--plot",
+    "plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OUT.png|.svg|.html",
+    help="TTFT and hit rate against the capacity that varies.",
+)
+@click.option("--resume", is_flag=True, help="Leave out what an earlier sweep into OUT finished.")
+def sweep(
+    traces: tuple[Path, ...],
+    policies: tuple[str, ...],
+    orders: tuple[str, ...],
+    gpu_tokens: tuple[int, ...],
+    host_tokens: tuple[int, ...],
+    disk_tokens: tuple[int, ...],
+    jobs: int | None,
+    output: Path | None,
+    plot: Path | None,
+    resume: bool,
+    no_overlap_transfers: bool,
+    as_json: bool,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Simulate every combination of policies, orders and capacities on each TRACE, several at a time.
+
+    A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --output keeps what is finished, and
+    goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
+    """
+    from ragcache_core.sim.options import SimulationOptions
+    from ragcache_core.sim.sweep import Journal, plan
+
+    if resume and output is None:
+        raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
+    check_plot(plot)
+    inputs = (*traces, Path(settings["cost_model"] or ""))
+    for option, path in (("--output", output), ("--plot", plot)):
+        check_output(option, path, inputs)
+    journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
+    finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
+    given = {name: value for name, value in settings.items() if value is not None}
+    base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
+    num_requests = _count_requests(traces, base)
+    axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
+    runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
+    done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
+    whole = {"version": __version__, "runs": [run.to_dict() for run in done]}
+    if output is not None and journal is not None:
+        write_json(whole, output)
+        clear_journal(journal, {run.key for run in done})
+    if as_json:
+        print_json(whole)
+    else:
+        click.echo(table(done).text())
+    for note in notes_on(done):
+        click.echo(f"ragcache: {note}", err=True)
+    if plot is not None:
+        report(done, {str(path): count for path, count in num_requests.items()}).save(plot)
+    for path in (output, plot):
+        if path is not None:
+            click.echo(f"ragcache: written to {path}", err=True)
+
+
+def _count_requests(traces: Sequence[Path], base: SimulationOptions) -> dict[Path, int]:
+    """Return how many requests each trace has; one that is broken or does not fit is refused before anything runs.
+
+    Raises:
+        TraceError: a line is broken. ConfigError: the options do not fit a trace.
+    """
+    from ragcache_core.sim.simulator import check_trace
+    from ragcache_core.sim.testbeds import load_testbed
+    from ragcache_core.sim.traces.trace import read_trace
+
+    testbed = load_testbed(base.cost_model)
+    num_requests = {}
+    for path in traces:
+        trace = read_trace(path)
+        try:
+            check_trace(trace, base, testbed)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        num_requests[path] = len(trace)
+    return num_requests
+
+
+def _run(
+    runs: Sequence[Run],
+    finished: Mapping[str, FinishedRun],
+    journal: Journal | None,
+    num_requests: Mapping[Path, int],
+    jobs: int,
+) -> list[FinishedRun]:
+    from ragcache_core.sim.sweep import run_all
+
+    kept = dict(finished)
+
+    def keep(run: FinishedRun) -> None:
+        kept[run.key] = run
+        if journal is not None:
+            journal.append(run)
+
+    to_do = [run for run in runs if run.key not in finished]
+    if len(to_do) < len(runs):
+        click.echo(f"ragcache: {len(runs) - len(to_do)} of {len(runs)} runs are finished already", err=True)
+    try:
+        with counting_requests("simulating", sum(num_requests[run.trace] for run in to_do)) as report:
+            return run_all(runs, jobs=jobs, finished=finished, keep=keep, report=report)
+    except (KeyboardInterrupt, SystemExit):
+        num_done = sum(run.key in kept for run in runs)
+        cure = "add --resume to go on" if journal is not None else "with --output OUT they would have been kept"
+        click.echo(f"ragcache: {num_done} of {len(runs)} runs are finished: {cure}", err=True)
+        raise
+
+
+def clear_journal(journal: Journal, keys: AbstractSet[str]) -> None:
+    """Remove the journal, unless it holds runs besides ``keys``, which are nowhere else: a wider sweep's."""
+    num_others = len(journal.read().keys() - keys)
+    if num_others:
+        click.echo(f"ragcache: {journal.path} keeps {num_others} finished runs that were not asked for", err=True)
+    else:
+        journal.remove()
+
+
+def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[str, FinishedRun]:
+    """Return the runs that need not be done again, of an interrupted sweep and of the last whole one.
+
+    Raises:
+        ConfigError: runs of an interrupted sweep, or of the last whole one, would be lost.
+    """
+    from ragcache_core.sim.sweep import FinishedRun
+
+    interrupted = journal.read()
+    if not is_resumed:
+        if interrupted:
+            raise ConfigError(
+                f"{journal.path} holds {len(interrupted)} finished runs of an interrupted sweep: "
+                "add --resume to go on, or delete that file to begin anew"
+            )
+        return {}
+    try:
+        whole = [FinishedRun.from_dict(run) for run in json.loads(output.read_bytes())["runs"]]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        whole = []
+    except OSError as error:
+        raise ConfigError(
+            f"{output} cannot be read ({error.strerror}): see to that, or name another file with --json"
+        ) from error
+    return {run.key: run for run in whole} | interrupted
+
+
+def table(runs: Sequence[FinishedRun]) -> Table:
+    """Return a table with a row for each run; only what differs between the runs is named."""
+    from ragcache_core.bench.page import Table
+
+    varied = _varied(runs)
+    heads = [*(name.removesuffix("_tokens") for name in varied), *(head for head, _, _ in _COLUMNS)]
+    rows = [
+        [*(_shown(run, name) for name in varied), *(form.format(run.summary[key]) for _, key, form in _COLUMNS)]
+        for run in runs
+    ]
+    return Table("", heads, rows, len(varied))
+
+
+def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
+    """Return mean TTFT and hit rate against the capacity that varies, for each trace; bars, where none does."""
+    from ragcache_core.bench.plots import bars, lines
+
+    varied = [name for name in _varied(runs) if name != "trace"]
+    axis = next((name for name in _CAPACITIES if name in varied), None)
+    shown = []
+    for trace in dict.fromkeys(run.trace for run in runs):
+        of_trace = sorted((run for run in runs if run.trace == trace), key=lambda run: run.options[axis] if axis else 0)
+        for title, y_label, key in (
+            ("Mean time to first token", "mean TTFT, s", "mean_ttft_s"),
+            ("Hit rate", "share of document tokens", "token_hit_rate"),
+        ):
+            titled = f"{title}, {Path(trace).name}"
+            if axis is None:
+                groups: dict[str, dict[str, float]] = {}
+                for run in of_trace:
+                    group = ", ".join(_shown(run, name) for name in varied if name != "policy")
+                    groups.setdefault(group, {})[run.options["policy"]] = run.summary[key]
+                shown.append(bars(titled, y_label, groups))
+                continue
+            series: dict[str, list[tuple[float, float]]] = {}
+            for run in of_trace:
+                name = ", ".join(_shown(run, name) for name in varied if name != axis)
+                series.setdefault(name, []).append((run.options[axis], run.summary[key]))
+            is_log = min(run.options[axis] for run in runs) > 0
+            label = f"{_TIERS[axis]}, tokens"
+            shown.append(lines(titled, label, y_label, series, log_x=is_log))
+    return shown
+
+
+def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int]) -> Report:
+    """Return plots and table of a sweep, with what was simulated; ``num_requests`` by trace."""
+    from ragcache_core.bench.page import Report, worded
+
+    options, varied = dict(runs[0].options), _varied(runs)
+    names = dict.fromkeys(run.trace for run in runs)
+    traces = ", ".join(f"{Path(trace).name} ({num_requests[trace]:,} requests)" for trace in names)
+    sizes = [
+        f"{words} {options[name]:,} tokens" if options[name] else f"no {words}"
+        for name, words in _TIERS.items()
+        if name not in varied
+    ]
+    batch = "one request at a time" if options["max_batch"] == 1 else f"batches of {options['max_batch']}"
+    warm_up = f"; the first {options['warm_up']:,} requests do not count" if options["warm_up"] else ""
+    lead = [
+        f"Simulated in virtual time: {traces}{warm_up}.",
+        f"Cost model {Path(options['cost_model']).name}; {', '.join(sizes)}; {batch}, queue {options['queue']}, "
+        f"{options['granularity']}s kept as one.",
+    ]
+    of_all = {
+        name: list(dict.fromkeys(run.options[name] for run in runs)) if name in varied else worded(name, value)
+        for name, value in options.items()
+    }
+    return Report("Policies side by side", lead, plots(runs), [table(runs)], notes=notes_on(runs), options=of_all)
+
+
+def notes_on(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return what a reader should know of the runs, each sentence once."""
+    from ragcache_core.sim.bound import above_belady
+
+    return [*dict.fromkeys(note for run in runs for note in run.notes), *above_belady(runs)]
+
+
+def _varied(runs: Sequence[FinishedRun]) -> list[str]:
+    names = ["trace"] if len({run.trace for run in runs}) > 1 else []
+    return names + [n for n in _VARIED if n == "policy" or len({run.options[n] for run in runs}) > 1]
+
+
+def _shown(run: FinishedRun, name: str) -> str:
+    if name == "trace":
+        return Path(run.trace).name
+    value = run.options[name]
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,245 @@
+"""``ragcache trace``: make a trace of requests, import one from a log, say what one is like."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.output import check_no_input, counting_requests
+from ragcache_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ragcache_core.sim.traces.summary import TraceSummary
+    from ragcache_core.sim.traces.trace import Trace
+
+WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift")
+_STANDARD_OUTPUT = Path("-")
+_output_option = click.option(
+    "--output",
+    type=click.Path(path_type=Path, allow_dash=True),
+    default=_STANDARD_OUTPUT,
+    metavar="FILE",
+    help="Where the trace goes, packed if it ends in .gz. [default: -, standard output]",
+)
+
+
+@click.group(cls=Group, short_help="Make a trace of requests, import one from a log, look at one.")
+def trace() -> None:
+    """Make, import and look at traces: who asks when, and which documents each request retrieves.
+
+    'ragcache simulate' and 'ragcache bench' run them. A trace is a file of JSON lines, one request a line:
+
+    \b
+    {"t": 12.5, "docs": ["d17", "d3"], "doc_tokens": [1904, 655], "question_tokens": 31, "output_tokens": 1}
+    """
+
+
+@trace.command(
+    cls=Command,
+    short_help="Make a trace like a published workload's.",
+    examples=[
+        "ragcache trace make --workload mmlu --requests 15000 --seed 1 --output mmlu.jsonl",
+        "ragcache trace make --workload nq --requests 1000000 --documents 300000 --seed 2 --output nq.jsonl.gz",
+        "ragcache trace make --workload drift --requests 2880 --k 5 --rate 1.5 --seed 3 --output - | head",
+    ],
+)
+@click.option(
+    "--workload", type=click.Choice(WORKLOAD_NAMES), required=True, help="Whose statistics the requests have."
+)
+@click.option("--requests", "num_requests", type=click.IntRange(1), required=True, metavar="N", help="How many.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
+@_output_option
+@click.option("--documents", "num_documents", type=int, metavar="N", help="Documents that there are.")
+@click.option("--k", "documents_per_request", type=int, metavar="N", help="Documents that a request retrieves.")
+@click.option("--rate", "requests_per_s", type=float, metavar="R", help="Requests a second; arrivals are Poisson's.")
+@click.option("--skew", type=float, help="Popularity is (rank + shift) ** -skew.")
+@click.option("--shift", type=float, help="See --skew.")
+@click.option("--mean-tokens", type=float, metavar="N", help="Mean length of a document, before it is cut to bounds.")
+@click.option("--sigma", type=float, help="Deviation of the logarithm of lengths.")
+@click.option("--least-tokens", type=int, metavar="N", help="The shortest document.")
+@click.option("--most-tokens", type=int, metavar="N", help="The longest document.")
+@click.option(
+    "--length-correlation",
+    type=float,
+    metavar="R",
+    help="Of length with popularity, -1 to 1; above 0 popular are long.",
+)
+@click.option("--primary-first", type=float, metavar="P", help="How often the best document comes first, 0 to 1.")
+@click.option("--drift-every", type=int, metavar="N", help="Requests after which popularity changes; 0 for never.")
+@click.option("--drift-share", type=float, metavar="P", help="How many of the popular documents swap places then.")
+@click.option("--repeat-share", type=float, metavar="P", help="Requests about what one of the last 40 was about.")
+@click.option("--question-median", type=float, metavar="N", help="Median length of a question.")
+@click.option("--mean-output-tokens", type=float, metavar="N", help="Mean length of an answer.")
+def make(
+    workload: str, num_requests: int, seed: int, output: Path, as_json: bool, **changes: float | None
+) -> None:  # fmt: skip
+    """Make a trace with the published statistics of a workload; what is not given is as published.
+
+    \b
+    mmlu      30,000 documents, 3 % of those asked for get about 60 % of the retrievals, answers of one token
+    nq        100,000 documents, flatter, answers of 6 tokens on average
+    nq-small  400 documents, flatter still
+    sysx      a production system: 5 chunks a request, prompts of 1,000 to 20,000 tokens, median 3,300
+    drift     mmlu with popularity that drifts and users who come back to their topics
+
+    The same options give the same file, byte for byte, and a longer trace begins with the shorter.
+    """
+    from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+
+    _check_output(output, as_json)
+    given = {name: value for name, value in changes.items() if value is not None}
+    try:
+        chosen = replace(WORKLOADS[workload], **given)  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise click.UsageError(_as_options(str(error))) from error
+    with counting_requests("drawing", num_requests) as report:
+        made = make_trace(chosen, num_requests, seed, progress=report)
+    _write(made, output, as_json, {"workload": asdict(chosen), "seed": seed})
+
+
+@trace.command(
+    name="import",
+    cls=Command,
+    short_help="Make a trace of a log of retrieved documents.",
+    examples=[
+        "ragcache trace import requests.jsonl --output mine.jsonl",
+        "ragcache trace import runs.jsonl --format langchain --lengths tokens.json --output mine.jsonl",
+        "ragcache trace import log.jsonl.gz --mean-tokens 800 --output mine.jsonl.gz",
+    ],
+)
+@click.argument("log", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "log_format",
+    type=click.Choice(["auto", "vllm", "langchain", "plain"]),
+    default="auto",
+    show_default=True,
+    help="Whose log it is; auto: what its first telling line has.",
+)
+@_output_option
+@click.option(
+    "--lengths", type=click.Path(path_type=Path), metavar="FILE", help='Tokens of documents by id, as {"d17": 1904}.'
+)
+@click.option("--mean-tokens", type=click.IntRange(1), metavar="N", help="Tokens of a document of unknown length.")
+@click.option("--question-tokens", type=click.IntRange(0), default=32, show_default=True, help="Where it is unknown.")
+@click.option("--output-tokens", type=click.IntRange(1), default=1, show_default=True, help="Where it is unknown.")
+@click.option("--speculative", is_flag=True, help="Count requests that were sent ahead of their search's end, too.")
+def import_(
+    log: Path,
+    log_format: Literal["auto", "vllm", "langchain", "plain"],
+    output: Path,
+    lengths: Path | None,
+    mean_tokens: int | None,
+    question_tokens: int,
+    output_tokens: int,
+    speculative: bool,
+    as_json: bool,
+) -> None:
+    """Make a trace of LOG, a file of JSON lines.
+
+    \b
+    vllm       requests of a server, as a proxy logs them: bodies whose kv_transfer_params name documents
+    langchain  runs, as a tracer or LangSmith exports them: those of retrievers, also inside other runs, and how long
+               the model's answer of the same trace was
+    plain      {"timestamp": "2026-01-31T12:00:00Z", "docs": ["d17", "d3"]}, and what else a trace's line has
+
+    Requests are sorted, and the first arrives at 0. Lines about something else are passed over. Where a log has texts
+    and no lengths, a token is taken to be 4 characters.
+    """
+    from ragcache_core.sim.traces.log_import import Assumptions, import_log, read_lengths
+
+    _check_output(output, as_json)
+    if output != _STANDARD_OUTPUT:
+        check_no_input("--output", output, (log,) if lengths is None else (log, lengths))
+    known = {} if lengths is None else read_lengths(lengths)
+    assumed = Assumptions(known, mean_tokens, question_tokens, output_tokens, counts_speculative=speculative)
+    imported = import_log(log, assumed, None if log_format == "auto" else log_format)
+    if imported.num_passed_over or imported.num_speculative:
+        click.echo(
+            f"ragcache: passed over: lines about something else {imported.num_passed_over:,}, "
+            f"speculative requests {imported.num_speculative:,}",
+            err=True,
+        )
+    if imported.num_estimated:
+        click.echo(
+            f"ragcache: {imported.num_estimated:,} lengths of documents are those of their texts, at 4 characters a "
+            "token: give --lengths FILE for exact ones",
+            err=True,
+        )
+    facts = {
+        "num_estimated": imported.num_estimated,
+        "format": imported.log_format,
+        "num_passed_over": imported.num_passed_over,
+    }
+    _write(imported.trace, output, as_json, {**facts, "num_speculative": imported.num_speculative})
+
+
+@trace.command(
+    cls=Command,
+    short_help="Say what a trace is like.",
+    examples=["ragcache trace show mmlu.jsonl", "ragcache trace show mmlu.jsonl.gz --json"],
+)
+@click.argument("file", type=click.Path(path_type=Path))
+def show(file: Path, as_json: bool) -> None:
+    """Say what the trace in FILE is like: its size, its lengths, how much comes again."""
+    from ragcache_core.sim.traces.summary import summarize
+    from ragcache_core.sim.traces.trace import read_trace
+
+    summary = summarize(read_trace(file))
+    if as_json:
+        print_json({"trace": str(file), **_plain(summary)})
+        return
+    for name, value in _lines_of(summary):
+        click.echo(f"{name:<20} {value}")
+
+
+def _as_options(message: str) -> str:
+    """Return an error of a workload in the words of the command line."""
+    names = {str(option.name): option.opts[0] for option in make.params}
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), message)
+
+
+def _check_output(output: Path, as_json: bool) -> None:
+    if as_json and output == _STANDARD_OUTPUT:
+        raise click.UsageError("--json and '--output -' both want standard output: give --output FILE.")
+
+
+def _write(made: Trace, output: Path, as_json: bool, facts: dict[str, object]) -> None:
+    from ragcache_core.sim.traces.summary import summarize
+    from ragcache_core.sim.traces.trace import write_lines, write_trace
+
+    if output == _STANDARD_OUTPUT:
+        write_lines(made, sys.stdout.buffer)
+        return
+    with counting_requests("writing", len(made)) as report:
+        write_trace(made, output, progress=report)
+    if as_json:
+        print_json({"output": str(output), **facts, "summary": _plain(summarize(made))})
+    else:
+        click.echo(f"{output}: {len(made):,} requests for {len(made.doc_ids):,} documents")
+
+
+def _plain(summary: TraceSummary) -> dict[str, object]:
+    return {name: None if value == float("inf") else value for name, value in asdict(summary).items()}
+
+
+def _lines_of(summary: TraceSummary) -> Iterator[tuple[str, str]]:
+    yield "requests", f"{summary.num_requests:,}"
+    yield "duration", f"{summary.duration_s:,.1f} s, {summary.requests_per_s:.4g} requests a second"
+    yield "documents", f"{summary.num_documents:,} asked for {summary.num_retrievals:,} times"
+    yield "a request", f"{summary.documents_per_request:.3g} documents"
+    yield "a document", f"{summary.mean_document_tokens:,.0f} tokens on average"
+    prompt = f"{summary.median_prompt_tokens:,.0f} in the middle, {summary.max_prompt_tokens:,} at most"
+    yield "a prompt", f"{summary.mean_prompt_tokens:,.0f} tokens on average, {prompt}"
+    yield "a question", f"{summary.mean_question_tokens:,.1f} tokens on average"
+    yield "an answer", f"{summary.mean_output_tokens:,.1f} tokens on average"
+    yield "the top 3 %", f"{summary.top_share:.1%} of retrievals"
+    yield "asked for again", f"{summary.repeated_retrievals:.1%} of retrievals"
+    yield "after the same ones", f"{summary.repeated_prefix:.1%}: an endless cache would hit those"

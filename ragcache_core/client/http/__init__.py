@@ -1,0 +1,1 @@
+"""HTTP that survives the death of an engine, and says what went wrong."""

@@ -1,0 +1,1 @@
+"""Start a server and look after it: arguments, environment, process, log, restarts."""

@@ -1,0 +1,267 @@
+"""Turn a launch's settings into the arguments and the environment of vLLM's server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import platformdirs
+
+from ragcache_core.chunk import AlphaPoint
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV, ENGINE_ID_ENV
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_RESERVED = {
+    "model": "the first argument of launch()",
+    "host": "host=",
+    "port": "port=",
+    "api_key": "api_key=",
+    "kv_transfer_config": "cache=, which sets it",
+    "scheduler_cls": "cache=, which sets it",
+}
+_REFUSED = {
+    "disable_log_stats": "it takes away the server's statistics, with which the engine tells what it has cached, what "
+    "was hidden and whether there is room for speculation: leave it out",
+}
+_MAX_LOGS = 50
+_RESERVED_CORES_ENV = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+"""How many cores the model leaves to the scheduler on a machine without a GPU. vLLM reserves one, and one more for any
+connector, which ours does not need; of two cores it then reserves none, and everything takes three times as long."""
+_PLUGIN = "ragcache_core.vllm_plugin"
+
+
+def check_vllm() -> None:
+    """Refuse to launch where vLLM is not installed.
+
+    Raises:
+        EngineStartError: with how to install it, and what works without.
+    """
+    if find_spec("vllm") is None:
+        raise EngineStartError(
+            "vLLM is not installed here, which serves the model: pip install 'ragcache[gpu]' on a machine with a GPU, "
+            "'make setup' in a checkout on one without, or connect to an engine that runs elsewhere"
+        )
+
+
+def check_model(model: str) -> None:
+    """Refuse a path at which there is no model. A name such as ``org/model`` is left to the server.
+
+    Raises:
+        EngineStartError: nothing, or no ``config.json``, is there.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise EngineStartError(f"{model!r} holds no config.json: name a folder with a model in Hugging Face format")
+    elif path.exists():
+        raise EngineStartError(f"{model!r} is a file: name the folder of a model in Hugging Face format")
+    elif not _HUB_NAME.fullmatch(model):
+        raise EngineStartError(
+            f"there is no model at {model!r}: name a folder with a model in Hugging Face format, or a model of the "
+            "Hugging Face hub as 'organisation/name'"
+        )
+
+
+def cache_arguments(
+    cache: CacheConfig | VLLMOffload | None,
+    *,
+    engine_id: str,
+    profile: Path | None = None,
+    alphas: Sequence[AlphaPoint] = (),
+    is_host_optional: bool = False,
+) -> list[str]:
+    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
+
+    Args:
+        cache: what to keep, resolved for this machine.
+        engine_id: names the host tier's region of shared memory, so that a restart finds it.
+        profile: measured prefill times of the model.
+        alphas: measured qualities of chunk reuse on the model.
+        is_host_optional: nobody chose the size of host memory, so that where it holds no block of the model's KV, the
+            engine goes on without. With a disk tier it cannot: what goes there passes through.
+    """
+    if cache is None:
+        return []
+    if isinstance(cache, VLLMOffload):
+        transfer = json.dumps(cache.transfer_config(engine_id))
+        return ["--kv-transfer-config", transfer, "--worker-cls", f"{_PLUGIN}.offload.vllm_spec.VLLMWorker"]
+    worker = "offload.worker.QuietWorker" if cache.chunk_reuse is None else "chunks.worker.RAGCacheWorker"
+    arguments = [
+        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, is_host_optional))),
+        *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
+        *("--worker-cls", f"{_PLUGIN}.{worker}"),
+    ]
+    if cache.kv_cache_bytes is not None:
+        arguments += ["--kv-cache-memory-bytes", str(int(cache.kv_cache_bytes))]
+    if cache.block_size is not None:
+        arguments += ["--block-size", str(cache.block_size)]
+    return arguments
+
+
+def _transfer_config(
+    cache: CacheConfig,
+    engine_id: str,
+    profile: Path | None,
+    alphas: Sequence[AlphaPoint],
+    is_host_optional: bool = False,
+) -> dict[str, object]:
+    """Return vLLM's ``kv_transfer_config``: our connector, and what lies below the GPU."""
+    settings: dict[str, object] = {
+        "policy": cache.policy,
+        "keeps_frequency": cache.frequency == "ghost",
+        "ghost_size": cache.ghost_size,
+        "max_cached_documents": cache.max_cached_documents,
+        "profile": None if profile is None else str(profile),
+        "is_queue_cache_aware": cache.queue == "cache_aware",
+        "queue_window": cache.queue_window,
+        "max_prefill_bs": cache.max_prefill_bs,
+    }
+    host_bytes, disk_bytes = int(cache.host_bytes or 0), int(cache.disk_bytes)
+    module, prefix = "connector", ""
+    if (reuse := cache.chunk_reuse) is not None:
+        for_chunks = int(host_bytes * reuse.share), int(disk_bytes * reuse.share)
+        settings["chunk_reuse"] = _chunk_settings(reuse, cache.directory, *for_chunks, alphas)
+        host_bytes, disk_bytes = host_bytes - for_chunks[0], disk_bytes - for_chunks[1]
+        module, prefix = "chunks.connector", "Chunk"
+    extra: dict[str, object] = {"ragcache": settings}
+    if host_bytes:
+        extra |= {
+            "cpu_bytes_to_use": host_bytes,
+            "is_host_optional": is_host_optional and not disk_bytes,
+            "spec_name": "RAGCacheSpec",
+            "spec_module_path": f"{_PLUGIN}.offload.spec",
+            "eviction_policy": "TreeCachePolicy",
+            "cache_policy_module_path": f"{_PLUGIN}.offload.host_policy",
+        }
+    if disk_bytes:
+        extra["secondary_tiers"] = [
+            {
+                "type": "DiskTier",
+                "module_path": f"{_PLUGIN}.disk.manager",
+                "directory": str(cache.directory),
+                "capacity_bytes": disk_bytes,
+            }
+        ]
+    return {
+        "kv_connector": f"{prefix}RAGCacheConnector" if host_bytes else f"{prefix}DocumentConnector",
+        "kv_connector_module_path": f"{_PLUGIN}.{module}",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # a lost block is a miss
+        "engine_id": engine_id,
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _chunk_settings(
+    reuse: ChunkReuse, directory: Path | None, host_bytes: int, disk_bytes: int, alphas: Sequence[AlphaPoint]
+) -> dict[str, object]:
+    return {
+        "host_bytes": host_bytes,
+        "disk_bytes": disk_bytes,
+        "directory": str(directory) if disk_bytes else None,
+        **reuse.model_dump(exclude={"share"}),
+        "points": [asdict(point) for point in alphas],
+    }
+
+
+def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
+    """Return ``max_model_len=2048, enforce_eager=True`` as ``--max-model-len 2048 --enforce-eager``.
+
+    ``True`` gives the flag, ``False`` its ``--no-`` form, ``None`` nothing, a tuple several values, a list or a
+    dictionary JSON.
+
+    Raises:
+        ConfigError: a setting that has its own door, or that RAGCache cannot do without.
+    """
+    arguments: list[str] = []
+    for name, value in vllm_args.items():
+        if name in _RESERVED:
+            raise ConfigError(f"{name}={value!r} cannot be passed to vLLM directly: use {_RESERVED[name]}")
+        flag = "--" + name.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case True if name in _REFUSED:
+                raise ConfigError(f"{name}={value!r} is refused: {_REFUSED[name]}")
+            case True:
+                arguments.append(flag)
+            case False:
+                arguments.append("--no-" + flag[2:])
+            case list() | dict():
+                arguments += [flag, json.dumps(value)]
+            case tuple():
+                arguments += [flag, *map(str, value)]
+            case _:
+                arguments += [flag, str(value)]
+    return arguments
+
+
+def check_extra_args(extra_args: Sequence[str]) -> None:
+    """Refuse raw arguments that would go past a setting with a door of its own, or that RAGCache cannot do without.
+
+    Raises:
+        ConfigError: with what to do instead.
+    """
+    check_needed(extra_args)
+    for argument in extra_args:
+        name = argument.split("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in _RESERVED:
+            raise ConfigError(f"{argument} cannot be passed to vLLM directly: use {_RESERVED[name]}")
+
+
+def check_needed(extra_args: Sequence[str]) -> None:
+    """Refuse raw arguments that take away what RAGCache cannot do without.
+
+    Raises:
+        ConfigError: with what it is.
+    """
+    for argument in extra_args:
+        if argument.startswith("--") and (why := _REFUSED.get(argument.removeprefix("--").replace("-", "_"))):
+            raise ConfigError(f"{argument} is refused: {why}")
+
+
+def check_worker(cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str]) -> None:
+    """Refuse another worker where chunk reuse needs its own.
+
+    Raises:
+        ConfigError: with what to leave out.
+    """
+    is_needed = isinstance(cache, CacheConfig) and cache.chunk_reuse is not None
+    if is_needed and any(argument.split("=")[0].replace("_", "-") == "--worker-cls" for argument in arguments):
+        raise ConfigError(
+            "worker_cls cannot be set beside CacheConfig.chunk_reuse, which sets it: leave one of them out"
+        )
+
+
+def server_environment(
+    api_key: str, cache: CacheConfig | VLLMOffload | None, extra: Mapping[str, str] | None, *, engine_id: str
+) -> dict[str, str]:
+    """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
+    is_said = isinstance(cache, CacheConfig) and cache.kv_cache_bytes is not None
+    default = {} if is_said else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
+    return {
+        **({} if cache is None else {_RESERVED_CORES_ENV: "1"}),
+        **os.environ,
+        **default,
+        ENGINE_ID_ENV: engine_id,
+        "VLLM_API_KEY": api_key,
+        "PYTHONUNBUFFERED": "1",
+        **(extra or {}),
+    }
+
+
+def new_log_path(port: int) -> Path:
+    """Return where a new server logs to: a file of its own in the user's log folder, which keeps the newest 50."""
+    folder = Path(platformdirs.user_log_dir("ragcache"))
+    for old in sorted(folder.glob("engine-*.log"))[: -_MAX_LOGS + 1]:
+        old.unlink(missing_ok=True)
+    return folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"

@@ -1,0 +1,218 @@
+"""Start a supervised server from a launch's settings."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from ragcache_core.chunk import AlphaPoint, choose_alpha
+from ragcache_core.client.launch.arguments import (
+    cache_arguments,
+    check_extra_args,
+    check_model,
+    check_vllm,
+    check_worker,
+    new_log_path,
+    server_environment,
+    vllm_arguments,
+)
+from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
+from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
+from ragcache_core.client.launch.progress import LoadProgress
+from ragcache_core.client.launch.server_log import is_stream
+from ragcache_core.client.launch.supervisor import Supervisor
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.client.warm_imports import import_requests
+from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.profiles.calibration import find_calibration, load_calibration
+from ragcache_core.profiles.prefill import find_profile
+from ragcache_core.prompt import PromptTokenizer
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
+from ragcache_core.runtime.shared_memory import new_engine_id, prepare_regions, remove_regions, sweep_shared_memory
+
+_ENDING_S = 20.0
+"""An engine whose owner was killed has noticed and ended by then."""
+_LOOKS_EVERY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedServer:
+    """A server that is ready, and how to reach it. ``tokenizer`` loads the model's, where it hands none out."""
+
+    base_url: str
+    api_key: str
+    supervisor: Supervisor
+    tokenizer: Callable[[], PromptTokenizer]
+    log_path: Path
+
+
+def launch_server(
+    model: str,
+    *,
+    cache: CacheConfig | VLLMOffload | None,
+    host: str,
+    port: int | None,
+    api_key: str | None,
+    tokenizer: str | None,
+    startup_timeout_s: float,
+    max_restarts: int,
+    log_path: Path | None,
+    progress: bool | Callable[[str], None] | None,
+    env: Mapping[str, str] | None,
+    extra_args: Sequence[str],
+    cancel: threading.Event | None,
+    vllm_args: Mapping[str, object],
+) -> LaunchedServer:
+    """Return a server that is ready; the settings are those of ``Engine.launch``.
+
+    Raises:
+        EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
+        EngineClosedError: ``cancel`` was set before the server was ready.
+        ConfigError: an argument that has a door of its own.
+    """
+    settings = vllm_arguments(vllm_args)
+    check_extra_args(extra_args)
+    check_vllm()
+    check_worker(cache, [*settings, *extra_args])
+    check_model(model)
+    if port is None:
+        port = free_port(host)
+    else:
+        check_port_free(host, port)
+    api_key = api_key or secrets.token_urlsafe(24)
+    if tokenizer is not None:
+        settings += ["--tokenizer", tokenizer]
+    if "served_model_name" not in vllm_args:
+        settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
+    engine_id = new_engine_id(os.getpid())
+    is_host_optional = isinstance(cache, CacheConfig) and cache.host_bytes is None
+    if isinstance(cache, CacheConfig):
+        cache = _resolved(cache, cancel or threading.Event())
+    alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
+    arguments = [
+        *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
+        "--disable-uvicorn-access-log",
+        *cache_arguments(
+            cache,
+            engine_id=engine_id,
+            profile=find_profile(model),
+            alphas=alphas,
+            is_host_optional=is_host_optional,
+        ),
+        *settings,
+        *extra_args,
+    ]
+    environment = server_environment(api_key, cache, env, engine_id=engine_id)
+    log = log_path or new_log_path(port)
+    if progress is None and is_stream(log):
+        progress = False  # a bar would stand between the lines
+    lock = _lock(model, cache, [*vllm_arguments(vllm_args), *extra_args], environment)
+    address = f"http://{_reachable(host)}:{port}"
+    template = vllm_args.get("chat_template")
+    chat_template = None if template is None else str(template)
+    threading.Thread(target=import_requests, name="ragcache-imports", daemon=True).start()  # while the server loads
+
+    def end() -> None:
+        remove_regions(engine_id)
+        if lock is not None:
+            lock.release()
+
+    runs = count()
+
+    def start() -> ServerProcess:
+        prepare_regions(engine_id)
+        again = {STARTED_AGAIN_ENV: "1"} if next(runs) else {}
+        return ServerProcess(arguments, env={**environment, **again}, log_path=log)
+
+    try:
+        supervisor = Supervisor(
+            start,
+            f"{address}/health",
+            max_restarts=max_restarts,
+            startup_timeout_s=startup_timeout_s,
+            progress=LoadProgress.of(progress),
+            closing=cancel or threading.Event(),
+            on_end=end,
+        )
+    except EngineStartError as error:
+        if Path(model).exists():
+            raise
+        raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error
+    return LaunchedServer(
+        f"{address}/v1",
+        api_key,
+        supervisor,
+        lambda: ModelTokenizer(tokenizer or model, chat_template=chat_template),
+        log,
+    )
+
+
+def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
+    """Return ``cache`` for this machine, after what engines left whose owners died is free again.
+
+    Such an engine may still be about to end, and has its memory until then.
+
+    Raises:
+        ConfigError: it cannot work here.
+    """
+    patience_s = _ENDING_S if sweep_shared_memory() else 0.0
+    ends_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return cache.resolved()
+        except ConfigError:
+            if time.monotonic() >= ends_s or cancel.wait(_LOOKS_EVERY_S):
+                raise
+
+
+def _lock(
+    model: str, cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str], environment: Mapping[str, str]
+) -> DirectoryLock | None:
+    """Return the lock of a directory in which the engine will keep something.
+
+    Raises:
+        EngineStartError: another engine has it.
+    """
+    if not isinstance(cache, CacheConfig) or not cache.disk_bytes or cache.directory is None:
+        return None
+    return DirectoryLock(cache.directory, launch_digest(model, cache, arguments, environment))
+
+
+def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:
+    """Return what was measured of chunk reuse on ``model``, as it is to be used.
+
+    Raises:
+        ConfigError: a quality is wanted that was not measured, or not reached.
+    """
+    path = None if reuse is None else find_calibration(model, reuse.selection)
+    if reuse is None or (path is None and reuse.quality is None):
+        return ()
+    if path is None:
+        raise ConfigError(
+            f"ChunkReuse.quality is {reuse.quality:g}, but which alpha reaches it on {model!r} with selection "
+            f"{reuse.selection!r} was not measured: run 'ragcache calibrate', or give alpha"
+        )
+    calibration = load_calibration(path)
+    is_as_measured = calibration.max_recompute == reuse.max_recompute
+    if reuse.quality is not None:
+        if not is_as_measured:
+            raise ConfigError(
+                f"ChunkReuse.max_recompute is {reuse.max_recompute:g}, {path} was measured with "
+                f"{calibration.max_recompute:g}: run 'ragcache calibrate' again, or set max_recompute to that"
+            )
+        choose_alpha(calibration.points, reuse.quality)
+    return calibration.points if is_as_measured else ()
+
+
+def _reachable(host: str) -> str:
+    """Return the host to connect to, for a host to listen on."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (the user's choice)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,153 @@
+"""The server's process tree: started in a session of its own, watched, and ended without leaving anything behind.
+
+Three things end it, whichever comes first: :meth:`ServerProcess.stop`, the end of this process (the child reads a
+pipe that we hold; when we die, even by SIGKILL, it reads end-of-file and ends itself), and its own death, after
+which whatever it started is killed. Python's resource trackers are spared from SIGKILL: they unlink the tree's
+shared memory once the others are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from ragcache_core.client.launch.server_log import ServerLog
+from ragcache_core.errors import EngineStartError
+from ragcache_core.runtime.sessions import kill_session
+
+SERVER_MODULE = "ragcache_core.vllm_plugin.server"
+GRACE_S = 20.0
+_MAX_LAST_WORDS = 400
+_LAST_LINES = 3
+_ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|error): .")
+_POINTS_ELSEWHERE = re.compile(r"See (root cause above|stack trace for root cause)")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\)(?: [A-Z]+ [\d-]+ [\d:]+ \[[^]]*\])?\s*")
+
+
+def free_port(host: str) -> int:
+    """Return a TCP port of ``host`` that nothing listens on now."""
+    with socket.socket(_family(host)) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Refuse a port that somebody listens on, and a host at which nobody here can.
+
+    Raises:
+        EngineStartError: the port is taken, reserved or not a port; the host is no address of this machine.
+    """
+    try:
+        with socket.socket(_family(host)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            raise EngineStartError(
+                f"host {host!r} is no address of this machine ({error}): use 127.0.0.1, or 0.0.0.0 for all it has"
+            ) from error
+        raise EngineStartError(
+            f"port {port} of {host} cannot be used ({error}): choose another port, or leave it out for a free one"
+        ) from error
+
+
+class ServerProcess:
+    """One run of the server. Its output goes to ``log_path``, a file or a stream such as ``/dev/stdout``."""
+
+    def __init__(self, arguments: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> None:
+        """Start the server.
+
+        Raises:
+            EngineStartError: the log file cannot be written.
+        """
+        self._owner_pid = os.getpid()
+        self._is_gone = False
+        try:
+            self._log = ServerLog(log_path)
+        except OSError as error:
+            raise EngineStartError(f"cannot write the server's log {log_path}: {error}; set log_path") from error
+        self.log_path = self._log.path
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", SERVER_MODULE, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=self._log.descriptor,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                start_new_session=True,
+            )
+        finally:
+            self._log.hand_over()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, or ``None`` while it runs."""
+        return self._popen.poll()
+
+    def log_text(self) -> str:
+        """Return what this run has logged so far, of a stream the end of it; nothing if somebody removed the log."""
+        return self._log.text(is_over=self.returncode is not None)
+
+    def last_words(self) -> str:
+        """Return why it ended as far as its log tells, in one line, with the path of the log."""
+        lines = [line.strip() for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
+        errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(_unprefixed(line))]
+        errors = [i for i in errors if not _POINTS_ELSEWHERE.search(lines[i])] or errors
+        begin = errors[-1] if errors else max(len(lines) - 1, 0)
+        more = takewhile(lambda line: not line.startswith("Traceback"), lines[begin + 1 : begin + _LAST_LINES])
+        said = " ".join(map(_unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
+        return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
+
+    def wait(self) -> int:
+        """Wait until the server's main process has ended; return its exit status."""
+        return self._popen.wait()
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """End the whole tree: SIGTERM, then after ``grace_s`` SIGKILL. Returns once all of it is gone.
+
+        May be repeated. A fork of the owner does not own the server: there it does nothing.
+        """
+        if not self._is_ours():
+            return
+        if self._popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._popen.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(grace_s)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the whole tree now. Returns once all of it is gone; may be repeated."""
+        if not self._is_ours():
+            return
+        self._popen.poll()
+        kill_session(self._popen.pid)
+        self._popen.wait()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        self._is_gone = True  # from here on the number may be another process's
+
+    def _is_ours(self) -> bool:
+        return not self._is_gone and os.getpid() == self._owner_pid
+
+
+def _unprefixed(line: str) -> str:
+    """Return a line of vLLM's log without the process and the time it begins with."""
+    return _PREFIX.sub("", line)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

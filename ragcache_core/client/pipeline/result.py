@@ -1,0 +1,106 @@
+"""What a search with speculation tells while it runs, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.stats import PipelineReport
+from ragcache_core.types import DocId, Document, RetrievalUpdate
+
+if TYPE_CHECKING:  # the client does not need the store
+    from ragcache_core.retrieval.base import Metric
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineEvent:
+    """Something that happened during a search.
+
+    ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``, which are the search's own (see
+    :class:`~ragcache_core.types.RetrievalUpdate`; :func:`similarities`). ``start``, ``cancel``, ``confirm``: a
+    speculation from ``doc_ids``, in the order of the prompt, was sent, given up, or right. ``miss``: the final
+    documents were not those of the speculation that was sent. ``settle``: the answer has ended whose speculation was
+    confirmed. ``search_s`` is the time since the search began.
+
+    ``hidden_search_s`` is told once, and as the report has it: during how much of the search the answer was on its way.
+    Of an answer it is known when that has ended (``settle``; ``None`` where no request joined the speculation: it was
+    not right after all), of a prefill that no request joins with the final documents (``confirm``; ``None`` where the
+    engine has not told by then when it began).
+    """
+
+    kind: Literal["stage", "start", "cancel", "confirm", "miss", "settle"]
+    stage: int
+    doc_ids: tuple[DocId, ...]
+    scores: tuple[float, ...]
+    is_final: bool
+    hidden_search_s: float | None
+    search_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineResult:
+    """The final documents of a search, and the speculation that may be answering from them already.
+
+    ``update`` holds the documents best first, ``documents`` in the order of the prompt. Who gets the result owns the
+    ``speculation``: the real request joins it, or its ``cancel()`` ends it. ``report`` is what was known when the
+    search ended, at ``began_s + report.search_s`` by ``time.perf_counter()``.
+    """
+
+    update: RetrievalUpdate
+    documents: tuple[Document, ...]
+    report: PipelineReport
+    speculation: Speculation | None
+    began_s: float
+
+    def settled_report(self) -> PipelineReport:
+        """Return the report as of now; ask at the answer's end.
+
+        By then the engine has told when it began: until that is known nothing counts as hidden. And a request has
+        joined the speculation, or has not because it asked something else, or because that failed: then nothing was
+        hidden.
+        """
+        if self.speculation is None:
+            return self.report
+        is_right = self.speculation.is_claimed or not (self.speculation.is_claimable or self.speculation.is_failed)
+        unhidden_s = unhidden_search_s(self.speculation, self.began_s, self.report.search_s)
+        return replace(
+            self.report,
+            is_confirmed=is_right,
+            unhidden_search_s=unhidden_s if is_right else self.report.search_s,
+        )
+
+    def settled(self, report: PipelineReport) -> PipelineEvent | None:
+        """Return the event that tells what of ``report``, the settled one, was hidden; ``None`` if no answer was."""
+        if self.speculation is None or not self.speculation.is_claimable:
+            return None
+        doc_ids = tuple(document.doc_id for document in self.documents)
+        hidden_s = report.hidden_search_s if report.is_confirmed else None
+        return PipelineEvent("settle", self.update.stage, doc_ids, (), True, hidden_s, report.search_s)
+
+
+def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
+    """Return by how much later the answer was begun than without a search from ``began_s`` on; all of it until known.
+
+    That is until it was sent, less the making of its request, and what it waited for room: see
+    :class:`~ragcache_core.stats.PipelineReport`. A prefill of nothing but what stands before the documents begins no
+    answer.
+    """
+    if speculation.started_s is None or not speculation.has_documents:
+        return search_s
+    return min(max(speculation.started_s - speculation.making_s - began_s, 0.0), search_s)
+
+
+def similarities(scores: Sequence[float], metric: Metric | None) -> list[float]:
+    """Return the scores of a search so that the larger is the nearer: inner products are, a squared distance ``d``
+    becomes ``1 / (1 + d)``.
+
+    Of a source that does not tell its ``metric`` the order says it: the first document is the best. Its scores may be
+    anything that ascends, negative numbers too.
+    """
+    if metric is None:
+        metric = "l2" if scores and scores[0] < scores[-1] else "ip"
+    if metric == "ip":
+        return list(scores)
+    return [1.0 / (1.0 + distance) if distance >= 0.0 else 1.0 - distance for distance in scores]

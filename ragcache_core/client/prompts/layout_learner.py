@@ -1,0 +1,268 @@
+"""The layout of a chain's prompt, learned from the requests that show documents which a retriever returned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from threading import Lock
+from typing import Any
+
+from ragcache_core.client.prompts.bound_prompt import UNKNOWN, BoundPrompt, Drafts, warn_question_first
+from ragcache_core.client.prompts.request_plan import RememberedSearch
+from ragcache_core.prompt import ChatMessage, DocumentSpan, PromptTokenizer, locate_documents, num_alike
+from ragcache_core.types import DocId, Document
+
+_MAX_GAP_CHARS = 200
+"""More between two documents is hardly a separator: a text that was not recognised stands there."""
+
+_MAX_CONTRADICTIONS = 3
+"""After so many in a row there is no one layout: nothing is offered until a request looks like the one before."""
+
+_NUMBER, _DOC_ID = "\0number\0", "\0doc_id\0"
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedLayout:
+    """What the messages about any documents look like, as one request showed it.
+
+    ::
+
+        before | head DOCUMENT gap DOCUMENT gap ... DOCUMENT tail | after
+                 `------- the message that shows documents -----'
+
+    ``head`` and ``gap`` may hold marks for the next document's number and id. ``num_documents`` of them are laid out
+    regularly: 0 none, 1 the first, ``None`` all. The question begins at ``tail[asked]``; ``tail`` is only rendered.
+    """
+
+    before: tuple[ChatMessage, ...]
+    message: ChatMessage
+    head: str
+    gap: str
+    first_number: int
+    num_documents: int | None
+    tail: str
+    asked: int
+    after: tuple[ChatMessage, ...]
+    without_history: tuple[ChatMessage, ...] = ()
+    """What would follow ``before`` if the chat had only begun, where ``message`` is the first of its history."""
+    is_question_first: bool = False
+
+    def text(self, documents: Sequence[tuple[DocId, str]]) -> str:
+        """Return the message from its start to the last one of ``documents`` whose place is known."""
+        known = documents[: self.num_documents]
+        if not known:
+            return self.head.partition(_DOC_ID)[0]
+        text = ""
+        for i, (doc_id, shown) in enumerate(known):
+            between = self.gap if i else self.head
+            text += between.replace(_NUMBER, str(i + self.first_number)).replace(_DOC_ID, doc_id) + shown.strip()
+        return text
+
+    def drafts(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> Drafts:
+        """Return the messages about ``documents`` twice, with the rest of those that were seen."""
+        text = self.text(self.texts(documents))
+        is_whole = self.num_documents is None or len(documents) <= self.num_documents
+        asked = self.asked if is_whole and documents else 0
+        one, other = (
+            [{**self.message, "content": f"{text}{self.tail[:asked]}{unknown} {self.tail[asked:]}"}, *self.after]
+            for unknown in UNKNOWN
+        )
+        if self.without_history:
+            first, *rest = self.without_history
+            other = [{**first, "content": f"{UNKNOWN[1]} {first['content']}"}, *rest]
+        return [*self.before, *one], [*self.before, *other]
+
+    def texts(self, documents: Sequence[Document]) -> list[tuple[DocId, str]]:
+        """Return the documents as they were recognised: by their text."""
+        return [(d.doc_id, d.text) for d in documents]
+
+    def foretells(self, messages: Sequence[ChatMessage], documents: Sequence[tuple[DocId, str]]) -> bool:
+        """Return whether ``messages`` about ``documents`` begin as this layout says."""
+        i = len(self.before)
+        if len(messages) <= i or tuple(messages[:i]) != self.before or messages[i]["role"] != self.message["role"]:
+            return False
+        content: str = messages[i]["content"]
+        return content.startswith(self.text(documents))
+
+    def knows_more_than(self, other: LearnedLayout) -> bool:
+        """Return whether more documents can be laid out."""
+        return other.num_documents is not None and (
+            self.num_documents is None or other.num_documents < self.num_documents
+        )
+
+
+class LayoutLearner:
+    """The layout that the last requests had, if they were regular. Thread-safe."""
+
+    def __init__(self, tokenizer: PromptTokenizer | None, *, max_model_len: int) -> None:
+        """Know nothing yet; what is learned is tokenised by ``tokenizer``."""
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._lock = Lock()
+        self._layout: LearnedLayout | None = None
+        self._prompt: BoundPrompt | None = None
+        self._num_contradictions = 0
+        self._is_warned = False
+
+    @property
+    def prompt(self) -> BoundPrompt | None:
+        """The layout learned, bound; ``None`` while there is none."""
+        with self._lock:
+            return self._prompt if self._num_contradictions < _MAX_CONTRADICTIONS else None
+
+    def see(
+        self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch], *, is_prefilled: bool = True
+    ) -> None:
+        """Learn from a request of plain text that shows what one of ``searches`` (the newest first) has found.
+
+        ``is_prefilled``: no more than a prefill is asked ahead of such a request; of a whole answer, no warning.
+        """
+        messages = [dict(m) for m in messages]
+        if (shown := _find(messages, searches)) is None:
+            return
+        seen = _layout_of(messages, shown)
+        documents = [shown.search.documents[i] for i in shown.order]
+        with self._lock:
+            known = self._layout
+            is_foretold = known is not None and known.foretells(messages, documents)
+            self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
+            if known is None or not is_foretold:
+                layout = seen
+            else:  # what stands before the words that were searched for may be a part of somebody's question
+                asked = num_alike(known.tail[: known.asked], seen.tail)
+                is_more = seen.knows_more_than(known)
+                layout = replace(seen, asked=min(asked, seen.asked)) if is_more else replace(known, asked=asked)
+            if layout != known:
+                known = self._layout = layout
+                self._prompt = BoundPrompt(
+                    layout,
+                    self._tokenizer,
+                    max_model_len=self._max_model_len,
+                    is_question_first=layout.is_question_first,
+                    has_documents=layout.num_documents != 0,
+                )
+            is_new_warning = layout.is_question_first and is_prefilled and not self._is_warned
+            self._is_warned |= is_new_warning
+        if is_new_warning:
+            warn_question_first(["question"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The message of a request that shows a search's documents, where it shows them, and which they are."""
+
+    search: RememberedSearch
+    index: int
+    spans: tuple[DocumentSpan, ...]
+    order: tuple[int, ...]
+
+
+def _find(messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> _Shown | None:
+    """Return the search whose documents, and whose question, the messages show best; of equal ones the newest."""
+    best: _Shown | None = None
+    best_rank = (0, False)
+    for search in searches:
+        query = (search.query or "").strip()
+        is_asked = bool(query) and any(query in m["content"] for m in messages)
+        for index in reversed(range(len(messages))):  # earlier ones may be a history of the chat
+            spans = locate_documents(messages[index]["content"], search.documents, [query])
+            if spans and (rank := (len(spans), is_asked)) > best_rank:
+                places = {doc_id: i for i, (doc_id, _) in enumerate(search.documents)}
+                best, best_rank = _Shown(search, index, tuple(spans), tuple(places[s.doc_id] for s in spans)), rank
+        if best_rank == (len(search.documents), True):
+            break
+    return best
+
+
+def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
+    content: str = messages[shown.index]["content"]
+    spans, query = shown.spans, shown.search.query or ""
+    head, tail = content[: spans[0].start], content[spans[-1].end :]
+    after = tuple(messages[shown.index + 1 :])
+    asked = _place_of(query, tail)
+    if query and asked is None and all(_place_of(query, m["content"]) is None for m in after):
+        for i, text in enumerate([*(m["content"] for m in messages[: shown.index]), head]):
+            if (place := _place_of(query, text)) is not None:
+                return _static_part(messages, i, place, len(query.strip()), is_question_first=True)
+    chat = next((i for i, m in enumerate(messages[: shown.index]) if m["role"] in ("user", "assistant")), None)
+    if chat is not None:  # a history, which is another one each time
+        return replace(_static_part(messages, chat, 0, 0), without_history=tuple(messages[shown.index :]))
+    if list(shown.order) != sorted(shown.order):  # the chain has an order of its own
+        return _static_part(messages, shown.index, len(head), 0)
+    layout = LearnedLayout(
+        before=tuple(messages[: shown.index]),
+        message=messages[shown.index],
+        head=head,
+        gap="",
+        first_number=0,
+        num_documents=1,
+        tail=tail,
+        asked=asked or 0,
+        after=after,
+    )
+    gaps = [content[one.end : other.start] for one, other in pairwise(spans)]
+    return _with_gap(layout, gaps, [s.doc_id for s in spans])
+
+
+def _place_of(query: str, text: str) -> int | None:
+    """Return where ``text`` asks ``query``: as words of their own, not as letters of a template's word."""
+    if not query.strip():
+        return 0
+    whole = "|".join(map(re.escape, dict.fromkeys((query, query.strip()))))  # some prompts strip it
+    bounds = (rf"(?<!{char})(?:{whole})(?!{char})" for char in (r"\S", r"\w"))
+    return next((found.start() for bound in bounds if (found := re.search(bound, text))), None)
+
+
+def _static_part(
+    messages: Sequence[ChatMessage], index: int, start: int, num_chars: int, *, is_question_first: bool = False
+) -> LearnedLayout:
+    """Return the layout of which nothing is known from character ``start`` of a message on."""
+    content: str = messages[index]["content"]
+    return LearnedLayout(
+        before=tuple(messages[:index]),
+        message=messages[index],
+        head=content[:start],
+        gap="",
+        first_number=0,
+        num_documents=0,
+        tail=content[start + num_chars :],
+        asked=0,
+        after=tuple(messages[index + 1 :]),
+        is_question_first=is_question_first,
+    )
+
+
+def _with_gap(layout: LearnedLayout, gaps: Sequence[str], doc_ids: Sequence[DocId]) -> LearnedLayout:
+    """Return the layout with what stands between documents, if one rule says it of all ``gaps``."""
+    head, first = layout.head, doc_ids[0]
+    for number in (1, 0):
+        rule = {_marked(gap, str(i + number), _NUMBER) for i, gap in enumerate(gaps, 1)}
+        if len(rule) == 1 and _ends_alike(head, next(iter(rule)), str(number), _NUMBER):
+            return _regular(layout, head, rule.pop(), number)
+    marked_head = _marked(head, first, _DOC_ID)
+    rule = {_marked(gap, doc_id, _DOC_ID) for gap, doc_id in zip(gaps, doc_ids[1:], strict=True)}
+    if not gaps:  # the separator is not known yet; an id of digits might be a number
+        return layout if first.isdigit() else replace(layout, head=marked_head)
+    if len(rule) == 1 and _ends_alike(head, next(iter(rule)), first, _DOC_ID):
+        return _regular(layout, marked_head, rule.pop(), 0)
+    return _regular(layout, head, gaps[0], 0) if len(set(gaps)) == 1 else layout
+
+
+def _regular(layout: LearnedLayout, head: str, gap: str, first_number: int) -> LearnedLayout:
+    if len(gap) > _MAX_GAP_CHARS:
+        return layout
+    return replace(layout, head=head, gap=gap, first_number=first_number, num_documents=None)
+
+
+def _marked(text: str, word: str, mark: str) -> str:
+    """Return ``text`` with a mark in place of the last ``word``, if it stands there as a word of its own."""
+    found = list(re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text))
+    return text[: found[-1].start()] + mark + text[found[-1].end() :] if found else text
+
+
+def _ends_alike(head: str, gap: str, first: str, mark: str) -> bool:
+    """Return whether the mark of a gap stands for ``first`` before the first document."""
+    _, found, end = gap.rpartition(mark)
+    return bool(found) and head.endswith(first + end)

@@ -1,0 +1,51 @@
+"""What the retrievers of a process returned, whoever made them, and a hint where prompts show none of it."""
+
+from __future__ import annotations
+
+import logging
+
+from ragcache_core.client.prompts.request_plan import RememberedDocuments, RememberedSearch, RequestPlan
+from ragcache_core.types import SegmentKind
+
+_logger = logging.getLogger(__name__)
+
+_NUM_LONG_PROMPTS = 3
+_LONG_PROMPT_TOKENS = 256
+"""A prompt without documents is seldom longer."""
+
+RETRIEVED = RememberedDocuments()
+"""Documents that a framework saw any retriever return: every engine of the process recognises them in its prompts."""
+
+
+class DocumentHint:
+    """Says once how documents become known, to somebody none of whose long prompts shows one that is.
+
+    Once some were known, only prompts that follow a search count: they may show what it found in other words.
+    """
+
+    def __init__(self, cure: str) -> None:
+        """``cure`` are the framework's own ways."""
+        self._cure = cure
+        self._num_long_prompts = 0
+        self._is_settled = self._is_told = False
+        self._search: RememberedSearch | None = None
+
+    def see(self, plan: RequestPlan) -> None:
+        """Look at a request; one that the server renders says nothing."""
+        if self._is_told or plan.num_prompt_tokens is None:
+            return
+        before, self._search = self._search, next(iter(RETRIEVED.searches()), None)
+        if any(segment.kind is SegmentKind.DOCUMENT for segment in plan.segments):
+            self._is_settled, self._num_long_prompts = True, 0
+            return
+        is_asked_for = not self._is_settled or self._search is not before
+        self._num_long_prompts += is_asked_for and plan.num_prompt_tokens >= _LONG_PROMPT_TOKENS
+        if self._num_long_prompts == _NUM_LONG_PROMPTS:
+            self._is_told = True
+            _logger.warning(
+                "%d prompts of %d tokens or more, and no known document in any: if they do hold documents, these are "
+                "cached as text that nobody named, and not in the statistics. %s",
+                _NUM_LONG_PROMPTS,
+                _LONG_PROMPT_TOKENS,
+                self._cure,
+            )

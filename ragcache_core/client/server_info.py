@@ -1,0 +1,103 @@
+"""The first words with a server: which model it serves, and how it tokenises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.errors import EngineAuthError, EngineError, TokenizerUnavailableError
+from ragcache_core.prompt import ChatMessage
+from ragcache_core.runtime.tokenizer_files import TokenizerFiles, keep, load_kept, sha256_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a server says of its model: its name there, where it was loaded from, its context window in tokens."""
+
+    name: str
+    root: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """Asks a server about itself. ``base_url`` ends in ``/v1``."""
+
+    http: httpx.Client
+    base_url: str
+    api_key: str
+
+    def model_card(self) -> ModelCard:
+        """Return what the server says of its model.
+
+        Raises:
+            EngineAuthError: the key is wrong or missing. EngineError: what answers is not a vLLM server.
+        """
+        with translate_errors():
+            page = self.http.get(f"{self.base_url}/models", headers=self._headers())
+        if page.status_code in (401, 403):
+            raise EngineAuthError(f"the engine at {self.base_url} refused the API key: pass the server's api_key")
+        try:
+            match page.raise_for_status().json()["data"][0]:
+                case {"id": str(name), "max_model_len": int(tokens)} as card if tokens > 0:
+                    return ModelCard(name, str(card.get("root") or name), tokens)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise EngineError(f"what answers at {self.base_url} is no vLLM server: it lists no model") from error
+        raise EngineError(f"what answers at {self.base_url} is no vLLM server: its model card names no max_model_len")
+
+    def token_ids(self, model: str, messages: Sequence[ChatMessage]) -> list[int] | None:
+        """Return the server's own token ids of ``messages``, or ``None`` if it does not say."""
+        with translate_errors():
+            page = self.http.post(
+                f"{self.base_url.removesuffix('/v1')}/tokenize",
+                json={"model": model, "messages": list(messages)},
+                headers=self._headers(),
+            )
+        try:
+            return list(page.json()["tokens"]) if page.status_code == 200 else None
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    def tokenizer_files(self) -> TokenizerFiles | None:
+        """Return the tokenizer that the server hands out; ``None`` if it hands out none.
+
+        It is kept on this machine by its hash, so that it is fetched once.
+
+        Raises:
+            TokenizerUnavailableError: the model has none that could be handed out, or it came damaged.
+        """
+        offer = self._object("/ragcache/tokenizer")
+        match offer:
+            case {"sha256": str(sha256)} if re.fullmatch("[0-9a-f]{64}", sha256):
+                data = load_kept(sha256)
+            case {"reason": str(reason)}:
+                raise TokenizerUnavailableError(f"the server does not hand out its tokenizer: {reason:.200}")
+            case _:
+                return None
+        if data is None:
+            with translate_errors():
+                data = self.http.get(f"{self.base_url}/ragcache/tokenizer/{sha256}", headers=self._headers()).content
+            if sha256_of(data) != sha256:
+                raise TokenizerUnavailableError(
+                    f"the tokenizer that {self.base_url} hands out came with another hash than it was offered under: "
+                    "connect again, or pass tokenizer= with a folder or a name of the hub"
+                )
+            keep(data)
+        return TokenizerFiles.from_bytes(data)
+
+    def _object(self, path: str) -> dict[str, Any] | None:
+        with translate_errors():
+            page = self.http.get(f"{self.base_url}{path}", headers=self._headers())
+        try:
+            value = page.json() if page.status_code == 200 else None
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"}

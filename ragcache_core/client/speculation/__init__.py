@@ -1,0 +1,1 @@
+"""Requests that are sent before a search is over, and joined when they turn out right."""

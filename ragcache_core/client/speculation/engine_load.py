@@ -1,0 +1,144 @@
+"""What RAGCache's engine says of the work that waits, so that speculation goes into idle room only.
+
+::
+
+    GET /v1/ragcache/load   {"num_pending_prefills": 3, "max_prefill_bs": 4, "is_speculative": true, "has_room": true}
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import httpx
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ragcache_core.client.http.transport import SENT_ONCE
+
+_TIMEOUT_S = 1.0
+_FRESH_S = 0.02
+"""So long an answer serves every search of this process: many of them would otherwise ask a busy server at once."""
+_PAUSE_S = 10.0
+"""After a question that failed nobody waits for another one so soon: the search goes on meanwhile."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
+
+    ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides.
+    """
+
+    num_pending_prefills: int
+    max_prefill_bs: int
+    has_room: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    num_pending_prefills: Annotated[int, Field(ge=0)]
+    max_prefill_bs: Annotated[int, Field(ge=0)]
+    is_speculative: bool = True
+    has_room: bool | None = None
+
+    def load(self) -> Load:
+        """Return it as a load. An older engine does not say whether there is room: its count decides."""
+        has_room = self.num_pending_prefills < self.max_prefill_bs if self.has_room is None else self.has_room
+        return Load(self.num_pending_prefills, self.max_prefill_bs, has_room)
+
+
+_ANSWER = TypeAdapter(_Answer)
+
+
+class LoadRoute:
+    """Asks one server about its load. May be used by any thread and any event loop."""
+
+    def __init__(self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient) -> None:
+        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
+        self._url = f"{base_url}/ragcache/load"
+        self._once: dict[str, Any] = {
+            "headers": {"Authorization": f"Bearer {api_key}"},
+            "timeout": _TIMEOUT_S,
+            "extensions": SENT_ONCE,
+        }
+        self._http = http
+        self._http_async = http_async
+        self._may_speculate: bool | None = None
+        self._paused_until_s = 0.0
+        self._latest: tuple[float, Load | None] = (-_FRESH_S, None)
+
+    def may_speculate(self) -> bool:
+        """Return whether the server takes speculative requests: asked once, and said once why not. Never fails."""
+        if self._may_speculate is None:
+            self.pending()
+        return self._may_speculate is True
+
+    async def amay_speculate(self) -> bool:
+        """Do :meth:`may_speculate` without blocking the event loop."""
+        if self._may_speculate is None:
+            await self.apending()
+        return self._may_speculate is True
+
+    def pending(self) -> Load | None:
+        """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
+        if (load := self._fresh()) is not None:
+            return load
+        if self._may_ask():
+            with self._pausing_after_failure():
+                return self._read(self._http.get(self._url, **self._once))
+        return None
+
+    async def apending(self) -> Load | None:
+        """Do :meth:`pending` without blocking the event loop."""
+        if (load := self._fresh()) is not None:
+            return load
+        if self._may_ask():
+            with self._pausing_after_failure():
+                return self._read(await self._http_async.get(self._url, **self._once))
+        return None
+
+    def _fresh(self) -> Load | None:
+        told_s, load = self._latest
+        return load if self._may_speculate and time.monotonic() - told_s < _FRESH_S else None
+
+    def _may_ask(self) -> bool:
+        return self._may_speculate is not False and time.monotonic() >= self._paused_until_s
+
+    def _read(self, response: httpx.Response) -> Load | None:
+        if response.status_code != 404:  # whatever else is refused may be allowed later
+            response.raise_for_status()
+        answer = _answer(response)
+        if self._may_speculate is None:
+            self._may_speculate = answer is not None and answer.is_speculative and answer.max_prefill_bs > 0
+            if not self._may_speculate and (answer is None or answer.max_prefill_bs > 0):
+                _logger.warning(
+                    "The server at %s cannot prefill for documents that are not final: it runs without RAGCache's "
+                    "scheduler. Requests are sent when retrieval has ended; start it with Engine.launch or `ragcache "
+                    "serve`, of this version, to hide the search.",
+                    self._url.removesuffix("/v1/ragcache/load"),
+                )
+        load = None if answer is None else answer.load()
+        self._latest = (time.monotonic(), load)
+        return load
+
+    @contextmanager
+    def _pausing_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._paused_until_s = time.monotonic() + _PAUSE_S
+            _logger.debug("the engine's load is unknown: %s: %s", type(error).__name__, error)
+
+
+def _answer(response: httpx.Response) -> _Answer | None:
+    """Return what the route says; ``None`` where there is no such route, or another version's."""
+    try:
+        return _ANSWER.validate_json(response.content) if response.status_code == 200 else None
+    except ValidationError:
+        return None

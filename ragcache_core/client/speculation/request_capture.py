@@ -1,0 +1,101 @@
+"""Rehearsals: code that asks the engine runs up to its request, which is kept instead of sent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import httpx
+
+from ragcache_core.client.http.buffered_response import RawHeaders
+from ragcache_core.client.request_scope import current_asker
+from ragcache_core.errors import ConfigError
+
+_COMPLETIONS = "/completions"
+_SET_AGAIN = frozenset((b"content-length", b"transfer-encoding"))
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedRequest:
+    """A request for a completion as it would have been sent.
+
+    ``key`` is that of every request that asks the same; it is made in the name of ``asker``.
+    """
+
+    method: str
+    url: str
+    headers: RawHeaders
+    body: bytes
+    key: bytes
+    asker: object | None
+
+    @classmethod
+    def of(cls, request: httpx.Request) -> CapturedRequest:
+        """Return what ``request`` asks; its body was read before."""
+        headers = [(name, value) for name, value in request.headers.raw if name.lower() not in _SET_AGAIN]
+        return cls(request.method, str(request.url), headers, request.content, request_key(request), current_asker())
+
+
+def asks_completion(request: httpx.Request) -> bool:
+    """Return whether ``request`` is for a completion or a chat completion."""
+    return request.method == "POST" and request.url.path.endswith(_COMPLETIONS)
+
+
+def request_key(request: httpx.Request) -> bytes:
+    """Return a digest of what ``request`` asks, whom, and as who: its URL, its key and every byte of its body."""
+    digest = hashlib.blake2b()
+    for part in (str(request.url), request.headers.get("Authorization", "")):
+        digest.update(part.encode() + b"\0")
+    digest.update(request.content)
+    return digest.digest()
+
+
+def rehearse(call: Callable[[], object], owner: object) -> CapturedRequest:
+    """Return the request for a completion that ``call`` would send through a transport of ``owner``.
+
+    ``call`` ends where it would send it. Requests of another kind, or to another server, are sent as always.
+
+    Raises:
+        ConfigError: it sent none.
+        Exception: whatever ``call`` raised before it came to that.
+    """
+    rehearsal = _Rehearsal(owner)
+    token = _current.set(rehearsal)
+    try:
+        call()
+    except _Captured:
+        pass
+    except Exception:  # some code raises its own error for everything that goes wrong below it
+        if rehearsal.captured is None:
+            raise
+    finally:
+        _current.reset(token)
+    if rehearsal.captured is None:
+        raise ConfigError(
+            "the rehearsed code sent this engine no request for a completion: let it ask with this engine's "
+            "http_client() and base_url, in the thread and context that it is called in"
+        )
+    return rehearsal.captured
+
+
+def capture(request: httpx.Request, owner: object) -> None:
+    """End the rehearsal that this code runs in, if it does and ``request`` is what it waits for."""
+    rehearsal = _current.get()
+    if rehearsal is not None and rehearsal.owner is owner and asks_completion(request):
+        rehearsal.captured = CapturedRequest.of(request)
+        raise _Captured
+
+
+class _Captured(BaseException):
+    """Unwinds rehearsed code. Not an ``Exception``: clients would wrap that, or send their request again."""
+
+
+@dataclass(slots=True)
+class _Rehearsal:
+    owner: object
+    captured: CapturedRequest | None = None
+
+
+_current: ContextVar[_Rehearsal | None] = ContextVar("ragcache_rehearsal", default=None)

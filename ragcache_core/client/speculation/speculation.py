@@ -1,0 +1,140 @@
+"""One request that is sent before anybody asks for its answer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import httpx
+
+from ragcache_core.client.http.buffered_response import BufferedResponse
+from ragcache_core.client.speculation.request_capture import CapturedRequest
+
+if TYPE_CHECKING:
+    from ragcache_core.client.speculation.manager import Speculations
+
+_LAST_EVENT = b"data: [DONE]\n\n"
+_logger = logging.getLogger(__name__)
+
+
+class Speculation:
+    """A speculative request and its answer. Its methods may be called by any thread.
+
+    Attributes:
+        id: its name in the engine.
+        key: that of the real requests that may join it.
+        asker: in whose name it was sent; only a request in nobody's name or theirs joins it.
+        sent_s: when it was sent, by ``time.perf_counter()``.
+        started_s: when it was sent, and as much later as it has waited in the engine for room, once that has told. The
+            way there is not counted: a request that is made when the search has ended has it before it as well.
+        making_s: seconds of processor time that its request took to make, where that was measured.
+        is_claimable: whether a real request may join it.
+        has_documents: whether it reads any; what stands before them hides nothing of a search.
+        is_promised: whether any has.
+        error: why it failed.
+    """
+
+    def __init__(
+        self, owner: Speculations, captured: CapturedRequest, *, is_claimable: bool, has_documents: bool
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.key = captured.key
+        self.asker = captured.asker
+        self.is_claimable, self.has_documents = is_claimable, has_documents
+        self.sent_s = time.perf_counter()
+        self.started_s: float | None = None
+        self.making_s = 0.0
+        self.error: Exception | None = None
+        self.response = BufferedResponse()
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._is_done = self._is_cancelled = self._is_confirmed = self.is_promised = False
+        self._claimer: object | None = None
+        self._callbacks: list[Callable[[Speculation], None]] = []
+        self._work: Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it finished, failed or was cancelled."""
+        return self._is_done
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the engine refused it, died meanwhile, or could not be reached; ``error`` says why."""
+        return self.error is not None
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was ended before its answer was whole."""
+        return self._is_cancelled
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a real request joined it, and was not sent after all; where it was sent in a name, one of theirs."""
+        is_theirs = self.asker is None or self.asker is self._claimer
+        return self.is_promised and is_theirs and (self.response.has_bytes or not self.is_failed)
+
+    def cancel(self) -> None:
+        """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
+
+        It may have been joined by another request than its owner's, one about the same.
+        """
+        if self._owner._withdraw(self):
+            self.abort()
+
+    def abort(self) -> None:
+        """End the request in the engine, whoever joined it: for the one who did. Idempotent."""
+        self._owner._forget(self)
+        if self._end(httpx.ReadError("the speculation was cancelled"), is_cancelled=True) and self._work is not None:
+            self._work.cancel()
+
+    def leave(self) -> None:
+        """Abort it for the one who claimed it, unless the answer is whole but for the end of its connection."""
+        if not self.response.last_bytes().endswith(_LAST_EVENT):
+            self.abort()
+
+    def confirm(self) -> None:
+        """Tell the engine that the request is a real one from now on. Returns at once; idempotent."""
+        with self._lock:
+            if self._is_confirmed or self._is_cancelled or self.error is not None:
+                return
+            self._is_confirmed = True
+        self._owner._confirm(self)
+
+    def claim(self, claimer: object | None) -> None:
+        """Let a real request join it, in whose name it is made."""
+        self.is_promised, self._claimer = True, claimer
+
+    def add_done_callback(self, callback: Callable[[Speculation], None]) -> None:
+        """Call ``callback`` once it is done, in whichever thread ends it; at once if it is done already."""
+        with self._lock:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def _end(self, error: Exception | None, *, is_cancelled: bool = False) -> bool:
+        """Note the end, which readers are told with ``error``; return whether it had not ended before."""
+        with self._lock:
+            if self._is_done:
+                return False
+            self._is_done, self._is_cancelled = True, is_cancelled
+            self.error = None if is_cancelled else error
+            callbacks, self._callbacks = self._callbacks, []
+        self.response.end(error)
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                _logger.exception("a callback of a speculation failed")
+        return True
+
+    def __repr__(self) -> str:
+        states = {"cancelled": self._is_cancelled, "failed": self.is_failed, "done": self._is_done}
+        state = next((name for name, holds in states.items() if holds), "running")
+        return f"Speculation({self.id}, {state})"

@@ -1,0 +1,192 @@
+"""What RAGCache's engine says of a request and of its cache, on two routes beside vLLM's own.
+
+::
+
+    GET /v1/ragcache/requests/{response id}    tokens by tier, bytes moved, times: of a request that was answered
+    GET /v1/ragcache/stats                     the policy, the tiers, the hottest documents
+
+Plain vLLM has neither. That is noticed at the first look and remembered, and nothing is asked any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import httpx
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.http.transport import SENT_ONCE
+from ragcache_core.errors import EngineError
+from ragcache_core.stats import ChunkReuseStats, ChunkStats, DocumentUse, EngineStats, RequestStats, TierStats
+
+_TIMEOUT_S = 2.0
+_PAUSE_S = 10.0
+"""After a question that was not answered in time nobody waits again for so long: the engine is busy."""
+_NOT_NOW = frozenset((408, 425, 429))
+
+_Count = Annotated[int, Field(ge=0)] | None
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestFigures:
+    """The engine's answer about one request; what it leaves out is unknown."""
+
+    num_gpu_tokens: _Count = None
+    num_host_tokens: _Count = None
+    num_disk_tokens: _Count = None
+    num_loaded_bytes: _Count = None
+    num_stored_bytes: _Count = None
+    queue_s: _Seconds = None
+    ttft_s: _Seconds = None
+    chunk_reuse: ChunkReuseStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheFigures:
+    """The engine's answer about its cache."""
+
+    policy: str
+    tiers: tuple[TierStats, ...]
+    hottest_documents: tuple[DocumentUse, ...]
+    num_ignored_metadata: int
+    num_corrupt_chunks: int
+    num_lost_chunks: int
+    num_requests: int = 0
+    num_dropped_chunks: int = 0
+    num_reordered_requests: int = 0
+    max_overtaken: int = 0
+    num_reordered_prompts: int = 0
+    num_speculative_requests: int = 0
+    num_confirmed_speculations: int = 0
+    num_speculative_tokens: int = 0
+    num_wasted_tokens: int = 0
+    chunks: ChunkStats | None = None
+
+
+_REQUEST_FIGURES = TypeAdapter(_RequestFigures)
+_CACHE_FIGURES = TypeAdapter(_CacheFigures)
+
+
+class CacheStatsRoutes:
+    """Asks one server about requests and about its cache. May be used by any thread and any event loop."""
+
+    def __init__(self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient) -> None:
+        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
+        self._url = f"{base_url}/ragcache"
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._once: dict[str, Any] = {"headers": self._headers, "timeout": _TIMEOUT_S, "extensions": SENT_ONCE}
+        self._http = http
+        self._http_async = http_async
+        self._is_there: bool | None = None
+        self._paused_until_s = 0.0
+
+    def complete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+        """Return ``stats`` with the engine's own figures of the answered request.
+
+        Asks once, for two seconds at most. Never fails: where the engine does not say, ``stats`` come back as they are.
+        """
+        if not self._may_ask(response_id):
+            return stats
+        with self._sparing_the_answer():
+            if self._is_there is None:
+                self._read_stats(self._http.get(f"{self._url}/stats", **self._once))
+            if self._is_there:
+                return _completed(stats, self._http.get(self._request_url(response_id), **self._once))
+        return stats
+
+    async def acomplete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
+        """Do :meth:`complete` without blocking the event loop."""
+        if not self._may_ask(response_id):
+            return stats
+        with self._sparing_the_answer():
+            if self._is_there is None:
+                self._read_stats(await self._http_async.get(f"{self._url}/stats", **self._once))
+            if self._is_there:
+                return _completed(stats, await self._http_async.get(self._request_url(response_id), **self._once))
+        return stats
+
+    def add_to(self, stats: EngineStats) -> EngineStats:
+        """Return ``stats`` with what the engine says of its cache; plain vLLM's come back as they are.
+
+        Raises:
+            EngineError: the server cannot be asked, or speaks another version's language.
+        """
+        if self._is_there is False:
+            return stats
+        with translate_errors():
+            figures = self._read_stats(self._http.get(f"{self._url}/stats", headers=self._headers))
+        return _with_cache(stats, figures)
+
+    async def aadd_to(self, stats: EngineStats) -> EngineStats:
+        """Do :meth:`add_to` without blocking the event loop."""
+        if self._is_there is False:
+            return stats
+        with translate_errors():
+            figures = self._read_stats(await self._http_async.get(f"{self._url}/stats", headers=self._headers))
+        return _with_cache(stats, figures)
+
+    def _may_ask(self, response_id: str | None) -> bool:
+        return bool(response_id) and self._is_there is not False and time.monotonic() >= self._paused_until_s
+
+    def _request_url(self, response_id: str | None) -> str:
+        return f"{self._url}/requests/{quote(response_id or '', safe='')}"
+
+    def _read_stats(self, response: httpx.Response) -> object | None:
+        """Return the answer of the stats route, ``None`` if there is no such route; remember which."""
+        if response.status_code in _NOT_NOW or response.status_code >= 500:
+            response.raise_for_status()
+        figures = _json(response)
+        self._is_there = figures is not None
+        return figures
+
+    @contextmanager
+    def _sparing_the_answer(self) -> Iterator[None]:
+        """Let nothing that goes wrong take away an answer that is there already."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, httpx.TimeoutException):
+                self._paused_until_s = time.monotonic() + _PAUSE_S
+            _logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
+
+
+def _json(response: httpx.Response) -> object | None:
+    """Return the object that a route of ours answers; ``None`` for any other answer."""
+    try:
+        answer = response.json() if response.status_code == 200 else None
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _completed(stats: RequestStats, response: httpx.Response) -> RequestStats:
+    read = _REQUEST_FIGURES.validate_python(_json(response) or {})
+    figures: dict[str, Any] = {name: getattr(read, name) for name in _RequestFigures.__dataclass_fields__}
+    engine_ttft_s = figures.pop("ttft_s")
+    if read.chunk_reuse is not None:  # what was computed for it was handed to vLLM, which takes it for cached
+        num_cached = max(stats.num_cached_tokens - read.chunk_reuse.num_computed_tokens, 0)
+        stats = replace(stats, num_cached_tokens=num_cached)
+    return replace(stats, **figures, ttft_s=engine_ttft_s if stats.ttft_s is None else stats.ttft_s)
+
+
+def _with_cache(stats: EngineStats, answer: object | None) -> EngineStats:
+    if answer is None:
+        return stats
+    try:
+        figures = _CACHE_FIGURES.validate_python(answer)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise EngineError(
+            f"the engine's statistics of its cache cannot be read at {where!r} ({error.errors()[0]['msg']}): install "
+            "the same version of ragcache here and there"
+        ) from error
+    return replace(stats, **{name: getattr(figures, name) for name in _CacheFigures.__dataclass_fields__})

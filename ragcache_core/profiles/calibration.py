@@ -1,0 +1,102 @@
+"""Measured qualities of chunk reuse on disk: one file for each model and selection."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self, get_args
+
+import platformdirs
+
+from ragcache_core.chunk import AlphaPoint
+from ragcache_core.errors import ConfigError
+from ragcache_core.profiles.prefill import model_identity, write_json
+from ragcache_core.types import SelectionName
+
+FORMAT = 1
+_KIND = "ragcache calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What several alphas came to on a validation set (Cache-Craft §3.2, Eq. 13).
+
+    ``model`` is a :func:`~ragcache_core.profiles.prefill.model_identity`, ``measured_at`` a date and time in ISO 8601.
+    The ``points`` hold for that ``selection`` and ``max_recompute`` alone.
+    """
+
+    model: str
+    selection: SelectionName
+    max_recompute: float
+    measured_at: str
+    points: tuple[AlphaPoint, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {"kind": _KIND, "format": FORMAT, **asdict(self), "points": [asdict(point) for point in self.points]}
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Return the calibration that :meth:`to_dict` wrote.
+
+        Raises:
+            ConfigError: ``data`` is something else, or of another version.
+        """
+        match data:
+            case {"kind": kind, "format": int(version)} if kind == _KIND and version != FORMAT:
+                raise ConfigError(f"it has format {version}, this RAGCache reads {FORMAT}")
+            case {
+                "kind": kind,
+                "model": str(model),
+                "selection": str(selection),
+                "max_recompute": float(max_recompute) | int(max_recompute),
+                "measured_at": str(measured_at),
+                "points": [*points],
+            } if kind == _KIND and selection in get_args(SelectionName) and 0 <= max_recompute <= 1:
+                try:
+                    measured = tuple(AlphaPoint(**point) for point in points)
+                except TypeError as error:
+                    raise ConfigError(f"a point of it is damaged: {error}") from error
+                return cls(model, selection, max_recompute, measured_at, measured)  # type: ignore[arg-type]
+        raise ConfigError("it is no calibration")
+
+
+def calibration_path(model: str, selection: SelectionName) -> Path:
+    """Return where the calibration of ``model`` is kept, whether there is one or not."""
+    identity = model_identity(model)
+    digest = hashlib.sha256(f"{identity}\0{selection}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", identity).strip("-.")[:80]
+    return Path(platformdirs.user_data_dir("ragcache")) / "calibrations" / f"{name}--{selection}-{digest}.json"
+
+
+def find_calibration(model: str, selection: SelectionName) -> Path | None:
+    """Return where the calibration of ``model`` lies, or ``None`` if there is none."""
+    path = calibration_path(model, selection)
+    return path if path.is_file() else None
+
+
+def save_calibration(calibration: Calibration, path: Path) -> None:
+    """Write ``calibration`` to ``path``, and make its folder. Atomic: when this raises, what was there still is.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written to.
+    """
+    write_json(calibration.to_dict(), path)
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Return the calibration at ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read, is damaged, or was written by another version.
+    """
+    try:
+        return Calibration.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:  # a JSONDecodeError and a ConfigError are ValueErrors
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"the calibration {path} cannot be used ({reason}): run 'ragcache calibrate' again"
+        ) from error

@@ -1,0 +1,168 @@
+"""Embedders: what a store asks of one, and how it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache_core.errors import ConfigError, DocumentError, EmbedderMismatchError, SearchError
+from ragcache_core.retrieval.base import Vectors
+from ragcache_core.types import DocId
+
+_LARGEST_SQUARED_NORM = float(np.finfo(np.float32).max) / 8
+"""Longer vectors could be infinitely far apart in float32."""
+
+
+@runtime_checkable
+class Embedder(Protocol):
+    """Turns texts into vectors. May be called from several threads at once."""
+
+    @property
+    def name(self) -> str:
+        """Its identity, recorded in the store: another one is refused at ``open``."""
+        ...
+
+    @property
+    def dimension(self) -> int | None:
+        """``None`` until it is known."""
+        ...
+
+    def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        """Return one row for each text: ``[n, dimension]``."""
+        ...
+
+    def embed_query(self, text: str) -> Vectors:
+        """Return the vector of a query: ``[dimension]``."""
+        ...
+
+
+@runtime_checkable
+class TrainableEmbedder(Embedder, Protocol):
+    """An embedder that learns from documents. The store fits a copy of it and keeps its state."""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it has seen documents, and can embed."""
+        ...
+
+    def fit(self, texts: Sequence[str]) -> Self:
+        """Return an embedder that has learned from ``texts``."""
+        ...
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Return what was learnt as plain arrays (no objects)."""
+        ...
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Self:
+        """Return the embedder whose state was saved."""
+        ...
+
+
+class PrecomputedEmbedder:
+    """Stands in for an embedder where every vector is given: ``add(..., embeddings=...)``, ``search_vector``."""
+
+    name = "precomputed"
+
+    def __init__(self, dimension: int | None = None) -> None:
+        self.dimension = dimension
+
+    def embed_documents(self, texts: Sequence[str]) -> Vectors:
+        """Refuse: its vectors come with the documents."""
+        raise ConfigError("this store has no embedder: call add(documents, embeddings=...)")
+
+    def embed_query(self, text: str) -> Vectors:
+        """Refuse: its vectors come with the queries."""
+        raise ConfigError("this store has no embedder: call search_vector, or make the store with an embedder")
+
+
+def as_embedder(obj: Any) -> Embedder:
+    """Return ``obj`` as an embedder: one of ours, a LangChain ``Embeddings`` or a LlamaIndex ``BaseEmbedding``.
+
+    The frameworks are told by their methods and not imported.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    from ragcache_core.retrieval.embedders.adapters import LangChainEmbedder, LlamaIndexEmbedder
+
+    if isinstance(obj, type):
+        raise ConfigError(f"embedder is the class {obj.__name__}: pass an instance of it")
+    if isinstance(obj, Embedder):
+        return obj
+    if _has_methods(obj, "get_text_embedding_batch", "get_query_embedding"):
+        return LlamaIndexEmbedder(obj)
+    if _has_methods(obj, "embed_documents", "embed_query"):
+        return LangChainEmbedder(obj)
+    raise ConfigError(
+        f"embedder is a {type(obj).__name__}: pass a RAGCache embedder, a LangChain Embeddings (embed_documents, "
+        "embed_query) or a LlamaIndex BaseEmbedding (get_text_embedding_batch, get_query_embedding)"
+    )
+
+
+def _has_methods(obj: object, *names: str) -> bool:
+    return all(callable(getattr(obj, name, None)) for name in names)
+
+
+def check_embeddings(embeddings: object, doc_ids: Sequence[DocId], dimension: int | None) -> Vectors:
+    """Return ``embeddings`` as ``[n, dimension] float32``.
+
+    Raises:
+        EmbedderMismatchError: another dimension than the store's, or not one row for each document.
+        DocumentError: NaN, infinity, or values too large for float32.
+    """
+    vectors = _as_float32(embeddings, "embeddings")
+    if vectors.ndim != 2 or len(vectors) != len(doc_ids) or vectors.shape[1] == 0:
+        raise EmbedderMismatchError(
+            f"the embeddings have shape {vectors.shape}, for {len(doc_ids)} documents: give one vector for each"
+        )
+    if dimension is not None and vectors.shape[1] != dimension:
+        raise EmbedderMismatchError(
+            f"the embeddings have {vectors.shape[1]} dimensions, the store {dimension}: use the embedder it was "
+            "made with, or make a new store"
+        )
+    if (bad := _first_unusable(vectors)) is not None:
+        raise DocumentError(
+            f"the embedding of document {doc_ids[bad]!r} holds NaN, infinity or values too large for float32: "
+            "check the embedder"
+        )
+    return vectors
+
+
+def check_query(vector: object, dimension: int | None, *, from_embedder: bool = False) -> Vectors:
+    """Return a query vector as ``[dimension] float32``.
+
+    Raises:
+        SearchError: not a finite vector. EmbedderMismatchError: another dimension than the store's.
+    """
+    query = _as_float32(vector, "query vector")
+    if query.ndim == 2 and len(query) == 1:
+        query = query[0]
+    if query.ndim != 1:
+        raise SearchError(f"the query vector has shape {query.shape}: give one vector")
+    if dimension is not None and len(query) != dimension:
+        error = EmbedderMismatchError if from_embedder else SearchError
+        raise error(
+            f"the query vector has {len(query)} dimensions, the store {dimension}: use the embedder it was made with"
+        )
+    if _first_unusable(query[None]) is not None:
+        raise SearchError("the query vector holds NaN, infinity or values too large for float32: check the embedder")
+    return query
+
+
+def _as_float32(values: object, what: str) -> Vectors:
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.ascontiguousarray(values, np.float32)
+    except (TypeError, ValueError) as error:
+        raise EmbedderMismatchError(f"the {what} is not an array of numbers ({error}): check the embedder") from error
+
+
+def _first_unusable(vectors: Vectors) -> int | None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        squared = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+    bad = np.flatnonzero(~(squared < _LARGEST_SQUARED_NORM))
+    return int(bad[0]) if len(bad) else None

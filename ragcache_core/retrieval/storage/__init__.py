@@ -1,0 +1,1 @@
+"""A store's files: documents, manifest, snapshots, and how they change."""

@@ -1,0 +1,368 @@
+"""Documents and their vectors in SQLite: a few immutable segments, newest last.
+
+A segment is one SQLite file that is written once, hashed, and only read from then on. New documents go to a new
+segment; smaller ones before it are merged into it, so that there are about log2(n) of them and each document is
+rewritten about as often. Deleted documents are named in the manifest and left out at the next merge.
+
+Internal ids ascend over all segments and are never reused::
+
+    segment 0 [0, 4000)   segment 1 [4000, 6000)   segment 2 [6000, 6032)   next_id = 6032
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragcache_core.errors import (
+    DocumentError,
+    DuplicateDocumentError,
+    EmptyDocumentError,
+    StoreCorruptError,
+    StoreError,
+    StoreFullError,
+    UndecodableDocumentError,
+)
+from ragcache_core.private_files import open_private
+from ragcache_core.retrieval.base import Ids, Vectors
+from ragcache_core.retrieval.storage.manifest import FileEntry, SegmentEntry, read_error, saving, seal_file, verify_file
+from ragcache_core.retrieval.words import Postings, WordWeights
+from ragcache_core.types import DocId, Document
+
+_SCHEMA = """
+CREATE TABLE documents (
+    internal_id INTEGER PRIMARY KEY,
+    doc_id TEXT NOT NULL UNIQUE,
+    text TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    vector BLOB NOT NULL,
+    words BLOB
+)
+"""
+_ROWS_PER_QUERY = 500
+_CURE = "restore the store from a backup, or add the documents anew"
+
+
+Row = tuple[int, DocId, str, str, bytes, bytes | None]
+"""Internal id, document id, text, metadata as JSON, vector as float32 bytes, packed words or ``None``."""
+
+
+def check_documents(documents: Sequence[Document]) -> list[str]:
+    """Return the metadata of each document as JSON.
+
+    Raises:
+        DuplicateDocumentError, EmptyDocumentError, UndecodableDocumentError, DocumentError
+    """
+    seen: set[DocId] = set()
+    metadata = []
+    for document in documents:
+        if not isinstance(document, Document):
+            raise DocumentError(f"{type(document).__name__} is not a Document: make one with Document(doc_id, text)")
+        _check_text("id", document.doc_id, document.doc_id)
+        _check_text("text", document.text, document.doc_id)
+        if document.doc_id in seen:
+            raise DuplicateDocumentError(f"document {document.doc_id!r} is in the batch twice: give each its own id")
+        seen.add(document.doc_id)
+        metadata.append(_metadata_json(document))
+    return metadata
+
+
+def _check_text(what: str, value: object, doc_id: object) -> None:
+    name = f"document {doc_id!r:.80}"
+    if not isinstance(value, str):
+        raise UndecodableDocumentError(f"{name} has {type(value).__name__} as {what}: decode it to str first")
+    if not value.strip():
+        raise EmptyDocumentError(f"{name} has an empty {what}: leave it out, or give it one")
+    if (nul := value.find("\0")) >= 0:
+        raise UndecodableDocumentError(f"the {what} of {name} has a NUL at character {nul}: is it a binary file?")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UndecodableDocumentError(
+            f"the {what} of {name} has a lone surrogate at character {error.start}: decode the file as UTF-8"
+        ) from error
+
+
+def _can_be_stored(doc_id: object) -> bool:
+    try:
+        return isinstance(doc_id, str) and bool(doc_id.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_keys(metadata: dict[str, object]) -> None:
+    """Raise TypeError for a key that JSON would turn into a text."""
+    values: list[object] = [metadata]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            for key in value:
+                if not isinstance(key, str):
+                    raise TypeError(f"the key {key!r} is not a str")
+            values.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            values.extend(value)
+
+
+def _metadata_json(document: Document) -> str:
+    try:
+        if not isinstance(document.metadata, Mapping):
+            raise TypeError(f"{type(document.metadata).__name__} is not a mapping")
+        text = json.dumps(dict(document.metadata), allow_nan=False)
+        _check_keys(dict(document.metadata))
+        return text
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DocumentError(
+            f"the metadata of document {document.doc_id!r} is not plain JSON ({error}): convert it first"
+        ) from error
+
+
+class SegmentFile:
+    """An open segment. Safe to use from many threads; it stays readable when its file is unlinked."""
+
+    def __init__(self, folder: Path, entry: FileEntry) -> None:
+        self.path = folder / entry.name
+        self._entry = entry
+        self._lock = threading.Lock()
+        self._postings: Postings | None = None
+        self._posting = threading.Lock()
+        uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
+        with self._reading():
+            self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
+        weakref.finalize(self, self._connection.close)
+
+    @classmethod
+    def open(cls, folder: Path, entry: SegmentEntry) -> SegmentFile:
+        """Open a segment that the manifest names.
+
+        Raises:
+            StoreCorruptError: its file is not what the manifest records. StoreError: it cannot be read at the moment.
+        """
+        verify_file(folder, entry.file, _CURE)
+        segment = cls(folder, entry.file)
+        ((count,),) = segment.query("SELECT count(*) FROM documents")
+        if count != entry.num_rows:
+            raise StoreCorruptError(f"{segment.path} has {count} documents, the manifest {entry.num_rows}: {_CURE}")
+        return segment
+
+    def query(self, sql: str, arguments: Sequence[object] = ()) -> list[Any]:
+        with self._lock, self._reading():
+            return self._connection.execute(sql, arguments).fetchall()
+
+    def select(self, columns: str, key: str, values: Sequence[object]) -> Iterator[Any]:
+        """Yield ``columns`` of the rows whose ``key`` is one of ``values``."""
+        for start in range(0, len(values), _ROWS_PER_QUERY):
+            some = values[start : start + _ROWS_PER_QUERY]
+            marks = ",".join("?" * len(some))
+            yield from self.query(f"SELECT {columns} FROM documents WHERE {key} IN ({marks})", some)  # noqa: S608
+
+    def scan(self, columns: str) -> Iterator[Any]:
+        """Yield ``internal_id`` and ``columns`` of all rows, by ascending internal id."""
+        last = -1
+        sql = f"SELECT internal_id, {columns} FROM documents WHERE internal_id > ? ORDER BY internal_id LIMIT ?"  # noqa: S608
+        while rows := self.query(sql, (last, _ROWS_PER_QUERY)):
+            yield from rows
+            last = rows[-1][0]
+
+    def postings(self) -> Postings:
+        """Return the lists of its documents' words. Made once, when first asked for."""
+        with self._posting:
+            if self._postings is None:
+                self._postings = Postings.build(self.scan("words"))
+            return self._postings
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Say what is wrong. Damage is another SHA-256: SQLite calls damaged what it cannot read, too."""
+        try:
+            yield
+        except sqlite3.ProgrammingError as error:
+            raise StoreError(f"{self.path} is not open ({error}): open the store again") from error
+        except sqlite3.DatabaseError as error:
+            if self.path.exists():  # not if a writer has replaced it meanwhile
+                verify_file(self.path.parent, self._entry, _CURE)
+            raise read_error(self.path, error) from error
+
+
+class DocumentTable:
+    """All documents of one generation. Immutable."""
+
+    def __init__(self, segments: Sequence[tuple[SegmentEntry, SegmentFile]] = ()) -> None:
+        self.segments = tuple(segments)
+        self._deleted = [frozenset(entry.deleted) for entry, _ in self.segments]
+        self._first_ids = [entry.first_id for entry, _ in self.segments]
+        self._words: list[tuple[Postings, NDArray[np.bool_]]] | None = None
+        self._weights: WordWeights | None = None
+        self._counting = threading.RLock()
+
+    @property
+    def entries(self) -> list[SegmentEntry]:
+        return [entry for entry, _ in self.segments]
+
+    def __len__(self) -> int:
+        return sum(entry.num_live for entry, _ in self.segments)
+
+    def without(self, ids: Ids) -> DocumentTable:
+        """Return the same segments with ``ids`` (ascending) deleted."""
+        segments = []
+        for entry, file in self.segments:
+            begin, end = np.searchsorted(ids, (entry.first_id, entry.end_id))
+            deleted = sorted({*entry.deleted, *ids[begin:end].tolist()})
+            segments.append((replace(entry, deleted=tuple(deleted)), file))
+        return DocumentTable(segments)
+
+    def find(self, doc_ids: Sequence[DocId]) -> dict[DocId, int]:
+        """Return the internal ids of those documents that are stored."""
+        found: dict[DocId, int] = {}
+        doc_ids = [doc_id for doc_id in doc_ids if _can_be_stored(doc_id)]
+        for (_, file), deleted in zip(self.segments, self._deleted, strict=True):
+            rows = file.select("doc_id, internal_id", "doc_id", doc_ids)
+            found.update({doc_id: internal_id for doc_id, internal_id in rows if internal_id not in deleted})
+        return found
+
+    def read(self, internal_ids: Sequence[int]) -> dict[int, Document]:
+        """Return documents by internal id. Ids that were never stored are left out."""
+        return {
+            internal_id: Document(doc_id, text, json.loads(metadata))
+            for internal_id, doc_id, text, metadata in self._select("doc_id, text, metadata", internal_ids)
+        }
+
+    def read_vectors(self, internal_ids: Sequence[int], dimension: int) -> Vectors:
+        """Return the vectors of stored documents: ``[len(internal_ids), dimension]``."""
+        found = dict(self._select("vector", internal_ids))
+        joined = b"".join(found[internal_id] for internal_id in internal_ids)
+        return np.frombuffer(joined, np.float32).reshape(len(internal_ids), dimension)
+
+    def _select(self, columns: str, internal_ids: Sequence[int]) -> Iterator[Any]:
+        by_segment: dict[int, list[int]] = {}
+        for internal_id in internal_ids:
+            by_segment.setdefault(bisect_right(self._first_ids, internal_id) - 1, []).append(internal_id)
+        for position, wanted in by_segment.items():
+            yield from self.segments[position][1].select(f"internal_id, {columns}", "internal_id", wanted)
+
+    def words(self) -> list[tuple[Postings, NDArray[np.bool_]]]:
+        """Return the words of each segment, and which of its documents are live. Made once, when first asked for."""
+        with self._counting:
+            if self._words is None:
+                self._words = [
+                    (postings := file.postings(), ~np.isin(postings.ids, list(deleted)))
+                    for (_, file), deleted in zip(self.segments, self._deleted, strict=True)
+                ]
+            return self._words
+
+    def word_weights(self) -> WordWeights:
+        """Return what each word is worth among all documents. Computed once, when first asked for."""
+        with self._counting:
+            if self._weights is None:
+                self._weights = WordWeights(self.words())
+            return self._weights
+
+    def doc_ids(self) -> Iterator[DocId]:
+        """Yield the ids of all documents, in the order they were added."""
+        for _, (doc_id,) in self._live("doc_id"):
+            yield doc_id
+
+    def live_ids(self) -> Ids:
+        """Return all internal ids, ascending."""
+        parts = []
+        for (_, file), deleted in zip(self.segments, self._deleted, strict=True):
+            ids = np.array([row[0] for row in file.scan("0")], np.int64)
+            parts.append(ids[~np.isin(ids, list(deleted))] if deleted else ids)
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def vectors(self, ids: Ids, dimension: int) -> Vectors:
+        """Return the vectors of ``ids`` (ascending): ``[n, dimension]``."""
+        vectors = np.empty((len(ids), dimension), np.float32)
+        position = 0
+        for internal_id, (vector,) in self._live("vector"):
+            if position < len(ids) and internal_id == ids[position]:
+                vectors[position] = np.frombuffer(vector, np.float32)
+                position += 1
+        assert position == len(ids), "an internal id is in the index, but in no segment"
+        return vectors
+
+    def rows_after(self, position: int, *, with_words: bool) -> Iterator[Row]:
+        """Yield the live rows of the segments from ``position`` on, for a merge.
+
+        Without words they are read from segments of the first store format as well, which have no such column.
+        """
+        words = "words" if with_words else "NULL"
+        for internal_id, values in self._live(f"doc_id, text, metadata, vector, {words}", position):
+            yield (internal_id, *values)
+
+    def _live(self, columns: str, position: int = 0) -> Iterator[tuple[int, Any]]:
+        for (_, file), deleted in zip(self.segments[position:], self._deleted[position:], strict=True):
+            for internal_id, *values in file.scan(columns):
+                if internal_id not in deleted:
+                    yield internal_id, values
+
+
+def segments_to_keep(entries: Sequence[SegmentEntry], num_new: int) -> int:
+    """Return how many leading segments stay as they are when ``num_new`` rows are written.
+
+    The others are merged into the new one: each that is not more than twice as long as what follows it, and all from
+    the first on that is mostly deleted.
+    """
+    keep, num_rows = len(entries), num_new
+    while keep and entries[keep - 1].num_live <= 2 * num_rows:
+        keep -= 1
+        num_rows += entries[keep].num_live
+    wasteful = (at for at, entry in enumerate(entries[:keep]) if 2 * entry.num_live < entry.num_rows)
+    return next(wasteful, keep)
+
+
+def write_segment(folder: Path, name: str, rows: Iterable[Row]) -> tuple[FileEntry, int]:
+    """Write a new segment and flush it to the disk; return its entry and the number of rows.
+
+    Raises:
+        StoreFullError, StoreError
+    """
+    path = folder / name
+    num_rows = 0
+
+    def counted() -> Iterator[Row]:
+        nonlocal num_rows
+        for row in rows:
+            num_rows += 1
+            yield row
+
+    with saving(folder), _writing(path):
+        path.unlink(missing_ok=True)  # what an interrupted change left
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            # No journal and no flushes of its own: nobody knows the file until the manifest names it.
+            connection.execute("PRAGMA journal_mode = OFF")
+            connection.execute("PRAGMA synchronous = OFF")
+            connection.execute("BEGIN")
+            connection.execute(_SCHEMA)
+            connection.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)", counted())
+            connection.execute("COMMIT")
+        finally:
+            connection.close()
+    return seal_file(folder, name), num_rows
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise StoreFullError(
+                f"no space left to save {path} ({error}): free some and try again, nothing was lost"
+            ) from error
+        raise StoreError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,1 @@
+"""What client and plugin share of the machine: environment variables, sessions, shared memory, files."""

@@ -1,0 +1,13 @@
+"""The environment variables that a launcher and its server share."""
+
+from __future__ import annotations
+
+CPU_KV_CACHE_BYTES_ENV = "RAGCACHE_CPU_KV_CACHE_BYTES"
+"""Tells the server how much KV memory to take where it runs on a CPU and nobody said how much: vLLM would take 92 % of
+the machine's memory, and refuse to start where less is free."""
+ENGINE_ID_ENV = "RAGCACHE_ENGINE_ID"
+"""Tells the server which regions of shared memory are its own, for it to remove when its owner dies."""
+STARTED_AGAIN_ENV = "RAGCACHE_STARTED_AGAIN"
+"""Tells the server that it has served before: what it can no longer have, it goes on without."""
+RECORD_TRACE_ENV = "RAGCACHE_RECORD_TRACE"
+"""Tells the server to record its requests as a trace: since when, in seconds since 1970, a colon, and the file."""

@@ -1,0 +1,181 @@
+"""Make a trace of a log of retrieved documents: a vLLM server's requests, LangChain's runs, or plain lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.sim.traces.log_formats import READERS, Answer, LogFormat, Retrieval, format_of
+from ragcache_core.sim.traces.request import are_lengths, check_request
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What holds where a log does not say: a document's length by its id, else of all, the question's, the answer's.
+
+    A document whose text the log has is as long as that says, unless its length is known by its id.
+
+    Speculative requests of a vLLM log are passed over, as most of them were superseded, unless they are to be counted.
+    """
+
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    mean_tokens: int | None = None
+    question_tokens: int = 32
+    output_tokens: int = 1
+    counts_speculative: bool = False
+
+    def __post_init__(self) -> None:
+        limits = (("mean_tokens", 1), ("question_tokens", 0), ("output_tokens", 1))
+        for name, least in limits:
+            value = getattr(self, name)
+            if value is not None and not are_lengths([value], least):
+                raise ConfigError(f"{name} is {value!r}: it must be a whole number of tokens, {least} or more")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedLog:
+    """A log's trace, whose format it had, and how many of its lines were about something else or speculative.
+
+    ``num_estimated`` lengths of documents were taken from their texts, at 4 characters a token.
+    """
+
+    trace: Trace
+    log_format: LogFormat
+    num_passed_over: int
+    num_speculative: int
+    num_estimated: int = 0
+
+
+def import_log(path: Path | str, assumed: Assumptions, log_format: LogFormat | None = None) -> ImportedLog:
+    """Return the trace of a log of JSON lines, its requests sorted by time, the first at 0.
+
+    Without ``log_format`` the first line that tells decides. A name that ends in ``.gz`` is unpacked.
+
+    Raises:
+        TraceError: it cannot be read, a line is broken or lacks a length, or none is about a retrieval.
+    """
+    path = Path(path)
+    requests: list[TracedRequest] = []
+    found: list[tuple[int, Retrieval]] = []
+    answers: dict[str, list[Answer]] = {}
+    num_passed_over = num_speculative = num_estimated = 0
+    for number, row in _rows(path):
+        log_format = log_format or format_of(row)
+        is_about_another = True
+        try:
+            for retrieval in READERS[log_format](row) if log_format else ():
+                is_about_another = False
+                if isinstance(retrieval, Answer):
+                    answers.setdefault(retrieval.trace_id or f"line {number}", []).append(retrieval)
+                elif retrieval.is_speculative and not assumed.counts_speculative:
+                    num_speculative += 1
+                else:
+                    found.append((number, retrieval))
+        except ValueError as error:
+            raise TraceError(str(error), path, number) from error
+        num_passed_over += is_about_another
+    for number, retrieval in found:
+        answered = _answered(retrieval, answers.get(retrieval.trace_id or f"line {number}", []))
+        try:
+            requests.append(_request(answered, assumed))
+        except ValueError as error:
+            raise TraceError(str(error), path, number) from error
+        num_estimated += sum(
+            given is None and estimate is not None and doc_id not in assumed.lengths
+            for doc_id, given, estimate in zip(
+                retrieval.doc_ids, retrieval.doc_tokens, retrieval.doc_estimates, strict=False
+            )
+        )
+    if not requests or log_format is None:
+        raise TraceError(
+            f"no line of the log says what was retrieved ({num_passed_over} about something else, {num_speculative} "
+            "speculative): name its --format, or write lines as {\"t\": 0.5, \"docs\": [\"d7\"]}", path
+        )  # fmt: skip
+    requests.sort(key=lambda request: request.arrival_s)  # a log is often written when a request ends
+    start_s = requests[0].arrival_s
+    trace = Trace.from_requests(replace(r, arrival_s=round(r.arrival_s - start_s, 6)) for r in requests)
+    return ImportedLog(trace, log_format, num_passed_over, num_speculative, num_estimated)
+
+
+def read_lengths(path: Path | str) -> dict[str, int]:
+    """Return the lengths of documents by their ids, from a file that holds one JSON object: ``{"d17": 1904}``.
+
+    Raises:
+        TraceError: it cannot be read, or a length is none.
+    """
+    path = Path(path)
+    try:
+        lengths = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TraceError(
+            f'the lengths cannot be read ({reason}): they must be JSON as {{"d17": 1904}}', path
+        ) from error
+    if not isinstance(lengths, dict):
+        raise TraceError(f'the lengths are a {type(lengths).__name__}: they must be JSON as {{"d17": 1904}}', path)
+    for doc_id, tokens in lengths.items():
+        if not are_lengths([tokens], 1):
+            raise TraceError(
+                f"the length of {doc_id!r:.60} is {tokens!r:.60}: it must be whole tokens, 1 or more", path
+            )
+    return lengths
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.isspace():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise TraceError(f"not JSON ({error}): a log must hold one object a line", path, number) from error
+                if not isinstance(row, dict):
+                    raise TraceError(f"{row!r:.60} is no object: a log must hold one a line", path, number)
+                yield number, row
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise TraceError(f"the log cannot be read ({reason})", path, number or None) from error
+
+
+def _request(retrieval: Retrieval, assumed: Assumptions) -> TracedRequest:
+    estimates = retrieval.doc_estimates or (None,) * len(retrieval.doc_ids)
+    tokens = tuple(
+        _length(doc_id, given, estimate, assumed)
+        for doc_id, given, estimate in zip(retrieval.doc_ids, retrieval.doc_tokens, estimates, strict=True)
+    )
+    question, output = retrieval.question_tokens, retrieval.output_tokens
+    request = TracedRequest(
+        0.0,
+        retrieval.doc_ids,
+        tokens,
+        assumed.question_tokens if question is None else question,
+        assumed.output_tokens if output is None else max(output, 1),  # 0: it was aborted, and asked for all the same
+    )
+    check_request(request, 0.0)
+    return replace(request, arrival_s=retrieval.time_s)
+
+
+def _answered(retrieval: Retrieval, answers: Sequence[Answer]) -> Retrieval:
+    """Return a retrieval with the length of the answer that was asked for next in its trace."""
+    if retrieval.output_tokens is not None or not answers:
+        return retrieval
+    later = [answer for answer in answers if answer.time_s >= retrieval.time_s]
+    answer = min(later, key=lambda one: one.time_s) if later else max(answers, key=lambda one: one.time_s)
+    return replace(retrieval, output_tokens=answer.output_tokens)
+
+
+def _length(doc_id: str, given: int | None, estimate: int | None, assumed: Assumptions) -> int:
+    by_text = assumed.mean_tokens if estimate is None else estimate
+    known = assumed.lengths.get(doc_id, by_text) if given is None else given
+    if known is None:
+        raise ValueError(f"the length of document {doc_id!r:.60} is unknown: give --lengths FILE, or --mean-tokens")
+    return known

@@ -1,0 +1,316 @@
+"""What requests arrive when, and which documents each retrieves: in columns, and as JSON lines.
+
+One request a line; ``.gz`` at the end of a file's name packs it::
+
+    {"t": 12.5, "docs": ["d17", "d3"], "doc_tokens": [1904, 655], "question_tokens": 31, "output_tokens": 1}
+
+``t`` is seconds since the trace began. Other fields are passed over. A request may retrieve nothing, and a document
+may have another length than the last time: it was split anew.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from operator import le
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.sim.traces.request import (
+    EXAMPLE,
+    LEAST_TOKENS,
+    MAX_ARRIVAL_S,
+    TracedRequest,
+    are_lengths,
+    check_request,
+    parse_request,
+)
+
+__all__ = ["Trace", "TracedRequest", "read_trace", "write_lines", "write_trace"]
+
+_BATCH = 8_192
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests in the order of their arrival, in columns that are not to be changed.
+
+    Request ``i`` retrieves ``docs[first[i] : first[i + 1]]``, numbers of documents by their first appearance, whose
+    ids are in ``doc_ids``. Shapes: arrival_s [n] float64, first [n + 1] int64, docs and doc_tokens [all retrieved]
+    int32, question_tokens and output_tokens [n] int32. Two traces are equal if their requests are.
+    """
+
+    arrival_s: npt.NDArray[np.float64]
+    first: npt.NDArray[np.int64]
+    docs: npt.NDArray[np.int32]
+    doc_tokens: npt.NDArray[np.int32]
+    question_tokens: npt.NDArray[np.int32]
+    output_tokens: npt.NDArray[np.int32]
+    doc_ids: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for column in self._columns():
+            column.flags.writeable = False
+
+    @classmethod
+    def from_requests(cls, requests: Iterable[TracedRequest]) -> Trace:
+        """Return the trace of ``requests``.
+
+        Raises:
+            ConfigError: they are not sorted, or one has lengths that cannot be; the message names it by its number.
+        """
+        columns = _Columns()
+        for number, request in enumerate(requests):
+            try:
+                columns.add(request)
+            except ValueError as error:
+                raise ConfigError(f"request {number} of the trace: {error}") from error
+        return columns.trace()
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def __iter__(self) -> Iterator[TracedRequest]:
+        for start in range(0, len(self), _BATCH):
+            yield from self._batch(start, min(start + _BATCH, len(self)))
+
+    def __getitem__(self, number: int) -> TracedRequest:
+        place = range(len(self))[number]  # an IndexError where there is none
+        return next(self._batch(place, place + 1))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trace):
+            return NotImplemented
+        pairs = zip(self._columns(), other._columns(), strict=True)
+        return all(np.array_equal(a, b) for a, b in pairs) and list(self.doc_ids) == list(other.doc_ids)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def requests_per_s(self) -> float:
+        """Return the mean rate, counted from the beginning of time; infinite where all arrive at once."""
+        return len(self) / last_s if len(self) and (last_s := float(self.arrival_s[-1])) else math.inf
+
+    def head(self, num_requests: int) -> Trace:
+        """Return the first ``num_requests`` requests, or all if there are fewer."""
+        count = min(num_requests, len(self))
+        num_docs = int(self.first[count])
+        docs = self.docs[:num_docs]
+        num_ids = int(docs.max()) + 1 if num_docs else 0
+        return Trace(
+            self.arrival_s[:count], self.first[: count + 1], docs, self.doc_tokens[:num_docs],
+            self.question_tokens[:count], self.output_tokens[:count], self.doc_ids[:num_ids],
+        )  # fmt: skip
+
+    def with_rate(self, requests_per_s: float) -> Trace:
+        """Return the same requests, their times stretched so that this many arrive a second on average.
+
+        Raises:
+            ConfigError: the rate is not positive, or all requests arrive at once.
+        """
+        if not 0 < requests_per_s < math.inf:
+            raise ConfigError(f"{requests_per_s:g} requests a second: the rate must be above 0 and finite")
+        if not math.isfinite(self.requests_per_s):
+            raise ConfigError(f"all {len(self)} requests arrive at once: their times cannot be stretched")
+        return replace(self, arrival_s=self.arrival_s * (self.requests_per_s / requests_per_s))
+
+    def _columns(self) -> tuple[Any, ...]:
+        return (
+            self.arrival_s, self.first, self.docs, self.doc_tokens, self.question_tokens, self.output_tokens,
+        )  # fmt: skip
+
+    def _batch(self, start: int, end: int) -> Iterator[TracedRequest]:
+        first = self.first[start : end + 1].tolist()
+        offset = first[0]
+        ids = [self.doc_ids[number] for number in self.docs[offset : first[-1]].tolist()]
+        tokens = self.doc_tokens[offset : first[-1]].tolist()
+        others = (c[start:end].tolist() for c in (self.arrival_s, self.question_tokens, self.output_tokens))
+        for i, (arrival_s, question, output) in enumerate(zip(*others, strict=True)):
+            span = slice(first[i] - offset, first[i + 1] - offset)
+            yield TracedRequest(arrival_s, tuple(ids[span]), tuple(tokens[span]), question, output)
+
+
+def read_trace(path: Path | str) -> Trace:
+    """Return the trace in a file of JSON lines.
+
+    Raises:
+        TraceError: it cannot be read, is empty, or a line is broken; the message begins with ``FILE:LINE``.
+    """
+    path = Path(path)
+    columns = _Columns()
+    num_lines = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            while lines := list(islice(file, _BATCH)):
+                if not columns.add_lines(lines):
+                    _add_one_by_one(columns, lines, path, num_lines)
+                num_lines += len(lines)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        cure = "make one with 'ragcache trace make'" if isinstance(error, FileNotFoundError) else "is it a whole trace?"
+        line = num_lines + 1 if num_lines else None
+        raise TraceError(f"the trace cannot be read ({reason}): {cure}", path, line) from error
+    if not len(columns):
+        raise TraceError("the trace is empty: it must hold one request a line, as " + EXAMPLE, path)
+    return columns.trace()
+
+
+def write_trace(trace: Trace, path: Path | str, *, progress: Callable[[int], object] | None = None) -> None:
+    """Write a file that :func:`read_trace` reads. Atomic: when this raises, what was there before still is.
+
+    The same trace gives the same bytes. ``progress`` is told how many more requests have been written.
+
+    Raises:
+        TraceError: the disk is full, or the folder cannot be written to.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe, a terminal: nothing to be replaced
+        with path.open("wb") as file:
+            write_lines(trace, file, progress=progress)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with temporary.open("wb") as file:
+            if path.suffix == ".gz":
+                with gzip.GzipFile("", "wb", compresslevel=5, fileobj=file, mtime=0) as packed:
+                    write_lines(trace, packed, progress=progress)
+            else:
+                write_lines(trace, file, progress=progress)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise TraceError(
+                f"the trace cannot be written ({error.strerror}): is there a folder with room?", path
+            ) from error
+        raise
+
+
+def write_lines(
+    trace: Trace, file: IO[bytes] | gzip.GzipFile, *, progress: Callable[[int], object] | None = None
+) -> None:
+    """Write the JSON lines of a trace to an open file."""
+    quoted = [json.dumps(doc_id) for doc_id in trace.doc_ids]
+    for start in range(0, len(trace), _BATCH):
+        end = min(start + _BATCH, len(trace))
+        first = trace.first[start : end + 1].tolist()
+        docs = [quoted[number] for number in trace.docs[first[0] : first[-1]].tolist()]
+        tokens = list(map(str, trace.doc_tokens[first[0] : first[-1]].tolist()))
+        others = (c[start:end].tolist() for c in (trace.arrival_s, trace.question_tokens, trace.output_tokens))
+        lines = []
+        for i, (arrival_s, question, output) in enumerate(zip(*others, strict=True)):
+            span = slice(first[i] - first[0], first[i + 1] - first[0])
+            lines.append(
+                f'{{"t": {arrival_s!r}, "docs": [{", ".join(docs[span])}], "doc_tokens": [{", ".join(tokens[span])}], '
+                f'"question_tokens": {question}, "output_tokens": {output}}}\n'
+            )
+        file.write("".join(lines).encode("ascii"))
+        if progress is not None:
+            progress(end - start)
+
+
+class _Columns:
+    """A trace that grows; what cannot be is refused with a ValueError that says what, and nothing is added."""
+
+    def __init__(self) -> None:
+        self._arrival_s, self._first = array("d"), array("q", [0])
+        self._docs, self._doc_tokens = array("i"), array("i")
+        self._question_tokens, self._output_tokens = array("i"), array("i")
+        self._numbers: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._arrival_s)
+
+    def trace(self) -> Trace:
+        """Return what was added; nothing may be added any more."""
+        docs, doc_tokens, question_tokens, output_tokens = (
+            np.frombuffer(column, np.int32)
+            for column in (self._docs, self._doc_tokens, self._question_tokens, self._output_tokens)
+        )
+        arrival_s, first = np.frombuffer(self._arrival_s, np.float64), np.frombuffer(self._first, np.int64)
+        return Trace(arrival_s, first, docs, doc_tokens, question_tokens, output_tokens, tuple(self._numbers))
+
+    def add(self, request: TracedRequest) -> None:
+        check_request(request, self._last_s)
+        self._extend(
+            [request.arrival_s], [len(request.doc_ids)], request.doc_ids, request.doc_tokens,
+            [request.question_tokens], [request.output_tokens],
+        )  # fmt: skip
+
+    def add_lines(self, lines: Sequence[bytes]) -> bool:
+        """Add a batch of lines at once; False, with nothing added, if one of them wants a closer look."""
+        try:
+            rows = [json.loads(line) for line in lines]
+            arrival_s = [row["t"] for row in rows]
+            docs = [row["docs"] for row in rows]
+            lengths = [row["doc_tokens"] for row in rows]
+            questions = [row["question_tokens"] for row in rows]
+            outputs = [row["output_tokens"] for row in rows]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return False
+        if set(map(type, docs)) != {list} or set(map(type, lengths)) != {list}:
+            return False
+        counts = list(map(len, docs))
+        ids, tokens = list(chain.from_iterable(docs)), list(chain.from_iterable(lengths))
+        if (
+            counts != list(map(len, lengths))
+            or not set(map(type, ids)) <= {str}
+            or "" in ids
+            or not set(map(type, arrival_s)) <= {int, float}
+            or not all(map(le, chain([self._last_s], arrival_s), arrival_s))
+            or not arrival_s[-1] <= MAX_ARRIVAL_S
+            or not are_lengths(tokens, LEAST_TOKENS["doc_tokens"])
+            or not are_lengths(questions, LEAST_TOKENS["question_tokens"])
+            or not are_lengths(outputs, LEAST_TOKENS["output_tokens"])
+        ):
+            return False
+        self._extend(arrival_s, counts, ids, tokens, questions, outputs)
+        return True
+
+    @property
+    def _last_s(self) -> float:
+        return self._arrival_s[-1] if self._arrival_s else 0.0
+
+    def _extend(
+        self,
+        arrival_s: Sequence[float],
+        counts: Sequence[int],
+        ids: Sequence[str],
+        tokens: Sequence[int],
+        questions: Sequence[int],
+        outputs: Sequence[int],
+    ) -> None:
+        numbers, ends = self._numbers, self._first
+        self._arrival_s.extend(arrival_s)
+        for count in counts:
+            ends.append(ends[-1] + count)
+        self._docs.extend(numbers.setdefault(doc_id, len(numbers)) for doc_id in ids)
+        self._doc_tokens.extend(tokens)
+        self._question_tokens.extend(questions)
+        self._output_tokens.extend(outputs)
+
+
+def _add_one_by_one(columns: _Columns, lines: Sequence[bytes], path: Path, num_before: int) -> None:
+    """Add the lines that are not blank, and say what is wrong with the first that is broken."""
+    for number, line in enumerate(lines, num_before + 1):
+        if line.isspace():
+            continue
+        try:
+            columns.add(parse_request(line))
+        except ValueError as error:
+            raise TraceError(str(error), path, number) from error

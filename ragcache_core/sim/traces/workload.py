@@ -1,0 +1,329 @@
+"""Seeded streams of requests with the published statistics of real ones: skewed, clustered, drifting if asked.
+
+Documents lie on an axis of topics. A request is about one of them, its primary, drawn by popularity; what it retrieves
+are documents near by, ordered as a noisy retriever would, so that the primary mostly comes first and the same
+documents come back together::
+
+    topics   ... d17  d4  d90  d2  d33 ...
+                       ^ primary d90, retrieved (d90, d4)
+
+The order is a draw by Plackett-Luce: a document at distance x from the primary p has the weight
+``exp(-beta x) (popularity / popularity of p) ** hub``. The distance between neighbours on the axis is whatever brings
+the primary to the first place as often as the workload says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.sim.traces.trace import Trace
+
+_REACH = 4
+_CHUNK = 16_384
+_NUM_PROBES = 8_192
+_MAX_SPACING = 64.0
+_TIME_DECIMALS = 6
+
+_Ints = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Everything that shapes a trace, validated when it is made.
+
+    Popularity by rank is ``(rank + shift) ** -skew``. Lengths are lognormal; ``*_sigma`` is the deviation of their
+    logarithm. ``length_correlation`` is that of a document's logarithmic length with the normal score of its
+    popularity. ``primary_first`` is how often the document a request is about comes first. Every ``drift_every``
+    requests the ``drift_share`` of the ``num_drifting`` most popular documents swap their popularity (0: never), and
+    ``repeat_share`` of the requests are about what one of the last ``session_length`` was about.
+    """
+
+    num_documents: int
+    skew: float
+    shift: float
+    documents_per_request: int = 2
+    mean_tokens: float = 1900.0
+    sigma: float = 0.7
+    least_tokens: int = 64
+    most_tokens: int = 16_384
+    length_correlation: float = 0.0
+    beta: float = 3.0
+    hub: float = 0.3
+    primary_first: float = 0.75
+    drift_every: int = 0
+    drift_share: float = 0.25
+    num_drifting: int = 3_000
+    repeat_share: float = 0.0
+    session_length: int = 40
+    question_median: float = 32.0
+    question_sigma: float = 0.5
+    most_question_tokens: int = 512
+    mean_output_tokens: float = 1.0
+    output_sigma: float = 0.0
+    requests_per_s: float = 0.8
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least, most = _LIMITS[field.name]
+            is_number = isinstance(value, int if field.type == "int" else int | float) and not isinstance(value, bool)
+            if not (is_number and least <= value <= most):
+                kind = "a whole number" if field.type == "int" else "a number"
+                raise ConfigError(f"{field.name} is {value!r}: it must be {kind} from {least:g} to {most:g}")
+        if self.documents_per_request > self.num_documents:
+            raise ConfigError(
+                f"a request retrieves {self.documents_per_request} documents of {self.num_documents}: "
+                "raise num_documents, or lower documents_per_request"
+            )
+        if not self.least_tokens <= self.mean_tokens <= self.most_tokens:
+            raise ConfigError(
+                f"documents of {self.mean_tokens:g} tokens on average cannot all have {self.least_tokens} to "
+                f"{self.most_tokens}: change mean_tokens, least_tokens or most_tokens"
+            )
+
+    def popularity(self) -> _Floats:
+        """Return the share of requests that the document of each rank is the primary of: [num_documents]."""
+        weights = np.power(np.arange(1, self.num_documents + 1, dtype=np.float64) + self.shift, -self.skew)
+        shares: _Floats = weights / weights.sum()
+        return shares
+
+    def offsets(self) -> _Ints:
+        """Return where on the axis the documents are that may be retrieved, from the primary's place."""
+        reach = max(_REACH, self.documents_per_request)
+        if 2 * reach + 1 <= self.num_documents:
+            return np.arange(-reach, reach + 1)
+        return np.arange(self.num_documents) - self.num_documents // 2  # all of them, each once
+
+    def spacing(self) -> float:
+        """Return the distance of neighbours on the axis with which the primary comes first as often as it should.
+
+        That is a mean over requests: popular primaries are seldom beaten, others by any popular neighbour. Where no
+        distance does it (few documents, or one far above all others), it is the one that comes nearest.
+        """
+        popularity = self.popularity()
+        rng = np.random.default_rng(0)
+        primary = _draw_ranks(popularity, rng, _NUM_PROBES)
+        distance = np.abs(self.offsets())
+        near = rng.integers(self.num_documents, size=(_NUM_PROBES, len(distance)))  # neighbours may have any rank
+        pull = (popularity[near] / popularity[primary][:, None]) ** self.hub
+        pull[:, distance == 0] = 1.0
+        low, high = 0.0, _MAX_SPACING
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            share = np.mean(1 / (pull * np.exp(-self.beta * middle * distance)).sum(axis=1))
+            low, high = (middle, high) if share < self.primary_first else (low, middle)
+        return high
+
+
+_MANY = 1e9
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "num_documents": (1, 2**31 - 1),
+    "skew": (0, 10),
+    "shift": (0, _MANY),
+    "documents_per_request": (1, 100),
+    "mean_tokens": (1, _MANY),
+    "sigma": (0, 5),
+    "least_tokens": (1, _MANY),
+    "most_tokens": (1, _MANY),
+    "length_correlation": (-1, 1),
+    "beta": (1e-3, 1_000),
+    "hub": (0, 10),
+    "primary_first": (0, 1),
+    "drift_every": (0, _MANY),
+    "drift_share": (0, 1),
+    "num_drifting": (0, _MANY),
+    "repeat_share": (0, 1),
+    "session_length": (1, 1_000_000),
+    "question_median": (1, _MANY),
+    "question_sigma": (0, 5),
+    "most_question_tokens": (1, _MANY),
+    "mean_output_tokens": (1, _MANY),
+    "output_sigma": (0, 5),
+    "requests_per_s": (1e-6, _MANY),
+}
+
+_MMLU = Workload(num_documents=30_000, skew=1.3, shift=2.0)
+_NQ = Workload(num_documents=100_000, skew=0.95, shift=5.0, mean_output_tokens=6.0, output_sigma=0.89)
+
+WORKLOADS: Mapping[str, Workload] = MappingProxyType(
+    {
+        "mmlu": _MMLU,
+        "nq": _NQ,
+        "nq-small": replace(_NQ, num_documents=400, skew=0.6, sigma=0.9),
+        "sysx": Workload(
+            num_documents=3_400, skew=2.5, shift=25.0, documents_per_request=5, mean_tokens=770.0, sigma=1.2,
+            least_tokens=200, most_tokens=3_900, mean_output_tokens=180.0, output_sigma=0.7,
+        ),
+        "drift": replace(_MMLU, drift_every=1_500, repeat_share=0.25),
+    }
+)  # fmt: skip
+"""The workloads of ``ragcache trace make``, by name.
+
+``mmlu``: the top 3 % of the documents that are asked for get about 60 % of the retrievals, answers are one token
+(RAGCache §3, §7). ``nq``: flatter, answers of 6 tokens on average, 99 % of at most 32. ``nq-small``: a small corpus,
+flatter still. ``sysx``: a production system by its published statistics (Cache-Craft §2.2, §2.3, §3.5, §5.1): five
+chunks a request, prompts of 1,000 to 20,000 tokens with a median of 3,300, the top 5 % of the chunks get 60 % of the
+retrievals and the top 13.5 % get 85 %; how many chunks there are follows from the memory that the top 14.8 % take,
+answers from 19.3 times as much work for prompts.
+``drift``: ``mmlu`` whose popularity drifts and whose users come back to their topics; no other does either.
+"""
+
+
+class Retrievals(NamedTuple):
+    """What requests are about, and what they retrieve, best first: [n], [n, documents_per_request]."""
+
+    primaries: _Ints
+    docs: _Ints
+
+
+def make_trace(
+    workload: Workload, num_requests: int, seed: int, *, progress: Callable[[int], object] | None = None
+) -> Trace:
+    """Return ``num_requests`` requests, the same for the same seed; a longer trace begins with the shorter.
+
+    Documents are called ``d0``, ``d1``, ... by their place on the axis. ``progress`` is told how many more requests
+    have been drawn.
+
+    Raises:
+        ConfigError: a number of requests or a seed below 0, or a workload that cannot be.
+    """
+    if num_requests < 1 or seed < 0:
+        raise ConfigError(f"{num_requests} requests of seed {seed}: ask for at least 1, with a seed of 0 or more")
+    docs = draw_retrievals(workload, num_requests, seed, progress=progress).docs.ravel()
+    lengths = document_tokens(workload, seed)
+    rngs = _Streams.of(seed)
+    gaps_s = rngs.arrivals.exponential(1 / workload.requests_per_s, num_requests)
+    questions = rngs.questions.normal(size=num_requests) * workload.question_sigma + math.log(workload.question_median)
+    outputs = rngs.outputs.normal(size=num_requests) * workload.output_sigma
+    outputs += math.log(workload.mean_output_tokens) - workload.output_sigma**2 / 2
+    numbers, names = _by_first_appearance(docs)
+    return Trace(
+        arrival_s=np.cumsum(gaps_s).round(_TIME_DECIMALS),
+        first=np.arange(num_requests + 1, dtype=np.int64) * workload.documents_per_request,
+        docs=numbers,
+        doc_tokens=lengths[docs],
+        question_tokens=_whole(questions, 1, workload.most_question_tokens),
+        output_tokens=_whole(outputs, 1, _MANY),
+        doc_ids=tuple(f"d{name}" for name in names.tolist()),
+    )
+
+
+def document_tokens(workload: Workload, seed: int) -> npt.NDArray[np.int32]:
+    """Return the lengths of all documents, whether a trace of that seed asks for them or not: [num_documents]."""
+    rngs = _Streams.of(seed)
+    count, share = workload.num_documents, workload.length_correlation
+    scores = rngs.lengths.normal(size=count)
+    if share:
+        by_rank = rngs.places.permutation(count)
+        of_popularity = np.empty(count)
+        of_popularity[by_rank] = np.sort(rngs.lengths.normal(size=count))[::-1]
+        scores = share * of_popularity + math.sqrt(1 - share**2) * scores
+    mu = math.log(workload.mean_tokens) - workload.sigma**2 / 2
+    return _whole(scores * workload.sigma + mu, workload.least_tokens, workload.most_tokens)
+
+
+def draw_retrievals(
+    workload: Workload, num_requests: int, seed: int, *, progress: Callable[[int], object] | None = None
+) -> Retrievals:
+    """Return which documents the requests of :func:`make_trace` are about and retrieve, by their place on the axis."""
+    rngs = _Streams.of(seed)
+    axis = _Axis(workload, rngs)
+    ranks = _draw_ranks(workload.popularity(), rngs.primaries, num_requests)
+    told_by = _told_by(workload, num_requests, rngs)
+    offsets = workload.offsets()
+    log_nearness = -workload.beta * workload.spacing() * np.abs(offsets)
+    primaries = np.empty(num_requests, np.int64)
+    docs = np.empty((num_requests, workload.documents_per_request), np.int64)
+    step = workload.drift_every or _CHUNK
+    for start in range(0, num_requests, step):
+        end = min(start + step, num_requests)
+        if start and workload.drift_every:
+            axis.drift()
+        primaries[start:end] = axis.by_rank[ranks[start:end]]
+        primaries[start:end] = primary = primaries[told_by[start:end]]
+        near = (primary[:, None] + offsets) % workload.num_documents
+        gain = workload.hub * (axis.log_popularity[near] - axis.log_popularity[primary][:, None])
+        keys = gain + log_nearness + rngs.neighbours.gumbel(size=near.shape)  # Gumbel's trick: sorted, they are a draw
+        best = np.argsort(-keys, axis=1)[:, : workload.documents_per_request]
+        docs[start:end] = np.take_along_axis(near, best, axis=1)
+        if progress is not None:
+            progress(end - start)
+    return Retrievals(primaries, docs)
+
+
+class _Streams(NamedTuple):
+    """A source of chance for each column, so that none depends on how much the others take."""
+
+    places: np.random.Generator
+    lengths: np.random.Generator
+    primaries: np.random.Generator
+    repeats: np.random.Generator
+    sessions: np.random.Generator
+    neighbours: np.random.Generator
+    drifts: np.random.Generator
+    arrivals: np.random.Generator
+    questions: np.random.Generator
+    outputs: np.random.Generator
+
+    @classmethod
+    def of(cls, seed: int) -> _Streams:
+        return cls(*map(np.random.default_rng, np.random.SeedSequence(seed).spawn(len(cls._fields))))
+
+
+class _Axis:
+    """Where documents lie and how popular they are: which document has which rank changes with time."""
+
+    def __init__(self, workload: Workload, rngs: _Streams) -> None:
+        self._workload = workload
+        self._rng = rngs.drifts
+        popularity = workload.popularity()
+        self.log_of_rank = np.log(popularity)
+        self.by_rank = rngs.places.permutation(workload.num_documents)  # [rank] -> document, its place on the axis
+        self.log_popularity = np.empty(workload.num_documents)
+        self.log_popularity[self.by_rank] = self.log_of_rank
+
+    def drift(self) -> None:
+        """Let some of the most popular documents swap their popularity."""
+        num_hot = min(self._workload.num_drifting, self._workload.num_documents)
+        ranks = self._rng.choice(num_hot, size=int(num_hot * self._workload.drift_share), replace=False)
+        self.by_rank[ranks] = self.by_rank[self._rng.permutation(ranks)]
+        self.log_popularity[self.by_rank[ranks]] = self.log_of_rank[ranks]
+
+
+def _told_by(workload: Workload, num_requests: int, rngs: _Streams) -> _Ints:
+    """Return which earlier request each one's primary is that of; its own number, if it is about something new."""
+    numbers = np.arange(num_requests)
+    back = rngs.sessions.random(num_requests) * np.minimum(numbers, workload.session_length)
+    repeats = rngs.repeats.random(num_requests) < workload.repeat_share
+    told_by = np.where(repeats & (numbers > 0), numbers - 1 - back.astype(np.int64), numbers)
+    while not np.array_equal(told_by, further := told_by[told_by]):  # who told the one that told
+        told_by = further
+    return told_by
+
+
+def _draw_ranks(popularity: _Floats, rng: np.random.Generator, count: int) -> _Ints:
+    cumulative = np.cumsum(popularity)
+    drawn: _Ints = np.searchsorted(cumulative, rng.random(count) * cumulative[-1], side="right")
+    return drawn.clip(max=len(popularity) - 1)
+
+
+def _by_first_appearance(docs: _Ints) -> tuple[npt.NDArray[np.int32], _Ints]:
+    """Return each document's number by its first appearance, and the documents in that order."""
+    names, first, sorted_number = np.unique(docs, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number_of = np.empty(len(names), np.int32)
+    number_of[order] = np.arange(len(names), dtype=np.int32)
+    return number_of[sorted_number], names[order]
+
+
+def _whole(logarithms: _Floats, least: float, most: float) -> npt.NDArray[np.int32]:
+    return np.exp(logarithms).round().clip(least, most).astype(np.int32)

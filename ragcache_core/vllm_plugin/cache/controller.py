@@ -1,0 +1,367 @@
+"""The engine's one knowledge tree, and the requests that run through it (the "RAG controller" of RAGCache §4).
+
+It imports no vLLM and reads no clock: the scheduler, the block pool, the host policy and the disk tier, which all run
+on the scheduler's thread, tell it what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.tree import KnowledgeTree, Location, PathSegment
+from ragcache_core.types import SegmentKind, Tier
+from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
+from ragcache_core.vllm_plugin.cache.prefix_publisher import PathTracker
+from ragcache_core.vllm_plugin.cache.queued_prefixes import WaitingRequests
+from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestRecord
+from ragcache_core.vllm_plugin.cache.speculations import Speculations
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
+
+if TYPE_CHECKING:
+    from ragcache_core.queueing import CacheAwareQueue
+    from ragcache_core.stats import ChunkReuseStats
+    from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+
+
+@dataclass(slots=True)
+class TierReport:
+    """What a tier says of itself; ``block_bytes`` are those of a block with its padding there."""
+
+    capacity_bytes: int
+    block_bytes: int
+    is_enabled: bool = True
+
+
+class CacheController:
+    """Keeps the tree in step with the engine, and counts.
+
+    Args:
+        settings: what the engine was started with.
+        tokens_per_block: tokens that one key stands for.
+        shadow_blocks: blocks of the tier that a tournament's shadows imitate.
+        prefill_cost: seconds of a prefill.
+    """
+
+    def __init__(
+        self, settings: PluginSettings, *, tokens_per_block: int, shadow_blocks: int, prefill_cost: PrefillCostModel
+    ) -> None:
+        self.settings = settings
+        self.tokens_per_block = tokens_per_block
+        self.tree = KnowledgeTree(
+            make_policy(settings.policy, prefill_cost),
+            ghost_size=settings.ghost_size,
+            keeps_frequency=settings.keeps_frequency,
+            shadow_tokens=shadow_blocks * tokens_per_block,
+        )
+        self.paths = PathTracker(self.tree, tokens_per_block)
+        self.counters = Counters()
+        self.tiers: dict[Tier, TierReport] = {}
+        self.speculations = Speculations()
+        self.is_queue_ordered = settings.is_queue_cache_aware or settings.max_prefill_bs > 0
+        self.waiting = WaitingRequests(self.tree, follows_changes=self.is_queue_ordered)
+        self.queue: CacheAwareQueue[Any] | None = None
+        self.library: ChunkLibrary | None = None
+        self.has_room: Callable[[], bool] = lambda: False  # for a speculation now, as our scheduler says
+        self._prefill_cost = prefill_cost
+        self._requests: dict[str, RequestRecord] = {}
+        self.private_from: dict[str, int] = {}
+        """From which of their blocks on requests hold KV that is not what their tokens say: nobody else may use it."""
+        self.without_token: set[str] = set()
+        """The requests in the engine that have had no token yet, asked for or not."""
+        self._pending_prefills: set[str] = set()
+        self._finished: dict[str, dict[str, object]] = {}
+        self._is_dirty = True
+        self.retrieved: dict[Key, tuple[float, float]] = {}
+        self.document_uses = DocumentUses(self.tree)
+
+    # A request's life
+
+    def on_new_request(
+        self,
+        request_id: str,
+        metadata: RequestMetadata,
+        keys: Sequence[Key],
+        num_prompt_tokens: int,
+        now_s: float,
+        *,
+        is_salted: bool = False,
+    ) -> None:
+        """Put a request's path into the tree, and keep it there until :meth:`on_finished`.
+
+        Documents of one that ``is_salted`` are in no report.
+        """
+        record = RequestRecord(num_prompt_tokens, now_s, metadata, keys, is_salted)
+        self._requests[request_id] = record
+        self.without_token.add(request_id)
+        path = self.tree.insert(self._path_segments(record, keys))
+        if path:
+            record.retained = cast("Key", path[-1].keys[-1])
+            self.tree.retain(record.retained)
+        self.speculations.on_new_request(request_id, record)
+        if not record.is_speculative:
+            self._pending_prefills.add(request_id)
+            self.waiting.add(request_id, record)
+
+    def record_of(self, request_id: str) -> RequestRecord | None:
+        """Return what is known of a request in the engine."""
+        return self._requests.get(request_id)
+
+    def on_admitted(
+        self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Tier, int], now_s: float
+    ) -> None:
+        """Count a request's access, as it gets its blocks for the first time (RAGCache Algorithm 1)."""
+        self.waiting.remove(request_id)
+        record = self._requests.get(request_id)
+        if record is None:
+            return
+        if record.admitted_s is not None:
+            self._on_resumed(request_id, record, now_s)
+            return
+        record.admitted_s = now_s
+        self.speculations.on_admitted(request_id, record)
+        self.note_change()
+        for tier, num_tokens in num_tokens_by_tier.items():
+            record.num_tokens_by_tier[tier] = num_tokens
+            self.counters.num_tokens_by_tier[tier] += num_tokens
+        if not record.is_speculative:
+            self._count_access(record, keys)
+
+    def on_preempted(self, request_id: str, now_s: float) -> None:
+        """Take note that a request lost its blocks; where nobody asks for it, that is a pause of its speculation."""
+        record = self._requests.get(request_id)
+        if record is not None and record.is_speculative:
+            record.preempted_s = now_s
+
+    def _on_resumed(self, request_id: str, record: RequestRecord, now_s: float) -> None:
+        if record.preempted_s is not None:
+            record.paused_s += now_s - record.preempted_s
+            record.preempted_s = None
+            self.speculations.on_admitted(request_id, record)
+
+    def on_first_token(self, request_id: str, now_s: float) -> None:
+        """Take note of a request's first token."""
+        record = self._requests.get(request_id)
+        if record is not None and record.first_token_s is None:
+            record.first_token_s = now_s
+            self.without_token.discard(request_id)
+            self._pending_prefills.discard(request_id)
+
+    def confirm(self, speculation: str) -> list[str]:
+        """Return the ids of the requests in the engine that somebody asks for from now on.
+
+        Until then nobody has used the documents of a speculation: they count now, and so does the request, unless it
+        only prefilled for one that comes by itself.
+        """
+        self.note_change()
+        confirmed = self.speculations.confirm(speculation)
+        for request_id, record in confirmed.alive.items():
+            if record.first_token_s is None:
+                self._pending_prefills.add(request_id)
+        for record in (*confirmed.alive.values(), *confirmed.ended):
+            if record.admitted_s is not None:
+                self._count_access(record, record.keys)
+        return list(confirmed.alive)
+
+    def on_waiting(self, request_id: str) -> None:
+        """Protect what a confirmed request will find, that waits in the queue from now on, admitted before or not."""
+        self.waiting.add(request_id, self._requests[request_id])
+
+    def on_speculated(self, request_id: str, num_tokens: int) -> None:
+        """Count prompt tokens that are computed for a request that nobody has asked for."""
+        self.note_change()
+        self.speculations.on_computed(self._requests[request_id], num_tokens)
+
+    def is_speculative(self, request_id: str) -> bool:
+        """Return whether nobody has asked for a request yet."""
+        record = self._requests.get(request_id)
+        return record is not None and record.is_speculative
+
+    def order_priority(self, request_id: str) -> float:
+        """Return how early a waiting request should be served, by what is cached now; the highest goes first."""
+        record = self._requests.get(request_id)
+        return 0.0 if record is None else self.waiting.priority(request_id, record)
+
+    def take_touched(self) -> set[str]:
+        """Return the waiting requests whose :meth:`order_priority` may have changed since the last call."""
+        return self.waiting.take_touched()
+
+    @property
+    def num_pending_prefills(self) -> int:
+        """Requests that wait for their first token, without those that nobody has asked for."""
+        return len(self._pending_prefills)
+
+    def on_loaded(self, request_id: str, num_bytes: int) -> None:
+        """Count bytes that are copied into the engine's KV memory for a request."""
+        self.note_change()
+        self.counters.num_loaded_bytes += num_bytes
+        if (record := self._requests.get(request_id)) is not None:
+            record.num_loaded_bytes += num_bytes
+
+    def on_stored(self, request_id: str, num_bytes: int) -> None:
+        """Count bytes that are copied out of the engine's KV memory for a request, finished or not."""
+        self.note_change()
+        self.counters.num_stored_bytes += num_bytes
+        if (record := self._requests.get(request_id)) is not None:
+            record.num_stored_bytes += num_bytes
+
+    def on_chunks_reused(self, request_id: str, reuse: ChunkReuseStats) -> None:
+        """Take note of what chunk reuse did for a request, before it is finished."""
+        if (record := self._requests.get(request_id)) is not None:
+            record.chunk_reuse = reuse
+            if self.library is not None:
+                self.library.counters.count(reuse)
+
+    def on_finished(self, request_id: str) -> dict[str, object] | None:
+        """Let a request's path go, and return its figures; None for one that was not known."""
+        record = self._requests.pop(request_id, None)
+        if record is None:
+            return None
+        self.note_change()
+        self.waiting.remove(request_id)
+        self.without_token.discard(request_id)
+        self._pending_prefills.discard(request_id)
+        self.speculations.on_finished(request_id, record)
+        if record.retained is not None:
+            self.tree.release(record.retained)
+            record.retained = None
+        self._finished[request_id] = record.to_dict()
+        return self._finished[request_id]
+
+    def take_retrieved(self) -> dict[Key, tuple[float, float]]:
+        """Return frequency and cost of the documents that were retrieved since the last call, by their first block."""
+        retrieved, self.retrieved = self.retrieved, {}
+        return retrieved
+
+    def take_finished(self) -> dict[str, dict[str, object]]:
+        """Return the figures of the requests that ended since the last call, by request id."""
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def num_storable_tokens(self, request_id: str) -> int | None:
+        """Return up to which token a request is worth storing below the GPU; None for all of it.
+
+        That is the end of its last kept document, and as much as the host tier holds: what does not fit into it as a
+        whole, vLLM does not store at all.
+        """
+        record = self._requests[request_id]
+        documents = [s for s in record.metadata.segments if s.kind is SegmentKind.DOCUMENT]
+        limits = [documents[: self.settings.max_cached_documents][-1].end] if documents else []
+        if (host := self.tiers.get(Tier.HOST)) is not None:
+            limits.append(host.capacity_bytes // host.block_bytes * self.tokens_per_block)
+        return min(limits, default=None)
+
+    # Blocks
+
+    def locate_block(self, keys: Sequence[Key], index: int) -> Location:
+        """Return where block ``index`` of a request stands; one that the tree does not know is added to it.
+
+        Those are blocks of answers, and of prompts whose nodes are gone.
+        """
+        if (location := self.tree.locate(keys[index])) is not None:
+            return location
+        first = index
+        while first > 0 and self.tree.locate(keys[first - 1]) is None:
+            first -= 1
+        after = keys[first - 1] if first else None
+        num_tokens = (index + 1 - first) * self.tokens_per_block
+        self.tree.extend(after, keys[first : index + 1], num_tokens)
+        location = self.tree.locate(keys[index])
+        assert location is not None
+        return location
+
+    # Reporting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in the engine."""
+        return not self._requests
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether requests ended and nobody was told yet."""
+        return bool(self._finished)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether requests ended, speculations were admitted, or what is cached changed, and nobody was told yet."""
+        return bool(self._finished or self.paths.has_news or self.speculations.has_waited)
+
+    def note_change(self) -> None:
+        """Make the next :meth:`take_report` return one."""
+        self._is_dirty = True
+
+    def take_report(self) -> dict[str, object] | None:
+        """Return a report if anything happened since the last one."""
+        if not self._is_dirty:
+            return None
+        self._is_dirty = False
+        return self.report()
+
+    def report(self) -> dict[str, object]:
+        """Return the body of the engine's stats route; see ``client/stats/cache_stats.py``."""
+        return {
+            "policy": self.settings.policy,
+            "num_nodes": len(self.tree),
+            **self.counters.to_dict(),
+            **self.speculations.to_dict(),
+            "num_reordered_requests": 0 if self.queue is None else self.queue.num_reordered,
+            "max_overtaken": 0 if self.queue is None else self.queue.max_overtaken,
+            "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
+            "hottest_documents": self.document_uses.hottest(),
+            **({} if self.library is None else {"chunks": self.library.report()}),
+        }
+
+    def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:
+        state = self.tree.tiers[tier]
+        return {
+            "name": tier.label,
+            "capacity_bytes": report.capacity_bytes,
+            "used_bytes": state.num_units * report.block_bytes,
+            "num_blocks": state.num_units,
+            "num_evicted_blocks": state.num_evicted_units,
+            "num_hit_tokens": self.counters.num_tokens_by_tier[tier],
+            "is_enabled": report.is_enabled,
+        }
+
+    def _count_access(self, record: RequestRecord, keys: Sequence[Key]) -> None:
+        num_cached = record.num_cached_tokens
+        num_missed = max(record.num_prompt_tokens - num_cached, 0)
+        path = self.tree.retained_path(record.retained)
+        if path is None:
+            path = self.tree.insert(self._path_segments(record, keys))
+        num_hit_units = num_cached // self.tokens_per_block
+        cost_s = self.tree.policy.cost_per_token_s(self._prefill_cost, num_cached, num_missed)
+        if record.metadata.is_prefill:
+            self.tree.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
+            return
+        self.counters.count(record)
+        self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
+        has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
+        doc_ids = {segment.doc_id for segment in record.metadata.segments if segment.doc_id is not None}
+        if doc_ids and not record.is_salted:
+            self.document_uses.count(doc_ids, self._path_segments(record, keys))
+        if has_disk:
+            for node in path:
+                if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
+                    self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
+
+    def _path_segments(self, record: RequestRecord, keys: Sequence[Key]) -> list[PathSegment]:
+        """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one."""
+        size = self.tokens_per_block
+        num_keys = min(len(keys), record.num_prompt_tokens // size)
+        path, first, num_documents = [], 0, 0
+        limit = self.settings.max_cached_documents
+        for segment in record.metadata.segments:
+            last = min(segment.end // size, num_keys)
+            is_document = segment.kind is SegmentKind.DOCUMENT
+            num_documents += is_document
+            is_transient = limit is not None and num_documents > limit
+            if last > first:
+                doc_id = segment.doc_id if is_document else None
+                path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient))
+                first = last
+        return path

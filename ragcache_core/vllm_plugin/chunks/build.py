@@ -1,0 +1,126 @@
+"""How the parts of chunk reuse are built for an engine, on the scheduler's side and on the workers'."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.policy import make_policy
+from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecution
+from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows
+from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import PartialPrefill
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.model.attention_layers import attention_layers
+from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, num_disk_pages_within, num_pages_within
+from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
+from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
+from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
+from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
+from ragcache_core.vllm_plugin.identity import chunk_identity
+from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
+from ragcache_core.vllm_plugin.settings import ChunkSettings, PluginSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_RUN_TOKENS = 16
+"""On a GPU, vLLM's attention reads the keys of a prompt once for each run of selected tokens."""
+
+
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse an engine whose tokens chunk reuse could not provide.
+
+    Raises:
+        ConfigError: with what stands against it.
+    """
+    parallel = vllm_config.parallel_config
+    reasons = {
+        "several groups of KV caches (hybrid attention)": len(kv_cache_config.kv_cache_groups) != 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA adapters (layers apply those of vLLM's step to any tokens)": vllm_config.lora_config is not None,
+        "prefill that is not chunked": not vllm_config.scheduler_config.enable_chunked_prefill,
+        "prefix caching switched off": not vllm_config.cache_config.enable_prefix_caching,
+        "another scheduler than RAGCacheScheduler, which keeps approximate blocks apart": (
+            vllm_config.scheduler_config.get_scheduler_cls() is not RAGCacheScheduler
+        ),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(f"chunk reuse does not work with {reason}: leave CacheConfig.chunk_reuse out")
+
+
+def build_scheduling(
+    settings: PluginSettings, chunks: ChunkSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> ChunkScheduling:
+    """Return the scheduler's side.
+
+    Raises:
+        ConfigError: its memory does not hold a page.
+    """
+    page_bytes = kv_bytes_per_block(kv_cache_config)
+    num_workers = vllm_config.parallel_config.world_size
+    tokens_per_page = vllm_config.cache_config.block_size
+    num_disk_pages = (
+        num_disk_pages_within(chunks.disk_bytes // num_workers, page_bytes, tokens_per_page) if chunks.disk_bytes else 0
+    )
+    prefill_cost = settings.prefill_cost()
+    library = ChunkLibrary(
+        make_policy(settings.policy, prefill_cost),
+        prefill_cost,
+        num_pages=num_pages_within(chunks.host_bytes, page_bytes * num_workers),
+        tokens_per_page=tokens_per_page,
+        num_disk_pages=num_disk_pages,
+        num_workers=num_workers,
+        max_variants=chunks.max_variants,
+        ghost_size=settings.ghost_size,
+        keeps_frequency=settings.keeps_frequency,
+    )
+    return ChunkScheduling(
+        library,
+        num_workers=num_workers,
+        max_step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        prefill_cost=prefill_cost,
+        max_step_runs=sys.maxsize if current_platform.is_cpu() else vllm_config.scheduler_config.max_num_seqs,
+        run_tokens=1 if current_platform.is_cpu() else _RUN_TOKENS,
+        is_eager=vllm_config.model_config.enforce_eager,
+    )
+
+
+def build_execution(
+    chunks: ChunkSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_runner: Any
+) -> tuple[ChunkExecution, ChunkMemory]:
+    """Return a worker's side, and its memory, which whoever calls closes.
+
+    Raises:
+        ConfigError: the model cannot do it, or its memory does not hold a page.
+    """
+    model = model_runner.get_model()
+    layers = attention_layers(model, vllm_config.compilation_config.static_forward_context)
+    parallel = vllm_config.parallel_config
+    num_workers, tokens_per_block = parallel.world_size, vllm_config.cache_config.block_size
+    groups = [group for groups in model_runner.attn_groups for group in groups]
+    prefill = PartialPrefill(vllm_config, model, groups, layers, tokens_per_block)
+    prefill.scattered = ScatteredRows.on_gpu(
+        layers, tokens_per_block=tokens_per_block, max_runs=vllm_config.scheduler_config.max_num_seqs
+    )
+    disk = None
+    if chunks.disk_bytes:
+        assert chunks.directory is not None
+        folder = chunks.directory if num_workers == 1 else chunks.directory / f"worker-{parallel.rank}"
+        disk = DiskPlace(folder, chunk_identity(vllm_config), chunks.disk_bytes // num_workers)
+    memory = ChunkMemory(
+        layers=[LayerShape(layer.kv.num_kv_heads, layer.kv.head_dim) for layer in layers],
+        dtype=layers[0].kv.cache.dtype,
+        tokens_per_page=tokens_per_block,
+        num_pages=num_pages_within(chunks.host_bytes, kv_bytes_per_block(kv_cache_config) * num_workers),
+        pin_memory=prefill.device.type == "cuda",
+        disk=disk,
+    )
+    return ChunkExecution(prefill, layers, memory), memory

@@ -1,0 +1,115 @@
+"""Attention of rows that stand anywhere, by the Triton kernel of ``ragcache_kernels`` (Cache-Craft §4).
+
+To vLLM's backends each run of neighbours is a sequence of its own, which reads all keys before it anew; they have room
+for no more sequences than requests may run. The kernel reads a key once for a tile of rows, wherever these stand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ragcache_core.vllm_plugin.chunks.compute.attention_mass import soft_cap
+from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
+from ragcache_core.vllm_plugin.chunks.model.paged_kv import split_blocks
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import InFlight
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+_LEAST_RUN_TOKENS = 16
+"""Where runs are as long as this, a backend that reads the keys once for each is as fast."""
+
+
+class ScatteredRows:
+    """Stands in for the attention of all layers where rows stand in many short runs.
+
+    Args:
+        layers: the model's.
+        attention: ``scattered_attention`` of ``ragcache_kernels``, or its twin.
+        tokens_per_block: tokens in a block of vLLM's scheduler.
+        max_runs: more of them than this are too many for vLLM's backends.
+        least_run_tokens: shorter runs than this, on average, are computed here.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        attention: Callable[..., torch.Tensor],
+        *,
+        tokens_per_block: int,
+        max_runs: int,
+        least_run_tokens: int = _LEAST_RUN_TOKENS,
+    ) -> None:
+        self._layers = layers
+        self._attention = attention
+        self._tokens_per_block = tokens_per_block
+        self._max_runs = max_runs
+        self._least_run_tokens = least_run_tokens
+
+    @classmethod
+    def on_gpu(cls, layers: Sequence[AttentionLayer], *, tokens_per_block: int, max_runs: int) -> ScatteredRows | None:
+        """Return it where the kernel can stand in for every layer, and compiles; None elsewhere."""
+        if not all(layer.unrotated.uses_kernels and _is_replaceable(layer) for layer in layers):
+            return None
+        from ragcache_kernels.scattered_attention import scattered_attention
+
+        rows = cls(layers, scattered_attention, tokens_per_block=tokens_per_block, max_runs=max_runs)
+        try:
+            rows._warm_up()
+        except Exception as error:  # Triton's own, and CUDA's: nothing depends on this kernel
+            logger.warning("Short runs of recomputed tokens are left to vLLM's own attention: %s", error)
+            return None
+        return rows
+
+    def is_better(self, num_rows: int, num_runs: int) -> bool:
+        """Return whether rows in so many runs are computed here."""
+        return num_runs > self._max_runs or num_rows < self._least_run_tokens * num_runs
+
+    def attend(self, index: int, query: torch.Tensor, output: torch.Tensor, flight: InFlight) -> None:
+        """Write the attention of the rows in flight in a layer, whose keys and values are in its cache.
+
+        Args:
+            index: the layer.
+            query: [num_rows, num_heads, head_dim], rotated.
+            output: as ``query``.
+            flight: the rows; those of a request stand together, in the order of their positions.
+        """
+        layer, starts = self._layers[index], flight.starts
+        assert starts is not None
+        tables = split_blocks(flight.block_ids, self._tokens_per_block // layer.kv.tokens_per_block)
+        self._compute(layer, query, output, flight.positions, tables, starts)
+
+    def _compute(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        caches = layer.unrotated.caches()
+        scale = float(layer.attention.impl.scale)
+        output.copy_(self._attention(query, positions, *caches, tables, scale, query_starts=starts))
+
+    def _warm_up(self) -> None:
+        """Have the kernel compiled: one row, which looks at the first token of the first block."""
+        layer = self._layers[0]
+        cache = layer.kv.cache
+        shape = (1, layer.attention.num_heads, layer.kv.head_dim)
+        row = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+        nought = torch.zeros(1, dtype=torch.long, device=cache.device)
+        starts = torch.tensor([0, 1], device=cache.device)
+        self._compute(layer, row, torch.empty_like(row), nought, nought.view(1, 1).to(torch.int32), starts)
+
+
+def _is_replaceable(layer: AttentionLayer) -> bool:
+    """Return whether a layer's attention is the plain one, of keys that are in the cache before it begins."""
+    attention = layer.attention
+    is_late = attention.get_attn_backend().forward_includes_kv_cache_update
+    return not is_late and not soft_cap(layer) and attention.head_size_v == attention.head_size

@@ -1,0 +1,339 @@
+"""vLLM's door to chunk reuse: the connectors of RAGCache, and tokens that are provided rather than prefilled.
+
+A request with chunk reuse on is offered, in its turn, all of its tokens but the last. vLLM lets it wait, with its
+blocks, as for KV from elsewhere; the workers bring stored chunks and compute the rest, slice by slice beside the steps
+of other requests; then vLLM computes the last token and goes on as ever. What the exact cache holds of its prompt, in
+GPU memory or in the tiers below, is used first.
+
+These connectors stand in for :class:`RAGCacheConnector` and :class:`DocumentConnector` where chunk reuse is configured;
+an engine without it never loads this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragcache_core.chunk.types import chunk_spans
+from ragcache_core.errors import ConfigError
+from ragcache_core.types import ChunkReuseRequest, SegmentKind, Tier
+from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine
+from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep, StoredChunk
+from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
+from ragcache_core.vllm_plugin.chunks.request_state import ReuseOptions
+from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
+from ragcache_core.vllm_plugin.compat import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    OffloadingConnector,
+)
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector, is_told_by_tokens
+from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
+from ragcache_core.vllm_plugin.offload.compat import fence_blocks, keep_from_storing
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecution
+    from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
+
+
+_MAX_CHUNKS = 128
+"""Documents of a request with chunk reuse; a request with more is prefilled. What each of them looked at in each
+before it is measured and kept."""
+
+
+@dataclass(slots=True)
+class StoredChunks(KVConnectorHandshakeMetadata):
+    """What a worker says at the start: what it found on its disk, and whether it computes rows that stand anywhere."""
+
+    chunks: tuple[StoredChunk, ...]
+    computes_scattered: bool
+
+
+@dataclass(slots=True)
+class ChunkMetadata(KVConnectorMetadata):
+    """A step's metadata: ours, and that of the connector below."""
+
+    step: ChunkStep
+    below: KVConnectorMetadata
+
+
+@dataclass(slots=True)
+class ChunkWorkerMetadata(KVConnectorWorkerMetadata):
+    """What workers answer: ours, and what the connector below answers."""
+
+    report: ChunkReport
+    below: KVConnectorWorkerMetadata | None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> ChunkWorkerMetadata:
+        """Return the answers of two workers as one."""
+        assert isinstance(other, ChunkWorkerMetadata)
+        below = self.below or other.below
+        if self.below is not None and other.below is not None:
+            below = self.below.aggregate(other.below)
+        return ChunkWorkerMetadata(self.report.merged(other.report), below)
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Tokens that a waiting request is offered: ``num_exact`` from the tiers below, then ``num_provided``."""
+
+    num_below: int
+    num_provided: int
+
+
+class ChunkReuse(KVConnectorBase_V1):
+    """What chunk reuse adds to a connector, on both sides."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        assert vllm_config.kv_transfer_config is not None
+        settings = PluginSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if settings.chunk_reuse is None:
+            raise ConfigError(f"{type(self).__name__} needs the settings of chunk reuse: use Engine.launch")
+        check_engine(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._chunk_settings = settings.chunk_reuse
+        self._chunk_engine = (vllm_config, kv_cache_config)
+        self._offers: dict[str, _Offer] = {}
+        self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
+        self._is_prefilling = False  # whether the step computes a prompt that somebody waits for
+        self._execution: ChunkExecution | None = None
+        self._memory: ChunkMemory | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduling: ChunkScheduling = build_scheduling(
+                settings, self._chunk_settings, vllm_config, kv_cache_config
+            )
+            self.scheduling.order = self._real_ones_first
+            self.scheduling.is_guess = self._controller.is_speculative
+            self._controller.library = self.scheduling.library
+
+    def shutdown(self) -> None:
+        if self._execution is not None:
+            self._execution.close()
+        super().shutdown()
+        if self._memory is not None:  # last: it may wait for a disk
+            self._memory.close()
+
+    # Scheduler side
+
+    def _read(self, request: Request, metadata: RequestMetadata) -> None:
+        documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
+        wanted = metadata.chunk_reuse
+        if not documents or wanted is False or (wanted is None and not self._chunk_settings.is_default):
+            return
+        options = self._options(request, wanted or ChunkReuseRequest())
+        if options is None or len(documents) > _MAX_CHUNKS:
+            self.scheduling.library.counters.num_refused_requests += 1
+            return
+        places = [(each.start, each.end if each.text_end is None else each.text_end) for each in documents]
+        spans = chunk_spans(request.prompt_token_ids, places)  # without what separates them
+        self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options)
+
+    def _options(self, request: Request, asked: ChunkReuseRequest) -> ReuseOptions | None:
+        """Return how a request's chunks are reused; None if they cannot be."""
+        settings = self._chunk_settings
+        if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
+            return None
+        alpha = settings.alpha_for(asked)
+        if alpha is None:  # nobody has measured what that quality takes
+            return None
+        return ReuseOptions(
+            selection=settings.selection if asked.selection is None else asked.selection,
+            alpha=alpha,
+            max_recompute=settings.max_recompute if asked.max_recompute is None else asked.max_recompute,
+        )
+
+    def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_below, is_async = super()._match_below(request, num_computed_tokens)
+        self._offers.pop(request.request_id, None)
+        if num_below is None or not self.scheduling.is_known(request.request_id):
+            return num_below, is_async
+        num_provided = self.scheduling.offer(request.request_id, num_computed_tokens + num_below)
+        if num_provided is None:
+            return None, False
+        if num_provided == 0:
+            return num_below, is_async
+        self._offers[request.request_id] = _Offer(num_below, num_provided)
+        return num_below + num_provided, True
+
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
+        offer = self._offers.pop(request.request_id, None)
+        is_taken = offer is not None and num_external_tokens == offer.num_below + offer.num_provided
+        num_below = offer.num_below if offer is not None and is_taken else num_external_tokens
+        by_tier: dict[Tier, int] = super()._load(request, blocks, num_below)
+        if not self.scheduling.is_known(request.request_id):
+            return by_tier
+        num_local: int = self._num_local_tokens.get(request.request_id, 0)
+        if not is_taken:
+            self.scheduling.compute(request.request_id, num_local + num_external_tokens)
+            return by_tier
+        block_ids = blocks.get_block_ids()[0]
+        if isinstance(self, OffloadingConnector):
+            fence_blocks(self, block_ids)
+        first = self.scheduling.begin(request.request_id, block_ids, awaits_load=num_below > 0)
+        self._approximate_from[request.request_id] = first
+        return by_tier
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if (first := self._approximate_from.pop(request.request_id, None)) is not None:
+            self._keep_apart(request, first)
+
+    def _keep_apart(self, request: Request, first_approximate: int) -> None:
+        """Let no other request find blocks from the one with the first approximate token on, in any tier."""
+        private_from, block_size = self._controller.private_from, self._controller.tokens_per_block
+        first_private = first_approximate // block_size
+        if first_private < private_from.get(request.request_id, len(request.block_hashes) + 1):
+            # A new list: who keeps book of the request's documents goes on with the exact one.
+            request.block_hashes = private_hashes(request.block_hashes, first_private)
+            private_from[request.request_id] = first_private
+        if isinstance(self, OffloadingConnector):
+            keep_from_storing(self, request.request_id, private_from[request.request_id] * block_size)
+
+    @property
+    def _controller(self) -> CacheController:
+        controller: CacheController = self.controller
+        return controller
+
+    def _real_ones_first(self, request_ids: Iterable[str]) -> list[str]:
+        """Return which jobs may run; speculative ones wait while a real request is being prefilled.
+
+        One that only waits holds nothing back: what it waits for may be the blocks of such a job, which vLLM takes
+        back when the job has ended.
+        """
+        in_order = sorted(request_ids, key=self._controller.is_speculative)
+        real = [request_id for request_id in in_order if not self._controller.is_speculative(request_id)]
+        return real if real or self._is_prefilling else in_order
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+        num_by_request = scheduler_output.num_scheduled_tokens
+        self._is_prefilling = any(
+            num_tokens > 1 and not self._controller.is_speculative(request_id)
+            for request_id, num_tokens in num_by_request.items()
+        )
+        step = self.scheduling.take_step(
+            scheduler_output.total_num_scheduled_tokens,
+            _progress(scheduler_output) if self.scheduling.wants_progress else {},
+            lambda request_id: state.resolve_block_ids(request_id)[0],
+        )
+        return ChunkMetadata(step, super().build_connector_meta(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        answer = connector_output.kv_connector_worker_meta
+        if isinstance(answer, ChunkWorkerMetadata):
+            self.scheduling.on_report(answer.report)
+            connector_output.kv_connector_worker_meta = answer.below
+        for request_id in connector_output.finished_recving or ():
+            self.scheduling.on_job_done(request_id)
+        super().update_connector_output(connector_output)
+
+    def _finish(
+        self, request: Request, outcome: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._offers.pop(request.request_id, None)
+        self._controller.private_from.pop(request.request_id, None)
+        figures = self.scheduling.on_finished(request.request_id)
+        if figures is not None and figures.num_reused_tokens:
+            self._controller.on_chunks_reused(request.request_id, figures.to_stats())
+        finished: tuple[bool, dict[str, Any] | None] = super()._finish(request, outcome)
+        return finished
+
+    def reset_cache(self) -> bool | None:
+        self.scheduling.clear()
+        is_reset: bool | None = super().reset_cache()
+        return is_reset
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        found = [each for _, each in sorted(metadata.items()) if isinstance(each, StoredChunks)]
+        if found:
+            self.scheduling.library.restore([each.chunks for each in found])
+            if all(each.computes_scattered for each in found):
+                self.scheduling.scatter_rows()
+
+    # Worker side
+
+    def attach(self, model_runner: Any) -> None:
+        """Take the model of this worker, whose KV cache is there.
+
+        Raises:
+            ConfigError: chunk reuse cannot be done with it.
+        """
+        self._execution, self._memory = build_execution(self._chunk_settings, *self._chunk_engine, model_runner)
+
+    @property
+    def execution(self) -> ChunkExecution:
+        """The worker's side, once the model is there."""
+        assert self._execution is not None, "chunk reuse needs --worker-cls RAGCacheWorker"
+        return self._execution
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if self._memory is None:
+            return None
+        return StoredChunks(self._memory.stored(), self.execution.computes_scattered)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, ChunkMetadata)
+        super().handle_preemptions(kv_connector_metadata.below)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, ChunkMetadata)
+        super().bind_connector_metadata(connector_metadata.below)
+        assert self._memory is not None
+        self._memory.run(connector_metadata.step.commands)
+        self.execution.begin(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        self.execution.run_slices()
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        self.execution.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, loaded = super().get_finished(finished_req_ids)
+        others = {request_id for request_id in loaded or () if not self.execution.on_loaded(request_id)}
+        return sent, others | self.execution.take_finished()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        below = super().build_connector_worker_meta()
+        report = self.execution.take_report()
+        assert self._memory is not None
+        report.memory = self._memory.take_report()
+        return ChunkWorkerMetadata(report, below) if report or below is not None else None
+
+
+def _progress(output: SchedulerOutput) -> Mapping[str, tuple[int, int]]:
+    """Return from which token to which each request is computed in a step."""
+    scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {request_id: (start, start + scheduled[request_id]) for request_id, start in starts.items()}
+
+
+class ChunkRAGCacheConnector(ChunkReuse, RAGCacheConnector):
+    """GPU, host and disk, with chunk reuse."""
+
+    @classmethod
+    def without_host(cls) -> type[DocumentConnector]:
+        return ChunkDocumentConnector
+
+
+class ChunkDocumentConnector(ChunkReuse, DocumentConnector):
+    """The GPU tier alone, with chunk reuse."""

@@ -1,0 +1,1 @@
+"""Which chunks are kept, where they are, and which of them give way."""

@@ -1,0 +1,102 @@
+"""Which chunk goes first: the tiers' own policies, on a knowledge tree of one level.
+
+A chunk that is reused anywhere depends on nothing before it, so every chunk is a child of the root and one unit. It is
+in a tier as long as one of its variants is, and held there while all of these are in use.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from ragcache_core.chunk.types import ChunkKey
+from ragcache_core.policy import PrefillCost, ReplacementPolicy
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.chunks.manager.entries import StoredVariants, Variant
+
+_TIERS = (Tier.HOST, Tier.DISK)
+_ONLY_UNIT = 0b1
+"""A chunk is a node of one unit."""
+
+
+class ChunkRanks:
+    """Counts how often chunks are retrieved, and names the lowest-ranked one of a tier.
+
+    Args:
+        policy: as the tiers have, but an object of its own.
+        prefill_cost: what it costs to compute a chunk.
+        shadow_tokens: what each shadow of a tournament holds.
+        ghost_size, keeps_frequency: how long uses are remembered of a chunk that is nowhere.
+    """
+
+    def __init__(
+        self,
+        policy: ReplacementPolicy,
+        prefill_cost: PrefillCost,
+        *,
+        shadow_tokens: int,
+        ghost_size: int,
+        keeps_frequency: bool,
+    ) -> None:
+        self._tree = KnowledgeTree(
+            policy, ghost_size=ghost_size, keeps_frequency=keeps_frequency, shadow_tokens=shadow_tokens
+        )
+        self._prefill_cost = prefill_cost
+
+    def record_hit(self, key: ChunkKey, num_tokens: int) -> None:
+        """Count a request that reuses a chunk."""
+        self._tree.record_access([self._node(key, num_tokens)], num_hit_units=1, cost_per_token_s=0.0)
+
+    def record_miss(self, key: ChunkKey, num_tokens: int) -> None:
+        """Count a request that computes a chunk."""
+        cost_s = self._tree.policy.cost_per_token_s(self._prefill_cost, 0, num_tokens)
+        node = self._node(key, num_tokens)
+        self._tree.record_access([node], num_hit_units=0, cost_per_token_s=cost_s)
+
+    def frequency(self, key: ChunkKey) -> float:
+        """Return how often a chunk was retrieved, as far as it is remembered."""
+        location = self._tree.locate(key)
+        return 0.0 if location is None else float(location.node.frequency)
+
+    def restore(self, key: ChunkKey, num_tokens: int, frequency: float) -> None:
+        """Take up how often a chunk was retrieved before the engine started."""
+        cost_s = self._tree.policy.cost_per_token_s(self._prefill_cost, 0, num_tokens)
+        self._tree.restore(self._node(key, num_tokens), frequency=round(frequency), cost_s=cost_s)
+
+    def place(self, chunk: StoredVariants) -> None:
+        """Take note of where the variants of a chunk are now, and whether one of them may go."""
+        variants = chunk.stored.values()
+        location = self._tree.locate(chunk.key)
+        if location is None:
+            if not variants:
+                return
+            node = self._node(chunk.key, chunk.num_tokens)
+        else:
+            node = location.node
+        for tier in _TIERS:
+            if not any(variant.is_in(tier) for variant in variants):
+                self._tree.let_go(node, _ONLY_UNIT, tier)
+                self._tree.remove(node, _ONLY_UNIT, tier)
+                continue
+            if any(variant.num_idle_pages(tier) for variant in variants):
+                self._tree.let_go(node, _ONLY_UNIT, tier)
+            else:
+                self._tree.hold(node, _ONLY_UNIT, tier)
+            self._tree.add(node, _ONLY_UNIT, tier)
+
+    def lowest(self, tier: Tier) -> ChunkKey:
+        """Return the chunk of which a variant should leave ``tier``; one of them is idle there."""
+        node = self._tree.victim(tier)
+        assert node is not None
+        return cast("ChunkKey", node.keys[0])
+
+    def note_eviction(self, chunk: StoredVariants, evicted: Variant, tier: Tier) -> None:
+        """Take note that a variant leaves ``tier`` for want of room: with its last one the chunk is evicted."""
+        if any(other is not evicted and other.is_in(tier) for other in chunk.stored.values()):
+            return
+        location = self._tree.locate(chunk.key)
+        assert location is not None
+        self._tree.give_up(location.node, tier)
+
+    def _node(self, key: ChunkKey, num_tokens: int) -> TreeNode:
+        return self._tree.insert([PathSegment((key,), num_tokens, key.hex())])[0]

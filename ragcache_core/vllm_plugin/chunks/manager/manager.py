@@ -1,0 +1,343 @@
+"""The library of chunks: which variants are stored, for whom they are kept, and which of them goes.
+
+It lives on the scheduler's side and decides for all workers, which have the same pages (``chunks/page_layout.py``)::
+
+    reserve -> [captured by the workers] -> commit -> host memory, written through to disk
+    find -> pin -> host memory, or read from disk into pages -> release
+
+A chunk that leaves host memory stays on disk, and one that is nowhere is forgotten. Where there is no room, the chunk
+that the tiers' own policy ranks lowest gives up a variant: of its variants the one with the lowest f_r (Cache-Craft
+§3.3). It imports neither vLLM nor torch, and reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
+from ragcache_core.policy import PrefillCost, ReplacementPolicy
+from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, Reservation, StoredVariants, Variant
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkRanks
+from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkStock
+from ragcache_core.vllm_plugin.chunks.messages import MemoryCommand, MemoryReport, StoredChunk
+from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
+
+
+class ChunkLibrary:
+    """Keeps book of the chunks whose KV the workers hold. One thread calls it.
+
+    Args:
+        policy: ranks the chunks; an object of its own, as policies keep numbers.
+        prefill_cost: seconds of a prefill, which is what a chunk saves.
+        num_pages: pages of host memory that each worker has, of ``tokens_per_page`` tokens.
+        num_disk_pages: how many fit on each worker's disk; 0 keeps none there.
+        num_workers: how many report on each command.
+        max_variants: of one chunk, the M of Cache-Craft §3.3.
+        ghost_size, keeps_frequency: how long the uses of a chunk are remembered that is stored no longer.
+    """
+
+    def __init__(
+        self,
+        policy: ReplacementPolicy,
+        prefill_cost: PrefillCost,
+        *,
+        num_pages: int,
+        tokens_per_page: int,
+        num_disk_pages: int = 0,
+        num_workers: int = 1,
+        max_variants: int = 5,
+        ghost_size: int = 100_000,
+        keeps_frequency: bool = True,
+    ) -> None:
+        self.counters = ChunkCounters()
+        self._num_reservations = 0
+        self._ranks = ChunkRanks(
+            policy,
+            prefill_cost,
+            shadow_tokens=num_pages * tokens_per_page,
+            ghost_size=ghost_size,
+            keeps_frequency=keeps_frequency,
+        )
+        self._stock = ChunkStock(
+            self._ranks,
+            self.counters,
+            num_pages=num_pages,
+            num_disk_pages=num_disk_pages,
+            tokens_per_page=tokens_per_page,
+            num_workers=num_workers,
+            max_variants=max_variants,
+        )
+        self._pins: dict[str, list[ChunkVariant]] = {}
+        self._reservations: dict[str, list[Reservation]] = {}
+
+    # Reuse
+
+    def find(self, chunks: Mapping[ChunkKey, Sequence[int]]) -> Mapping[ChunkKey, tuple[ChunkVariant, ...]]:
+        """Return the variants that are stored of ``chunks``, each given with its token ids; unknown ones are left out.
+
+        A chunk that was stored with other tokens is left out too, and counted.
+        """
+        found: dict[ChunkKey, tuple[ChunkVariant, ...]] = {}
+        for key, token_ids in chunks.items():
+            chunk = self._stock.chunks.get(key)
+            if chunk is None or not self._are_its_tokens(chunk, token_ids):
+                continue
+            if variants := tuple(v.variant for v in chunk.stored.values() if not v.is_doomed):
+                found[key] = variants
+        return found
+
+    def pin(self, variants: Iterable[ChunkVariant], request_id: str) -> bool:
+        """Keep variants for a request, and have those read that lie on disk alone.
+
+        Atomic: False, and nothing has changed, where one of them is lost or there is no room to read one. Ask
+        :meth:`is_on_host` afterwards, and :meth:`is_lost`.
+        """
+        wanted = list(variants)
+        places = [at for variant in wanted if (at := self._stock.place(variant)) is not None and not at[1].is_doomed]
+        if len(places) < len(wanted):
+            return False
+        self._hold(places)
+        missing = {id(stored): (chunk, stored) for chunk, stored in places if not stored.pages}
+        if not self._stock.has_room(sum(stored.num_pages for _, stored in missing.values())):
+            self._let_go(places)
+            return False
+        self._pins.setdefault(request_id, []).extend(wanted)
+        for chunk, stored in missing.values():
+            self._stock.read(chunk, stored)
+        return True
+
+    def release(self, request_id: str) -> None:
+        """Let go what a request was promised, and what it had reserved: it is over, or begins anew. Idempotent."""
+        for reservation in self._reservations.pop(request_id, ()):
+            self._give_back(reservation)
+        pinned = self._pins.pop(request_id, ())
+        self._let_go([at for variant in pinned if (at := self._stock.place(variant)) is not None])
+
+    def pages(self, variant: ChunkVariant) -> tuple[int, ...]:
+        """Return the pages in which a variant that :meth:`is_on_host` lies, in the order of its tokens."""
+        at = self._stock.place(variant)
+        assert at is not None, variant
+        assert at[1].pages, variant
+        return at[1].pages
+
+    def is_on_host(self, variant: ChunkVariant) -> bool:
+        """Return whether a variant can be read now."""
+        at = self._stock.place(variant)
+        return at is not None and bool(at[1].pages) and not at[1].is_loading and not at[1].is_doomed
+
+    def is_lost(self, variant: ChunkVariant) -> bool:
+        """Return whether a variant is stored no longer: it was damaged or gone on disk, evicted, or reset."""
+        at = self._stock.place(variant)
+        return at is None or at[1].is_doomed
+
+    def record_use(self, variant: ChunkVariant, overhead: float) -> None:
+        """Count that a request reuses a variant with a CFO of ``overhead``: f_r += 1 / CFO (Cache-Craft §3.3)."""
+        self._ranks.record_hit(variant.key, variant.num_tokens)
+        self._stock.variants.record_use(variant, overhead)
+        if (at := self._stock.place(variant)) is not None:
+            self._stock.note_use(at[1])
+
+    # Capture
+
+    def reserve(
+        self,
+        key: ChunkKey,
+        token_ids: Sequence[int],
+        context: ContextKey,
+        request_id: str,
+        *,
+        inherits: float,
+    ) -> Reservation | None:
+        """Return pages for a chunk that is computed in ``context``, of which others are evicted where need be.
+
+        ``inherits`` is the most that it may inherit of what those before it have lost; it takes the place of one that
+        inherited more. None: that variant is stored or on its way, the chunk is longer than the memory or was stored
+        with other tokens, or there is no room that somebody does not hold. The chunk counts as retrieved in any case.
+        """
+        num_tokens = len(token_ids)
+        self._ranks.record_miss(key, num_tokens)
+        chunk = self._stock.chunks.get(key)
+        if chunk is None:
+            chunk = StoredVariants(key, pack_token_ids(token_ids), num_tokens)
+        elif not self._are_its_tokens(chunk, token_ids) or self._is_known(chunk, context, inherits):
+            return None
+        num_pages = num_pages_of(num_tokens, self._stock.tokens_per_page)
+        if num_pages > self._stock.num_pages:
+            self.counters.num_too_long_chunks += 1
+            return None
+        if not self._stock.has_room(num_pages):
+            self.counters.num_crowded_out_chunks += 1
+            return None
+        self._stock.chunks[key] = chunk
+        number, self._num_reservations = self._num_reservations, self._num_reservations + 1
+        chunk.reserved[number] = context
+        reservation = Reservation(number, key, num_tokens, context, self._stock.take_pages(num_pages), request_id)
+        self._reservations.setdefault(request_id, []).append(reservation)
+        return reservation
+
+    def commit(self, reservation: Reservation, statistics: ChunkStatistics) -> ChunkVariant | None:
+        """Return the variant whose KV the workers have captured, for everybody to find; it goes on to disk.
+
+        One of the same context gives way, or of too many variants of the chunk the one with the lowest f_r. None:
+        that is in use, or meanwhile the request was released, or the library was cleared.
+
+        Raises:
+            ValueError: the statistics are those of another context.
+        """
+        if statistics.context != reservation.context:
+            raise ValueError(
+                f"a chunk was captured in context {statistics.context.hex()[:12]}, pages were reserved for it in "
+                f"{reservation.context.hex()[:12]}: reserve them for the context that is captured"
+            )
+        if not self._withdraw(reservation):
+            return None
+        chunk = self._stock.chunks[reservation.key]
+        if not self._make_way(chunk, reservation.context):
+            self.counters.num_crowded_out_chunks += 1
+            self._give_back(reservation)
+            return None
+        del chunk.reserved[reservation.number]
+        variant = self._stock.variants.add(reservation.key, reservation.num_tokens, statistics)
+        stored = Variant(variant, len(reservation.pages))
+        with self._stock.changing(chunk, stored):
+            stored.pages = reservation.pages
+            chunk.stored[variant.number] = stored
+        self.counters.num_captured_chunks += 1
+        self._stock.write(chunk, stored)
+        return variant
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Give reserved pages back: the chunk was not captured. Idempotent."""
+        if self._withdraw(reservation):
+            self._give_back(reservation)
+
+    # The workers' memory
+
+    def take_commands(self) -> tuple[MemoryCommand, ...]:
+        """Return what the workers' memory has to do from this step on, in order."""
+        return self._stock.take_commands()
+
+    def on_report(self, report: MemoryReport) -> None:
+        """Take in what the workers' memory did. What could not be read is forgotten: a miss, counted."""
+        self._stock.on_report(report)
+
+    def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
+        """Take up what was found on disk at the start, a list for each worker; return how many variants."""
+        return self._stock.restore(found)
+
+    def clear(self) -> None:
+        """Forget every chunk, and write nothing more to disk: the model's weights may have changed.
+
+        What a request or a transfer holds goes when it is let go; until then nobody finds it.
+        """
+        for request_id in list(self._reservations):
+            for reservation in self._reservations.pop(request_id):
+                self._give_back(reservation)
+        for chunk in list(self._stock.chunks.values()):
+            for stored in list(chunk.stored.values()):
+                self._stock.doom(chunk, stored)
+        self._stock.leave_disk()
+
+    # Reporting
+
+    @property
+    def is_disk_enabled(self) -> bool:
+        """Whether chunks are written to disk."""
+        return self._stock.is_disk_enabled
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of host memory that each worker has."""
+        return self._stock.num_pages
+
+    @property
+    def num_used_pages(self) -> int:
+        """Those of them that hold a chunk, or are to hold one."""
+        return self._stock.num_used_pages
+
+    @property
+    def num_disk_pages(self) -> int:
+        """Pages that fit on each worker's disk."""
+        return self._stock.num_disk_pages
+
+    @property
+    def num_used_disk_pages(self) -> int:
+        """Pages on disk, those on their way included."""
+        return self._stock.num_used_disk_pages
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of which a variant is stored, or captured now."""
+        return len(self._stock.chunks)
+
+    @property
+    def num_variants(self) -> int:
+        """Variants that are stored, or captured now."""
+        return sum(chunk.num_variants for chunk in self._stock.chunks.values())
+
+    def report(self) -> dict[str, object]:
+        """Return the engine's report of its chunks; see :class:`~ragcache_core.stats.ChunkStats`."""
+        size = self._stock.tokens_per_page
+        return {
+            "num_chunks": self.num_chunks,
+            "num_variants": self.num_variants,
+            "capacity_tokens": self.num_pages * size,
+            "used_tokens": self.num_used_pages * size,
+            "disk_capacity_tokens": self.num_disk_pages * size,
+            "used_disk_tokens": self.num_used_disk_pages * size,
+            "is_disk_enabled": self.is_disk_enabled,
+            **self.counters.to_dict(),
+        }
+
+    # Inside
+
+    def _are_its_tokens(self, chunk: StoredVariants, token_ids: Sequence[int]) -> bool:
+        is_same = len(token_ids) == chunk.num_tokens and pack_token_ids(token_ids) == chunk.token_ids
+        self.counters.num_mismatched_chunks += not is_same
+        return is_same
+
+    def _is_known(self, chunk: StoredVariants, context: ContextKey, inherits: float) -> bool:
+        """Return whether a variant of ``context`` is on its way, or stored and as good as the new one."""
+        known = self._stock.variants.captured_in(chunk.key, context)
+        is_as_good = known is not None and known.statistics.inherited <= inherits
+        return context in chunk.reserved.values() or is_as_good
+
+    def _make_way(self, chunk: StoredVariants, context: ContextKey) -> bool:
+        """Return whether a variant of ``context`` may be stored, after one has given way where one must."""
+        variants = self._stock.variants
+        victim = variants.captured_in(chunk.key, context)
+        if victim is None:
+            if not variants.is_full(chunk.key):
+                return True
+            victim = variants.victim(chunk.key, lambda variant: chunk.stored[variant.number].is_idle)
+        if victim is None or not chunk.stored[victim.number].is_idle:
+            return False
+        self._stock.forget(chunk, chunk.stored[victim.number])
+        return True
+
+    def _hold(self, places: Iterable[tuple[StoredVariants, Variant]]) -> None:
+        for chunk, stored in places:
+            with self._stock.changing(chunk, stored):
+                stored.num_pins += 1
+
+    def _let_go(self, places: Iterable[tuple[StoredVariants, Variant]]) -> None:
+        for chunk, stored in places:
+            with self._stock.changing(chunk, stored):
+                stored.num_pins -= 1
+            self._stock.forget_if_doomed(chunk, stored)
+
+    def _withdraw(self, reservation: Reservation) -> bool:
+        """Take a reservation off its request; False if it is not open any more."""
+        held = self._reservations.get(reservation.request_id, [])
+        if reservation not in held:
+            return False
+        held.remove(reservation)
+        if not held:
+            del self._reservations[reservation.request_id]
+        return True
+
+    def _give_back(self, reservation: Reservation) -> None:
+        self._stock.give_pages_back(reservation.pages)
+        chunk = self._stock.chunks[reservation.key]
+        del chunk.reserved[reservation.number]
+        self._stock.forget_if_empty(chunk)

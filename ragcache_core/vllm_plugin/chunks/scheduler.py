@@ -1,0 +1,354 @@
+"""The scheduler's side of chunk reuse: what of a request is reused, what runs in which step, what is captured.
+
+It imports no vLLM; the connector tells it of each request's life. A request goes one of two ways::
+
+    offer -> begin -> slices, step by step -> on_job_done      its tokens but the last are provided
+    compute -> captures, step by step                          vLLM prefills it, and new chunks are kept
+
+and may begin anew at any time, when it was preempted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from ragcache_core.chunk.recompute import losses
+from ragcache_core.chunk.types import ChunkSpan
+from ragcache_core.policy import PrefillCost
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.messages import (
+    Capture,
+    CapturedChunk,
+    CaptureId,
+    CaptureStep,
+    ChunkJob,
+    ChunkReport,
+    ChunkStep,
+    Slice,
+)
+from ragcache_core.vllm_plugin.chunks.planner import ChunkPlans
+from ragcache_core.vllm_plugin.chunks.request_state import (
+    OpenCapture,
+    RequestState,
+    ReuseFigures,
+    ReuseOptions,
+    statistics_of,
+)
+from ragcache_core.vllm_plugin.chunks.slices import cut_slices
+
+_LEAST_ASKINGS_A_STEP = 8
+"""A question that fits into a step less often than this is not asked what it looks at."""
+
+
+class ChunkScheduling:
+    """Decides for all requests with chunk reuse on. One thread calls it.
+
+    Args:
+        library: which chunks are stored.
+        num_workers: how many workers report on each job.
+        max_step_tokens: tokens that a step may compute.
+        max_step_runs: runs of neighbouring tokens that its slices may have: backends hold room for so many sequences.
+        run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
+        prefill_cost: seconds of a prefill.
+        is_eager: whether vLLM computes a prompt without compilation, as a job does: only then is what a job computes
+            before the first reused chunk the same to the last bit, and others may find it.
+    """
+
+    def __init__(
+        self,
+        library: ChunkLibrary,
+        *,
+        num_workers: int,
+        max_step_tokens: int,
+        max_step_runs: int = sys.maxsize,
+        prefill_cost: PrefillCost,
+        run_tokens: int = 1,
+        is_eager: bool = True,
+    ) -> None:
+        self._shares_beginnings = is_eager
+        self.library = library
+        self.order: Callable[[Iterable[str]], list[str]] = list
+        """Says which jobs may run in a step: first ones first, those that nobody has asked for yet last."""
+        self.is_guess: Callable[[str], bool] = lambda _: False
+        """Says whether nobody has asked for a request yet."""
+        self._num_workers = num_workers
+        self._max_step_tokens = max_step_tokens
+        self._max_step_runs = max_step_runs
+        self._prefill_cost = prefill_cost
+        self.plans = ChunkPlans(library, run_tokens=run_tokens)
+        self._requests: dict[str, RequestState] = {}
+        self._jobs: dict[str, ChunkJob] = {}
+        self._running: dict[str, None] = {}
+        self._capturing: set[str] = set()
+        self._cancelled: list[str] = []
+        self._forgotten: list[str] = []
+
+    def on_new_request(
+        self, request_id: str, token_ids: Sequence[int], spans: Sequence[ChunkSpan], options: ReuseOptions
+    ) -> None:
+        """Take a request with chunk reuse on; ``token_ids`` grow with its answer."""
+        request = self._requests[request_id] = RequestState(token_ids, tuple(spans), options)
+        self.plans.preload(request_id, request)
+
+    def is_known(self, request_id: str) -> bool:
+        """Return whether chunk reuse is on for a request."""
+        return request_id in self._requests
+
+    def scatter_rows(self) -> None:
+        """Take note that tokens which stand anywhere cost the workers no more than neighbours do.
+
+        Their attention is added up in another order than vLLM's, so nothing that a job computes is anybody else's.
+        """
+        self._max_step_runs, self.plans.run_tokens, self._shares_beginnings = sys.maxsize, 1, False
+
+    # A request's turn
+
+    def offer(self, request_id: str, num_exact: int) -> int | None:
+        """Return how many tokens beyond ``num_exact``, which are cached exactly, can be provided.
+
+        0: vLLM prefills it, because nothing of it is stored. None: ask again, something is being read from disk.
+        """
+        request = self._requests[request_id]
+        self._begin_anew(request_id, request)
+        plan = request.offered
+        if plan is not None and plan.start == num_exact and plan.end == len(request.token_ids) - 1:
+            variants = [chunk.variant for chunk in plan.read]
+            if not any(map(self.library.is_lost, variants)):
+                return plan.end - plan.start if all(map(self.library.is_on_host, variants)) else None
+        self.library.release(request_id)
+        request.offered = self.plans.plan(request_id, request, num_exact)
+        if request.offered is None:
+            return 0
+        if all(self.library.is_on_host(chunk.variant) for chunk in request.offered.read):
+            return request.offered.end - request.offered.start
+        return None
+
+    def begin(self, request_id: str, block_ids: Sequence[int], *, awaits_load: bool) -> int:
+        """Begin to provide what was offered; return the first token that may not be what a prefill would make of it.
+
+        Args:
+            request_id: the request.
+            block_ids: all of its blocks.
+            awaits_load: whether the tiers below bring exact tokens first, see :meth:`on_report`.
+        """
+        request = self._requests[request_id]
+        plan = request.offered
+        assert plan is not None
+        reused = plan.read
+        for chunk in reused:
+            self.library.record_use(chunk.variant, chunk.overhead)
+        request.figures = ReuseFigures(
+            num_reused_tokens=sum(plan.num_kept(chunk) for chunk in reused),
+            num_recomputed_tokens=sum(len(chunk.recomputed) for chunk in plan.reused),
+            overheads=[chunk.overhead for chunk in plan.reused],
+            variants=[chunk.variant.number for chunk in plan.reused],
+        )
+        stored = {chunk.span for chunk in reused}
+        computed = [span for span in request.spans if span not in stored and plan.start <= span.start]
+        request.lost = losses(request.spans, request.lost, plan.start, plan)
+        self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])
+        positions = np.asarray(plan.recomputed, dtype=np.int64)
+        focus = self.plans.focus(request, plan, reused)
+        num_asking = 0 if focus is None else int((positions >= focus.question_start).sum())
+        if num_asking > self._max_step_tokens // _LEAST_ASKINGS_A_STEP:  # every slice computes the question again
+            focus, num_asking = None, 0
+        self._jobs[request_id] = ChunkJob(
+            request_id,
+            block_ids=np.asarray(block_ids, dtype=np.int32),
+            positions=positions,
+            token_ids=np.asarray([request.token_ids[at] for at in plan.recomputed], dtype=np.int64),
+            injections=tuple(self.plans.injection(chunk, plan) for chunk in reused),
+            captures=tuple(each.capture for each in request.open.values()),
+            focus=focus,
+            awaits_load=awaits_load,
+            prefill_s=self._prefill_cost.estimate_s(plan.start, len(positions)) if len(positions) else 0.0,
+        )
+        request.positions, request.num_rows_left = positions, len(positions)
+        request.num_asking = num_asking
+        request.num_spare_runs = 0 if focus is None else 1 + len(focus.droppable)
+        request.is_running, request.num_to_load = True, self._num_workers if awaits_load else 0
+        self._running[request_id] = None
+        if not self._shares_beginnings:
+            return plan.start
+        return min((max(chunk.span.start, plan.start) for chunk in reused), default=plan.end)
+
+    def compute(self, request_id: str, num_exact: int) -> None:
+        """Take note that vLLM prefills a request from ``num_exact`` on, and keep the chunks that it computes."""
+        request = self._requests[request_id]
+        if request.is_running or request.is_tried:
+            return
+        request.is_tried = True
+        self.library.release(request_id)
+        request.offered = None
+        is_off = {span for span, lost in zip(request.spans, request.lost, strict=True) if lost}
+        request.lost = losses(request.spans, request.lost, num_exact, None)
+        computed = [span for span in request.spans if 2 * (span.end - num_exact) >= span.num_tokens]
+        # Of a request that was preempted, the first part of a document may be its own approximate KV.
+        self._reserve(request_id, request, [s for s in computed if s.start >= num_exact or s not in is_off])
+        if request.open:
+            self._capturing.add(request_id)
+
+    def on_finished(self, request_id: str) -> ReuseFigures | None:
+        """Let a request go, whatever became of it; None for one without chunk reuse."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.is_running:
+            self._cancelled.append(request_id)
+            self._end_job(request_id, request)
+            for each in request.open.values():
+                each.is_awaited = False
+        request.is_over = True
+        self._capturing.discard(request_id)
+        if not request.awaits_capture:
+            self._forget(request_id, request)
+        return request.figures
+
+    def clear(self) -> None:
+        """Forget all stored chunks, and keep none of those that are being computed."""
+        for request_id, request in list(self._requests.items()):
+            if request.open:
+                self._forgotten.append(request_id)
+                request.open.clear()
+            if not request.is_running:
+                request.offered = None
+            if request.is_over:  # it only waited for its captures
+                self._forget(request_id, request)
+        self._capturing.clear()
+        self.library.clear()
+
+    # Steps
+
+    def take_step(
+        self,
+        num_scheduled_tokens: int,
+        progress: Mapping[str, tuple[int, int]],
+        block_ids_of: Callable[[str], Sequence[int]],
+    ) -> ChunkStep:
+        """Return what the workers do for chunk reuse in a step.
+
+        Args:
+            num_scheduled_tokens: those that vLLM computes in it.
+            progress: of each request that vLLM computes tokens of, from which on and to which.
+            block_ids_of: the blocks of a request.
+        """
+        step = ChunkStep(
+            jobs=list(self._jobs.values()),
+            slices=self._slices(max(self._max_step_tokens - num_scheduled_tokens, self._max_step_tokens // 4, 1)),
+            cancelled=self._cancelled,
+            forgotten=self._forgotten,
+            commands=self.library.take_commands(),
+        )
+        self._jobs, self._cancelled, self._forgotten = {}, [], []
+        for request_id in self._capturing & progress.keys():
+            start, end = progress[request_id]
+            request = self._requests[request_id]
+            concerned = [
+                each
+                for each in request.open.values()
+                if not each.is_awaited and each.capture.start < end and start < each.capture.end
+            ]
+            for each in concerned:
+                each.is_awaited = each.capture.end <= end
+            if concerned:
+                ids = np.asarray(block_ids_of(request_id), dtype=np.int32)
+                step.captures.append(CaptureStep(ids, start, end, tuple(each.capture for each in concerned)))
+            if all(each.is_awaited for each in request.open.values()):
+                self._capturing.discard(request_id)
+        return step
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether :meth:`take_step` looks at what vLLM computes."""
+        return bool(self._capturing)
+
+    def on_report(self, report: ChunkReport) -> None:
+        """Take in what the workers did."""
+        for request_id, num_loaded in report.num_loaded.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.num_to_load -= num_loaded
+        for request_id, num_rows in report.computed_rows.items():
+            if (request := self._requests.get(request_id)) is not None:
+                request.figures.num_computed_rows += num_rows
+        for name in report.num_captured:
+            self._commit(name, report.captured.get(name))
+        if report.memory:
+            self.library.on_report(report.memory)
+
+    def on_job_done(self, request_id: str) -> None:
+        """Take note that a request's tokens are there."""
+        request = self._requests.get(request_id)
+        if request is not None and request.is_running:
+            self._end_job(request_id, request)
+            if not request.awaits_capture:
+                self.library.release(request_id)
+
+    def _slices(self, budget: int) -> list[Slice]:
+        order = self.order(self._running)
+        are_guesses = bool(order) and self.is_guess(order[0])
+        return cut_slices(
+            [(request_id, self._requests[request_id]) for request_id in order],
+            budget,
+            max_runs=self._max_step_runs,
+            are_guesses=are_guesses,
+        )
+
+    # Captures
+
+    def _reserve(self, request_id: str, request: RequestState, spans: Iterable[ChunkSpan]) -> None:
+        for span in spans:
+            before = request.spans[: request.spans.index(span)]
+            lost = tuple(request.lost[: len(before)])
+            token_ids = request.token_ids[span.start : span.end]
+            inherits = max(lost, default=0.0)
+            reservation = self.library.reserve(span.key, token_ids, span.context, request_id, inherits=inherits)
+            if reservation is None:
+                continue
+            name = (request_id, reservation.key, reservation.number)
+            places = tuple((each.start, each.end) for each in before)
+            capture = Capture(name, span.start, span.end, places, reservation.pages)
+            request.open[name] = OpenCapture(capture, reservation, before, lost)
+
+    def _commit(self, name: CaptureId, captured: CapturedChunk | None) -> None:
+        request = self._requests.get(name[0])
+        each = None if request is None else request.open.pop(name, None)
+        if request is None or each is None:
+            return
+        statistics = None if captured is None else statistics_of(each, captured.over(self._num_workers))
+        if statistics is None:
+            self.library.abandon(each.reservation)
+        else:
+            self.library.commit(each.reservation, statistics)
+        if request.awaits_capture:
+            return
+        if request.is_over:
+            self._forget(name[0], request)
+        elif not request.is_running and not request.open:
+            self.library.release(name[0])
+
+    # Ends
+
+    def _begin_anew(self, request_id: str, request: RequestState) -> None:
+        """Take a request as a new one that has been prefilled, or was being, and was preempted."""
+        if request.is_tried or request.open:
+            request.is_tried = False
+            request.open.clear()
+            request.offered = None
+            self._capturing.discard(request_id)
+            self._forgotten.append(request_id)
+            self.library.release(request_id)
+
+    def _end_job(self, request_id: str, request: RequestState) -> None:
+        request.is_running, request.offered = False, None
+        request.is_tried = True
+        del self._running[request_id]
+
+    def _forget(self, request_id: str, request: RequestState) -> None:
+        if request.open:
+            self._forgotten.append(request_id)
+        self.library.release(request_id)
+        del self._requests[request_id]

@@ -1,0 +1,1 @@
+"""Where chunks lie: host memory and disk."""

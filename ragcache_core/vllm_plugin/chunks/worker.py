@@ -1,0 +1,34 @@
+"""vLLM's worker with one more step: it hands its model to our connector, which computes tokens of its own with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.chunks.connector import ChunkReuse
+from ragcache_core.vllm_plugin.compat import connector_of_this_worker, platform_worker
+from ragcache_core.vllm_plugin.offload.idle_copier import CopyingInSpareTime
+from ragcache_core.vllm_plugin.scheduler.seeded_prefill import SparingSeeds
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class _Attaching:
+    """What chunk reuse adds to a platform's worker; the name to give to ``--worker-cls`` is below."""
+
+    model_runner: Any
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        connector = connector_of_this_worker()
+        if not isinstance(connector, ChunkReuse):
+            raise ConfigError(
+                "RAGCacheWorker needs a connector with chunk reuse: set --kv-transfer-config as Engine.launch does, or "
+                "leave --worker-cls out"
+            )
+        connector.attach(self.model_runner)
+
+
+class RAGCacheWorker(_Attaching, SparingSeeds, CopyingInSpareTime, platform_worker()):  # type: ignore[misc]
+    """A worker that can reuse chunks."""

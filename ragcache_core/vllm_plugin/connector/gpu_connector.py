@@ -1,0 +1,236 @@
+"""What a connector tells of each request's life, and the one for an engine whose GPU memory is its only tier.
+
+vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. Metadata that contradicts the prompt is
+ignored for that request, counted, and logged the first time, never an error: it distorts what is kept at most, and
+correctness never depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.environment import RECORD_TRACE_ENV
+from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.cache.request_state import arrived_s
+from ragcache_core.vllm_plugin.compat import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    SupportsHMA,
+    kv_bytes_per_block,
+    resolve_kv_cache_block_sizes,
+)
+from ragcache_core.vllm_plugin.connector.stats_reporter import StepNews
+from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
+from ragcache_core.vllm_plugin.offload.compat import NOTHING_TO_COPY
+from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def is_told_by_tokens(request: Request) -> bool:
+    """Return whether the same tokens are the same KV in another request."""
+    is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
+    return bool(request.prompt_token_ids) and request.prompt_embeds is None and is_like_others
+
+
+class DocumentAware:
+    """What both connectors do on the scheduler's side: tell the controller of each request's life."""
+
+    controller: CacheController | None = None
+    last_step = (0.0, 0.0)
+    """The first and the last moment of the engine's last step, which the scheduler tells."""
+    _num_local_tokens: dict[str, int]
+    _news: StepNews | None = None
+    _recorder: TraceRecorder | None = None
+
+    def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
+        self.controller = controller
+        self._news = StepNews(controller, lambda: self._stats_below(), lambda: self._num_copies())
+        self._num_local_tokens = {}
+        since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
+        self._recorder = TraceRecorder(path, since_s=float(since)) if path else None
+        block_bytes = kv_bytes_per_block(kv_cache_config)
+        controller.tiers[Tier.GPU] = TierReport(kv_cache_config.num_blocks * block_bytes, block_bytes)
+        controller.waiting.max_protected_units = kv_cache_config.num_blocks // 2
+
+    def shutdown(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        super().shutdown()  # type: ignore[misc]
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    def begin_step(self) -> None:
+        """Take note that the scheduler begins with a step; it calls this before it looks at any request."""
+
+    def use_lull(self) -> None:
+        """Do what no answer waits for: the scheduler calls this while the model computes a step."""
+        assert self._news is not None
+        self._news.prepare()
+
+    def on_new_request(self, request: Request) -> None:
+        """Read the request's documents."""
+        assert self.controller is not None
+        try:
+            metadata = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
+        except ConfigError as error:
+            self.controller.counters.num_ignored_metadata += 1
+            if self.controller.counters.num_ignored_metadata == 1:  # messages hold ids: each would be a new one
+                logger.warning("Ignoring the documents of a request, and of further ones without a word: %s", error)
+            speculation = decode_speculation(request.kv_transfer_params or {})  # a guess stays one
+            metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
+        if not self.controller.settings.max_prefill_bs:
+            metadata = replace(metadata, speculation=None)  # nothing would ever admit it
+        since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.last_step)
+        self.controller.on_new_request(
+            request.request_id,
+            metadata,
+            request.block_hashes,
+            request.num_prompt_tokens,
+            since_s,
+            is_salted=bool(request.cache_salt),
+        )
+        if self._recorder is not None and not metadata.is_prefill:
+            self._recorder.begin(request.request_id, request.arrival_time)
+        if is_told_by_tokens(request):
+            self.controller.paths.track(request.prompt_token_ids, metadata.segments, request.block_hashes)
+        self._limit_storing(request)
+        super().on_new_request(request)  # type: ignore[misc]
+        self._read(request, metadata)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._num_local_tokens[request.request_id] = num_computed_tokens
+        return self._match_below(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        assert self.controller is not None
+        num_by_tier = self._load(request, blocks, num_external_tokens)
+        num_local = self._num_local_tokens.pop(request.request_id, 0)
+        self.controller.on_admitted(
+            request.request_id, request.block_hashes, {Tier.GPU: num_local, **num_by_tier}, time.monotonic()
+        )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request, super().request_finished(request, block_ids))  # type: ignore[misc]
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finish(request, self._finish_below(request, block_ids))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what the server's process should know."""
+        return None if self._news is None else self._news.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return RAGCacheStats() if data is None else RAGCacheStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
+        return RAGCachePromMetrics(*args, **kwargs)
+
+    # What differs
+
+    def _read(self, request: Request, metadata: RequestMetadata) -> None:
+        """Take what a new request says of its documents, none where it contradicts its prompt."""
+
+    def _limit_storing(self, request: Request) -> None:
+        """Say how much of a prompt is worth storing below the GPU."""
+
+    def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
+        assert num_external_tokens == 0
+        return {}
+
+    def _finish_below(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def _stats_below(self) -> KVConnectorStats | None:
+        return None
+
+    def _num_copies(self) -> int:
+        """Return how many copies are under way, of which :meth:`_stats_below` tells."""
+        return 0
+
+    def _finish(
+        self, request: Request, outcome: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self.controller is not None
+        self._num_local_tokens.pop(request.request_id, None)
+        self._record(request)
+        figures = self.controller.on_finished(request.request_id)
+        is_ours = KEY in (request.kv_transfer_params or {})
+        delays, params = outcome
+        return delays, {**(params or {}), KEY: figures} if is_ours and figures is not None else params
+
+    def _record(self, request: Request) -> None:
+        """Put a request that has ended into the trace, unless nobody has asked for it."""
+        assert self.controller is not None
+        if self._recorder is None or (record := self.controller.record_of(request.request_id)) is None:
+            return
+        if record.is_speculative:
+            self._recorder.drop(request.request_id)
+            return
+        documents, question_tokens = lengths_of(record.metadata.segments, record.num_prompt_tokens)
+        self._recorder.end(request.request_id, documents, question_tokens, request.num_output_tokens)
+
+
+class DocumentConnector(DocumentAware, KVConnectorBase_V1, SupportsHMA):
+    """The GPU tier alone: reads which tokens are which document, and moves no KV."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            assert vllm_config.kv_transfer_config is not None
+            settings = PluginSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+            controller = CacheController(
+                settings,
+                tokens_per_block=tokens_per_hash,
+                shadow_blocks=kv_cache_config.num_blocks,
+                prefill_cost=settings.prefill_cost(),
+            )
+            self._begin(controller, kv_cache_config)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return NOTHING_TO_COPY
+
+    # Worker side: nothing to move
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None: ...
+
+    def wait_for_save(self) -> None: ...

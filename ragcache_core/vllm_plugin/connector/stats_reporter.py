@@ -1,0 +1,96 @@
+"""What of a step the server's process should know, put together while the model computes the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.compat import KVConnectorStats
+
+_REPORT_EVERY_S = 1.0
+
+
+class StepNews:
+    """Tells of requests that ended at once, of the tiers now and then.
+
+    What vLLM's offloading counts goes with the tiers: it has gauges to say in each step, which would cost every step
+    0.1 ms in each of the two processes.
+
+    Args:
+        controller: whose news these are.
+        stats_below: what the offloading has counted since it was asked last.
+        num_copies: how many copies are under way, of which ``stats_below`` tells.
+    """
+
+    def __init__(
+        self,
+        controller: CacheController,
+        stats_below: Callable[[], KVConnectorStats | None],
+        num_copies: Callable[[], int],
+    ) -> None:
+        self._controller = controller
+        self._stats_below = stats_below
+        self._num_copies = num_copies
+        self._prepared: RAGCacheStats | None = None
+        self._is_prepared = False
+        """Whether there was a lull since the last :meth:`take`."""
+        self._reported_s = 0.0
+        self._reported_copies = 0
+        self._reported_load = (0, True)
+        """The prefills that wait and whether there is room for speculation, as the server's process knows them."""
+
+    def prepare(self) -> None:
+        """Put together what there is to tell by now; :meth:`take` then looks for what came after it only."""
+        self._prepared = _both(self._prepared, self._gather())
+        self._is_prepared = True
+
+    def take(self) -> RAGCacheStats | None:
+        """Return what there is to tell, each thing once."""
+        controller = self._controller
+        prepared, self._prepared = self._prepared, None
+        is_prepared, self._is_prepared = self._is_prepared, False
+        if is_prepared and not (controller.is_idle or controller.has_finished) and self._load() == self._reported_load:
+            return prepared
+        return _both(prepared, self._gather())
+
+    def _gather(self) -> RAGCacheStats | None:
+        controller = self._controller
+        now_s = time.monotonic()
+        pending, has_room = load = self._load()
+        is_time = now_s - self._reported_s > _REPORT_EVERY_S
+        is_report_due = controller.is_idle or is_time
+        if not (is_report_due or controller.has_news or load != self._reported_load):
+            return None  # as after most steps of an answer: those must cost next to nothing
+        report = below = None
+        if is_report_due:
+            report = controller.take_report()
+            num_copies = self._num_copies()  # an engine may step a thousand times a second for nothing but those
+            if report is not None or is_time or num_copies != self._reported_copies:
+                self._reported_s, self._reported_copies, below = now_s, num_copies, self._stats_below()
+        delta = controller.paths.take_delta()
+        num_reported, reported_room = self._reported_load
+        self._reported_load = load
+        stats = RAGCacheStats.of(
+            requests=controller.take_finished(),
+            engine=report,
+            offload=below,
+            paths=() if delta is None else (delta,),
+            waited_s=controller.speculations.take_waited_s(),
+            num_pending_prefills=None if pending == num_reported else pending,
+            has_room=None if has_room == reported_room else has_room,
+        )
+        return None if stats.is_empty() else stats
+
+    def _load(self) -> tuple[int, bool]:
+        return self._controller.num_pending_prefills, self._controller.has_room()
+
+
+def _both(first: RAGCacheStats | None, then: RAGCacheStats | None) -> RAGCacheStats | None:
+    if first is None or then is None:
+        return first or then
+    return first.aggregate(then)

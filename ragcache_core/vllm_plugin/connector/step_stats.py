@@ -1,0 +1,73 @@
+"""What a step of the engine tells of the cache, on its way to the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragcache_core.vllm_plugin.compat import (
+    KVConnectorStats,
+    OffloadingConnectorStats,
+)
+
+_LOAD = ("num_pending_prefills", "has_room")
+_PARTS = ("requests", "engine", "paths", "offload", "waited_s")
+
+
+class RAGCacheStats(KVConnectorStats):
+    """What a step has to say.
+
+    ``data`` holds ``requests`` by id, the latest ``engine`` report or None, deltas of the cached ``paths`` in order,
+    the data of vLLM's offloading, how long each speculation that was admitted has ``waited_s``, and
+    ``num_pending_prefills`` and ``has_room`` where they have changed.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        requests: dict[str, Any],
+        engine: dict[str, Any] | None,
+        offload: KVConnectorStats | None,
+        paths: Sequence[dict[str, object]] = (),
+        waited_s: Mapping[str, float] | None = None,
+        num_pending_prefills: int | None = None,
+        has_room: bool | None = None,
+    ) -> RAGCacheStats:
+        """Return the statistics of one step."""
+        below = offload.data if offload else None
+        return cls(
+            data={
+                "requests": requests,
+                "engine": engine,
+                "paths": list(paths),
+                "offload": below,
+                "waited_s": dict(waited_s or {}),
+                "num_pending_prefills": num_pending_prefills,
+                "has_room": has_room,
+            }
+        )
+
+    def is_empty(self) -> bool:
+        is_said = any(self.data.get(part) is not None for part in _LOAD)
+        return not (is_said or any(self.data.get(part) for part in _PARTS))
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> RAGCacheStats:
+        """Return both as one; ``other`` is the later."""
+        offload = [OffloadingConnectorStats(data=s.data["offload"]) for s in (self, other) if s.data.get("offload")]
+        requests = {**(self.data.get("requests") or {}), **(other.data.get("requests") or {})}
+        merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
+        engine = other.data.get("engine") or self.data.get("engine")
+        paths = [*(self.data.get("paths") or ()), *(other.data.get("paths") or ())]
+        waited_s = {**(self.data.get("waited_s") or {}), **(other.data.get("waited_s") or {})}
+        load = {part: self.data.get(part) if (said := other.data.get(part)) is None else said for part in _LOAD}
+        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, waited_s=waited_s, **load)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return a line for vLLM's log."""
+        offload = self.data.get("offload")
+        line: dict[str, int | float] = OffloadingConnectorStats(data=offload).reduce() if offload else {}
+        return {**line, "ragcache_requests": len(self.data.get("requests") or {})}

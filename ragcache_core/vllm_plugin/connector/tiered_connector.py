@@ -1,0 +1,228 @@
+"""vLLM's door to the tiers: the connector of an engine with host memory, over vLLM's own offloading."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.build_context import building
+from ragcache_core.vllm_plugin.compat import (
+    CacheHitSource,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorStats,
+    OffloadingConnector,
+    OffloadingConnectorMetadata,
+)
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, DocumentConnector
+from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.offload.compat import (
+    has_loaded,
+    host_policy_of,
+    needs_steps,
+    newest_copy_below,
+    num_free_chunks,
+    num_open_copies,
+    take_late_stores,
+)
+from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.spec import why_no_host
+from ragcache_core.vllm_plugin.offload.store_planner import StoringSteps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+_STEPS_FOR_DISK_S = 2.0
+"""An idle engine steps so long for chunks that wait for the disk, so that the gauges of a usual one come to rest."""
+_TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DISK}
+
+
+class RAGCacheConnector(DocumentAware, OffloadingConnector):
+    """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.spec.RAGCacheSpec`.
+
+    Where the host tier's size was nobody's choice and holds no block, a :class:`DocumentConnector` is made instead.
+    """
+
+    _waits_for: int | None = None
+    _waits_since_s = 0.0
+
+    def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
+        why = why_no_host(vllm_config, kv_cache_config)
+        if why is None:
+            return super().__new__(cls)
+        if role == KVConnectorRole.SCHEDULER:
+            logger.warning("RAGCache keeps nothing in host memory: %s", why)
+        return cls.without_host()(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def without_host(cls) -> type[DocumentConnector]:
+        """Return the connector for the GPU tier alone."""
+        return DocumentConnector
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        self._policy: TreeCachePolicy | None = None
+        self._storing = StoringSteps(self, self._look_into)
+        self._ended: list[KVConnectorOutput] = []
+        self._had_lull = False
+        limits = vllm_config.scheduler_config
+        self._chunks_of_a_step = limits.max_num_batched_tokens // vllm_config.cache_config.block_size
+        self._chunks_of_a_step += limits.max_num_seqs
+        with building(vllm_config) as built:
+            super().__init__(vllm_config, role, kv_cache_config)
+        events = vllm_config.kv_events_config
+        self._tells_events = events is not None and events.enable_kv_cache_events
+        if built.controller is not None:
+            policy = host_policy_of(self.scheduler.manager)
+            self._policy = policy if isinstance(policy, TreeCachePolicy) else None
+            self._begin(built.controller, kv_cache_config)
+
+    def shutdown(self) -> None:
+        try:
+            self._take_in_ended()  # for the next start to find it
+        finally:
+            if self._policy is not None and self._policy.journal is not None:
+                self._policy.journal.close()
+            super().shutdown()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._storing.begin(scheduler_output)
+
+    def begin_step(self) -> None:
+        self._storing.has_lulls = True  # whoever has none calls this
+        if not self._had_lull:  # where two steps are in flight, one that computes nothing has none
+            self._catch_up()
+        self._had_lull = False
+
+    def use_lull(self) -> None:
+        self._had_lull = True
+        self._catch_up()
+        super().use_lull()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if connector_output.kv_connector_worker_meta is None:
+            return  # no copy has ended: vLLM takes 10 us to see it
+        self._ended.append(connector_output)
+        is_wanted = has_loaded(self, connector_output) or num_free_chunks(self) < self._chunks_of_a_step
+        if is_wanted or not self._had_lull:
+            self._catch_up()  # else the next lull does
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
+        if self._storing.is_behind or needs_steps(self):
+            return True
+        newest, now_s = newest_copy_below(self), time.monotonic()
+        if newest != self._waits_for:
+            self._waits_for, self._waits_since_s = newest, now_s
+        return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
+
+    def reset_cache(self) -> bool | None:
+        self._storing.catch_up()
+        self._storing.clear()
+        is_reset: bool | None = super().reset_cache()
+        for tier in self.scheduler.manager.secondary_tiers:
+            if isinstance(tier, DiskTier):
+                tier.clear()
+        return is_reset
+
+    def _catch_up(self) -> None:
+        """Do what was put off: first the step, whose lookups may have found what a store makes give way."""
+        self._storing.catch_up()
+        self._take_in_ended()
+
+    def _look_into(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """Have vLLM's offloading look into a step, and count what it stores."""
+        metadata: OffloadingConnectorMetadata = super().build_connector_meta(output)
+        assert self.controller is not None
+        for job in metadata.store_jobs.values():
+            self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
+        return metadata
+
+    def _take_in_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        for connector_output in ended:
+            super().update_connector_output(connector_output)
+
+    @property
+    def _block_bytes(self) -> int:
+        assert self.controller is not None
+        return self.controller.tiers[Tier.GPU].block_bytes
+
+    def _limit_storing(self, request: Request) -> None:
+        assert self.controller is not None
+        params = dict(request.kv_transfer_params or {})
+        limit = self.controller.num_storable_tokens(request.request_id)
+        if limit is not None:
+            asked = params.get("max_offload_tokens")
+            params["max_offload_tokens"] = min(limit, asked) if type(asked) is int and asked >= 0 else limit
+        if request.lora_request is not None:
+            params[ADAPTED] = True
+        if params:
+            request.kv_transfer_params = params
+
+    def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._policy is not None:
+            self._policy.begin_lookup(request.request_id)
+        try:
+            matched: tuple[int | None, bool] = OffloadingConnector.get_num_new_matched_tokens(
+                self, request, num_computed_tokens
+            )
+        finally:
+            if self._policy is not None:
+                self._policy.end_lookup()
+        if matched[0] == 0:
+            self._forget_promises(request)
+        return matched
+
+    def _forget_promises(self, request: Request) -> None:
+        if self._policy is not None:
+            self._policy.forget_promises(request.request_id)
+
+    def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
+        OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)
+        self._forget_promises(request)
+        if not num_external_tokens:
+            return {}
+        assert self.controller is not None
+        num_blocks = -(-num_external_tokens // self.controller.tokens_per_block)
+        self.controller.on_loaded(request.request_id, num_blocks * self._block_bytes)
+        by_tier: dict[Tier, int] = {}
+        for source, num_tokens in self.get_external_cache_hit_sources(request, num_external_tokens).items():
+            tier = _TIER_OF_SOURCE.get(source, Tier.HOST)
+            by_tier[tier] = by_tier.get(tier, 0) + num_tokens
+        return by_tier
+
+    def _finish_below(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        self._forget_promises(request)
+        outcome: tuple[bool, dict[str, Any] | None] = OffloadingConnector.request_finished_all_groups(
+            self, request, block_ids
+        )
+        return outcome
+
+    def _stats_below(self) -> KVConnectorStats | None:
+        return OffloadingConnector.get_kv_connector_stats(self)
+
+    def _num_copies(self) -> int:
+        return num_open_copies(self)
+
+    # Worker side
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, OffloadingConnectorMetadata)
+        take_late_stores(self, kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata)

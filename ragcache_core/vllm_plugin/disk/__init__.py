@@ -1,0 +1,1 @@
+"""The disk tier below vLLM's offloading."""

@@ -1,0 +1,306 @@
+"""The disk tier: chunks that left, or will leave, host memory, in a crash-safe store with a cap.
+
+The scheduler's thread decides what is kept and never waits for the disk. The work is done elsewhere::
+
+    scheduler            copier                   writer                      readers
+    submit_store  ->  copies the payloads,  ->  deletes what was evicted,
+                      lets go of host memory    writes, commits
+    get_finished_jobs  <-----------------------------------------------------  submit_load
+
+The copier has few buffers; host memory, which vLLM holds until a job has ended, waits for them. A disk that is too slow
+for that drops what it cannot take; one that fails, or does not answer in time, takes the tier out of service, not the
+engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from vllm.logger import init_logger
+
+from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore.regrowing import note_of, regrow
+from ragcache_core.tree import Location
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.vllm_plugin.compat import (
+    JobResult,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    SecondaryTierManager,
+    TransferJob,
+    get_offload_block_hash,
+)
+from ragcache_core.vllm_plugin.disk.io import DiskIO
+from ragcache_core.vllm_plugin.disk.jobs import Load, PendingChunk
+from ragcache_core.vllm_plugin.identity import kv_identity
+from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, is_adapted
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.cache.request_state import Key
+    from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
+
+logger = init_logger(f"vllm.{__name__}")
+
+_READ_TIMEOUT_S = 20.0
+_WRITE_TIMEOUT_S = 60.0
+_OUT_OF_SERVICE_PATIENCE_S = 1.0
+_NOTED_AT_ONCE = 64
+
+
+class DiskTier(SecondaryTierManager):
+    """What vLLM's tiering offload asks of a tier below host memory; all methods run on the scheduler's thread."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: RAGCacheSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        directory: str,
+        capacity_bytes: int,
+        backpressure_detector: Any = None,
+    ) -> None:
+        """Open the store, and put what it holds into the tree.
+
+        Raises:
+            CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
+            ConfigError: nothing tells the model's weights from others.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        assert offloading_spec.controller is not None
+        self._controller = offloading_spec.controller
+        self._tree = offloading_spec.controller.tree
+        store = ChunkStore(
+            directory,
+            kv_identity(offloading_spec.config),
+            chunk_bytes=self.block_size_bytes,
+            capacity_bytes=capacity_bytes,
+        )
+        self._io = DiskIO(store, primary_kv_view)
+        self._path = store.path
+        self._is_enabled = True
+        self._stored: set[Key] = set()
+        self._writing: set[Key] = set()
+        self._loads: dict[int, Load] = {}
+        self._num_slots = store.num_slots
+        self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
+        self._controller.tiers[Tier.DISK] = self._report
+        try:
+            self._restore(store)
+        except BaseException:
+            self._io.close()
+            raise
+
+    # vLLM's SecondaryTierManager
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        is_here = self._is_enabled and get_offload_block_hash(key) in self._stored
+        return LookupResult.HIT if is_here else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        pending = []
+        evicted: list[Key] = []
+        if self._is_enabled and not is_adapted(job_metadata.req_context):
+            new = self._new_chunks(job_metadata)
+            if new and not self._io.has_room_for(len(new)):
+                self._io.warn_of_slowness(len(new))
+                self._controller.counters.num_dropped_chunks += len(new)
+                new.clear()
+            evicted = self._make_room(new)
+            pending = [self._admit(key, chunk_id) for key, chunk_id in new.items()]
+        self._io.store(job_metadata.job_id, pending, evicted)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        load = Load(job_metadata.job_id, [get_offload_block_hash(key) for key in keys], time.monotonic())
+        for location in map(self._tree.locate, load.keys):
+            if location is not None:
+                self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
+        self._loads[load.job_id] = load
+        self._io.load(load, [int(chunk_id) for chunk_id in job_metadata.chunk_ids])
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._take_in_written()
+        results = [JobResult(job_id, success=True) for job_id in self._io.take_copied()]
+        overdue_s = time.monotonic() - _READ_TIMEOUT_S
+        for load in list(self._loads.values()):
+            is_overdue = (load.progressed_s or load.submitted_s) < overdue_s and load.abandon()
+            if is_overdue and load.progressed_s is not None:
+                self._disable(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
+            if load.is_abandoned or load.is_finished():
+                results.append(self._finish_load(load))
+        return results
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Have it noted now and then how often stored documents were used, for the next start.
+
+        It is told of every step, so this is also where a write that does not end is noticed, and files that are gone.
+        """
+        if self._is_enabled and self._io.lost is not None:
+            self._disable(str(self._io.lost))
+        since_s = self._io.changing_since_s
+        if self._is_enabled and since_s is not None and since_s < time.monotonic() - _WRITE_TIMEOUT_S:
+            self._disable(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
+        if len(self._controller.retrieved) < _NOTED_AT_ONCE:
+            return
+        retrieved = self._controller.take_retrieved()
+        if worths := [(key, *worth) for key, worth in retrieved.items() if key in self._stored]:
+            self._io.update_notes(worths)
+
+    def has_pending_work(self) -> bool:
+        return False  # neither what waits for the disk nor what is being written needs steps: see needs_steps()
+
+    def drain_jobs(self) -> None:
+        """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""
+        if not self._io.finish_reads(_READ_TIMEOUT_S if self._is_enabled else 0.0):
+            self._disable(f"a reset had to wait longer than {_READ_TIMEOUT_S:g} s for what was being read")
+        self._abandon_loads()
+
+    def shutdown(self) -> None:
+        self._abandon_loads()
+        self._io.close()
+
+    def clear(self) -> None:
+        """Forget everything, and store nothing until the next start: the model's weights may have changed."""
+        patience_s = _READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
+        self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
+        self._io.clear()
+        if not self._io.finish_writes(patience_s):
+            logger.error(
+                "RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the engine ends before "
+                "that, delete %s",
+                patience_s,
+                self._path,
+            )
+        self._take_in_written()
+
+    # Inside
+
+    def _abandon_loads(self) -> None:
+        for load in self._loads.values():
+            load.abandon()
+
+    def _new_chunks(self, job: TransferJob) -> dict[Key, int]:
+        """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
+        keys = map(get_offload_block_hash, job.keys)
+        places = [
+            (at.node.start + at.unit, key, self._tree.key_before(at), int(chunk_id))
+            for key, chunk_id in zip(keys, job.chunk_ids, strict=True)
+            if (at := self._tree.locate(key)) is not None
+        ]
+        new: dict[Key, int] = {}
+        for _, key, before, chunk_id in sorted(places, key=lambda place: place[0]):
+            if self._is_here(key):
+                continue
+            if before is None or self._is_here(before) or before in new:
+                new[key] = chunk_id
+            else:
+                self._controller.counters.num_dropped_chunks += 1
+        return new
+
+    def _is_here(self, key: Hashable) -> bool:
+        return key in self._stored or key in self._writing
+
+    def _make_room(self, new: dict[Key, int]) -> list[Key]:
+        """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
+        num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
+        if num_missing <= 0:
+            return []
+        units = self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new))
+        evicted = [cast("Key", unit.key) for unit in units]
+        self._stored.difference_update(evicted)
+        for _ in range(num_missing - len(evicted)):
+            new.popitem()
+            self._controller.counters.num_dropped_chunks += 1
+        return evicted
+
+    def _admit(self, key: Key, chunk_id: int) -> PendingChunk:
+        location = self._tree.locate(key)
+        assert location is not None
+        self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
+        self._tree.add(location.node, 1 << location.unit, Tier.DISK)
+        self._writing.add(key)
+        return PendingChunk(key, chunk_id, note_of(self._tree, location))
+
+    def _take_in_written(self) -> None:
+        for outcome in self._io.take_written():
+            self._controller.note_change()
+            for key in outcome.keys:
+                self._writing.discard(key)
+                location = self._tree.locate(key)
+                if location is None or not self._is_enabled:
+                    continue
+                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
+                if outcome.error is None and not outcome.is_dropped:
+                    self._stored.add(key)
+                else:
+                    self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
+            if outcome.is_dropped or outcome.error is not None:
+                self._controller.counters.num_dropped_chunks += len(outcome.keys)
+            if outcome.error is not None:
+                self._disable(str(outcome.error))
+
+    def _finish_load(self, load: Load) -> JobResult:
+        del self._loads[load.job_id]
+        lost: list[Key] = []
+        for key, is_loaded in zip(load.keys, load.outcome(), strict=True):
+            location = self._tree.locate(key)
+            if location is not None:
+                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
+            if not is_loaded and not load.is_abandoned:
+                self._lose(key, location)
+                lost.append(key)
+        if lost:
+            self._io.delete(lost)  # the store keeps what it could not read, and its slot
+        keys = [
+            OffloadKey(key + FIRST_GROUP) for key, is_loaded in zip(load.keys, load.outcome(), strict=True) if is_loaded
+        ]
+        return JobResult(
+            load.job_id,
+            success=len(keys) == len(load.keys),
+            successful_keys=keys,
+            transfer_time=time.monotonic() - load.submitted_s,
+            transfer_bytes=len(keys) * self.block_size_bytes,
+        )
+
+    def _lose(self, key: Key, location: Location | None) -> None:
+        """Take note that a chunk was damaged, gone, or could not be read: a miss."""
+        self._controller.counters.num_corrupt_chunks += 1
+        self._controller.note_change()
+        self._stored.discard(key)
+        if location is not None:
+            self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
+
+    def _disable(self, why: str) -> None:
+        """Take the tier out of service; the tree forgets it, or host memory would be kept for what stands on it."""
+        if self._is_enabled:
+            logger.error("RAGCache's disk tier is out of service until the next start: %s", why)
+        self._is_enabled = self._report.is_enabled = False
+        self._io.hurry()
+        self._stored.clear()
+        self._tree.clear_tier(Tier.DISK)
+        self._controller.note_change()
+
+    def _restore(self, store: ChunkStore) -> None:
+        """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""
+        found, orphans = regrow(self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block)
+        self._stored.update(found)
+        store.discard_many(orphans)
+        counters, stats = self._controller.counters, store.stats
+        counters.num_lost_chunks += len(orphans) + stats.num_missing
+        counters.num_corrupt_chunks += stats.num_damaged
+        if num_given_up := len(orphans) + stats.num_missing + stats.num_damaged:
+            logger.warning("RAGCache gave up %d damaged or useless blocks of KV in %s", num_given_up, store.path)
+        if self._stored:
+            logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)

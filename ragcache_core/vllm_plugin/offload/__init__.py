@@ -1,0 +1,1 @@
+"""The host tier: vLLM's offloading, with our policy."""

@@ -1,0 +1,163 @@
+"""What lies in which chunk of host memory, so that an engine that is started again finds it.
+
+Host memory is a region of shared memory, which outlives an engine that is killed; what is lost with the engine is the
+knowledge of what lies where. The journal is an index beside the region, and the same table as the disk tier's::
+
+    /dev/shm/vllm_offload_<engine id>.mmap      the chunks
+    /dev/shm/vllm_offload_<engine id>.journal/  nobody else's folder: the names in /dev/shm are anybody's to take
+        index.sqlite                            chunk -> key, checksum over both, place in the tree
+        identity                                whose KV it is
+
+Nothing on the scheduler's thread waits for it, nor wakes its thread: to hand the interpreter over for each chunk would
+stop the scheduler for 1 to 2 ms. A chunk is entered some time after it was stored, and taken out some time after it
+was given up: what is found later with other bytes does not match its checksum, and is not taken up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from vllm.logger import init_logger
+
+from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, checksum
+from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, remove_index
+from ragcache_core.errors import CacheTierError
+from ragcache_core.private_files import make_private_folder, open_private
+from ragcache_core.runtime.shared_memory import SHARED_MEMORY, journal_folder
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.cache.request_state import Key
+
+logger = init_logger(f"vllm.{__name__}")
+
+_WRITE_EVERY_S = 0.1
+
+_Sealing = tuple[int, int, "Key", ChunkNote]
+"""Chunk, its generation, its key, its place."""
+
+
+class HostJournal:
+    """Owns the index and the thread that writes it.
+
+    ``rows`` is host memory, ``[num_chunks, chunk_bytes]``.
+    """
+
+    def __init__(self, path: Path, rows: np.ndarray) -> None:
+        """Open the index at ``path``; use :meth:`open` instead."""
+        self._rows: np.ndarray | None = rows
+        self._path = path
+        self._generation = np.zeros(len(rows), dtype=np.int64)
+        self._sealed: set[int] = set()
+        self._work: deque[_Sealing | int] = deque()
+        self._is_closing = threading.Event()
+        self._is_broken = False
+        self._index = ChunkIndex(path, owner=path.parent.name)
+        self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
+        self.restored: list[tuple[int, ChunkEntry]] = []
+        """The chunks whose bytes are what they were, parents first."""
+
+    @classmethod
+    def open(
+        cls, engine_id: str, rows: np.ndarray, identity: Mapping[str, str | int], folder: Path = SHARED_MEMORY
+    ) -> Self:
+        """Return the journal of an engine, at work; one of another identity, or a damaged one, is started anew.
+
+        Raises:
+            CacheTierError, OSError: it can be neither read nor written.
+        """
+        own = journal_folder(engine_id, folder)
+        make_private_folder(own)
+        path, mark = own / "index.sqlite", own / "identity"
+        identity_bytes = repr(sorted(identity.items())).encode()
+        if not (mark.is_file() and mark.read_bytes() == identity_bytes):
+            remove_index(path)
+            with open(mark, "wb", opener=open_private) as file:
+                file.write(identity_bytes)
+        try:
+            return cls._started(path, rows)
+        except IndexDamagedError:
+            remove_index(path)
+        try:
+            return cls._started(path, rows)
+        except IndexDamagedError as error:
+            raise CacheTierError(str(error)) from error
+
+    @classmethod
+    def _started(cls, path: Path, rows: np.ndarray) -> Self:
+        journal = cls(path, rows)
+        try:
+            journal._restore(rows)
+        except BaseException:
+            journal._index.close()
+            raise
+        journal._thread.start()
+        return journal
+
+    def _restore(self, rows: np.ndarray) -> None:
+        """Find what is as it was, and forget the rest."""
+        digests = {slot: digest for slot, _, digest in self._index.rows()}
+        gone = []
+        for chunk, key, entry in (row for batch in list(self._index.entries()) for row in batch):
+            is_sound = entry is not None and 0 <= chunk < len(rows)
+            if entry is not None and is_sound and checksum(key, rows[chunk].data) == digests.get(chunk):
+                self._sealed.add(chunk)
+                self.restored.append((chunk, entry))
+            else:
+                gone.append(chunk)
+        self._index.discard(gone)
+
+    def seal(self, chunk: int, key: Key, note: ChunkNote) -> None:
+        """Enter a chunk that is complete, unless it is entered already."""
+        if chunk not in self._sealed and not self._is_broken:
+            self._sealed.add(chunk)
+            self._work.append((chunk, int(self._generation[chunk]), key, note))
+
+    def unseal(self, chunk: int) -> None:
+        """Take a chunk out: it is about to be written anew."""
+        self._generation[chunk] += 1
+        if chunk in self._sealed:
+            self._sealed.discard(chunk)
+            if not self._is_broken:
+                self._work.append(chunk)
+
+    def close(self) -> None:
+        """End the thread, close the index, and let go of host memory. Idempotent."""
+        self._is_closing.set()
+        self._thread.join()
+        self._index.close()
+        self._rows = None
+
+    def _write(self) -> None:
+        is_closing = False
+        while not is_closing:
+            is_closing = self._is_closing.wait(_WRITE_EVERY_S)
+            work = [self._work.popleft() for _ in range(len(self._work))]
+            try:
+                # A chunk's valid sealing is its last word: what was taken out before it may go first.
+                if given_up := [chunk for chunk in work if isinstance(chunk, int)]:
+                    self._index.delete(given_up)
+                self._seal(sealing for sealing in work if not isinstance(sealing, int))
+            except CacheTierError as error:
+                self._is_broken = True
+                logger.warning("Host memory will not survive the engine's death: %s", error)
+                with suppress(OSError):
+                    remove_index(self._path)
+                return
+
+    def _seal(self, sealings: Iterable[_Sealing]) -> None:
+        assert self._rows is not None
+        digests = [(sealing, checksum(sealing[2], self._rows[sealing[0]].data)) for sealing in sealings]
+        # Only now: a chunk that was given up while its bytes were read may have held another's.
+        rows = [
+            (chunk, key, digest, note)
+            for (chunk, generation, key, note), digest in digests
+            if self._generation[chunk] == generation
+        ]
+        if rows:
+            self._index.insert(rows)

@@ -1,0 +1,294 @@
+"""The host tier's policy: vLLM's offload keeps the chunks, the knowledge tree says which of them goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, cast
+
+from ragcache_core.chunkstore.regrowing import note_of
+from ragcache_core.tree import EvictedUnit, Location, admit, by_node
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat import (
+    CachePolicy,
+    ChunkStatus,
+    CPUPrimaryTierOffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    get_offload_block_hash,
+)
+
+if TYPE_CHECKING:
+    from ragcache_core.tree import TreeNode
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+
+
+FIRST_GROUP = bytes(4)
+"""What an offload key of the first, and here only, KV cache group ends with."""
+
+
+ADAPTED = "ragcache_adapted"
+"""Marks, in its ``kv_transfer_params``, a request whose KV an adapter (LoRA) computes."""
+_MAX_FLEETING = 100_000
+"""Keys of adapters that are remembered, besides those that are here."""
+
+
+def is_adapted(req_context: ReqContext) -> bool:
+    """Return whether an adapter computes a request's KV, which therefore must not outlive the engine.
+
+    A key names the adapter but not its weights, and another start may have others under the same name.
+    """
+    return bool((req_context.kv_transfer_params or {}).get(ADAPTED))
+
+
+class TreeCachePolicy(CachePolicy):
+    """Chunks of host memory by key; a chunk is one block of KV.
+
+    Chunks that a transfer uses are held, and so are those that a waiting request was promised in this look-up: a
+    request that is longer than the tier would otherwise promote its chunks from disk at the cost of one another, read
+    everything and reuse nothing.
+    """
+
+    controller: CacheController
+    journal: HostJournal | None = None
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._promised: dict[str, set[OffloadKey]] = {}
+        self._num_promises: Counter[OffloadKey] = Counter()
+        self._looking_up: set[OffloadKey] | None = None
+        self._unknown: dict[OffloadKey, None] = {}
+        self._fleeting: dict[OffloadKey, None] = {}
+        self._max_fleeting = _MAX_FLEETING + cache_capacity
+        self._chosen: list[EvictedUnit] = []
+        self._arriving: list[Location] | None = None
+        self._settling: list[Location] | None = None
+
+    # Admission
+
+    def admit(self, keys: Collection[OffloadKey], num_free: int) -> list[OffloadKey]:
+        """Return which of the ``keys`` offered are here or worth their room, where ``num_free`` chunks are free.
+
+        What has to go for them is chosen, and goes with the :meth:`evict` that follows.
+        """
+        self._chosen = []
+        if len(keys) <= num_free:
+            return list(keys)
+        new = [key for key in keys if key not in self._chunks]
+        num_spare = sum(1 for key in self._unknown if self._is_idle(key) and key not in keys)
+        admission = admit(
+            self.controller.tree,
+            Tier.HOST,
+            [get_offload_block_hash(key) for key in new],
+            num_free + num_spare,
+            self.controller.tree.shielded(map(get_offload_block_hash, keys)),
+        )
+        self._chosen = admission.evicted
+        refused = set(new[admission.num_admitted :])
+        return [key for key in keys if key not in refused]
+
+    @contextmanager
+    def inserting(self) -> Iterator[None]:
+        """Tell the tree of what is inserted meanwhile at the end, node by node: it knows of none of it before."""
+        arriving: list[Location] = []
+        self._arriving = arriving
+        try:
+            yield
+        finally:
+            self._arriving = None
+            for node, units in by_node(arriving):
+                self._add(node, units)
+
+    @contextmanager
+    def settling(self) -> Iterator[None]:
+        """Tell the tree of what is let go meanwhile at the end, node by node; until then it is held."""
+        settling: list[Location] = []
+        self._settling = settling
+        try:
+            yield
+        finally:
+            self._settling = None
+            for node, units in by_node(settling):
+                self.controller.tree.let_go(node, units, Tier.HOST)
+
+    # Promises to waiting requests
+
+    def begin_lookup(self, request_id: str) -> None:
+        """Promise what is looked up from now on to a request, instead of what it was promised before."""
+        self.forget_promises(request_id)
+        self._looking_up = self._promised[request_id] = set()
+
+    def end_lookup(self) -> None:
+        """End :meth:`begin_lookup`."""
+        self._looking_up = None
+
+    def forget_promises(self, request_id: str) -> None:
+        """Let go what a request was promised: it has been loaded, or is not wanted any more."""
+        for key in self._promised.pop(request_id, ()):
+            self._num_promises[key] -= 1
+            if not self._num_promises[key]:
+                del self._num_promises[key]
+                self._let_go(key)
+
+    # vLLM's CachePolicy
+
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        chunk = self._chunks.get(key)
+        if chunk is not None and self._looking_up is not None:
+            self._promise(key)
+        return chunk
+
+    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        self._chunks[key] = chunk
+        if (location := self._locate(key)) is None:
+            self._unknown[key] = None
+        elif self._arriving is not None:
+            self._arriving.append(location)
+        else:
+            self._add(location.node, 1 << location.unit)
+        if self._looking_up is not None:
+            self._promise(key)
+
+    def remove(self, key: OffloadKey) -> None:
+        self._give_up(key)
+        self._withdraw(key)
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Do nothing: the tree counts accesses once a request."""
+
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Take note of what must not outlive the engine.
+
+        vLLM says so once for a request, which may store a chunk much later, and after others stored and lost it: what
+        is an adapter's stays noted when it goes.
+        """
+        if is_adapted(req_context):
+            for key in keys:
+                self._note_fleeting(key)
+            surplus = len(self._fleeting) - self._max_fleeting
+            for key in list(islice(self._fleeting, max(surplus, 0))):
+                del self._fleeting[key]
+                if key in self._chunks:
+                    self._note_fleeting(key)
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        self.forget_promises(req_context.req_id)
+
+    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        chosen, self._chosen = self._chosen, []
+        spare = [key for key in self._unknown if self._is_idle(key) and key not in protected][: n - len(chosen)]
+        units: list[EvictedUnit] | None = chosen
+        if n > len(chosen) + len(spare):
+            assert not chosen, "what was admitted has room"
+            shielded = self.controller.tree.shielded(map(get_offload_block_hash, protected))
+            units = self.controller.tree.evict(Tier.HOST, n - len(spare), shielded)
+        if units is None:
+            return None
+        for key in spare:
+            del self._unknown[key]
+        keys = [*spare, *(OffloadKey(cast("bytes", unit.key) + FIRST_GROUP) for unit in units)]
+        return [(key, self._give_up(key)) for key in keys]
+
+    def clear(self) -> None:
+        """Forget everything, and whatever comes after must not outlive the engine: its weights may have changed."""
+        for key in list(self._chunks):
+            self._give_up(key)
+        self._unknown.clear()
+        self._promised.clear()
+        self._num_promises.clear()
+        self._fleeting.clear()
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
+        self.controller.tree.clear_tier(Tier.HOST)
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        if self.journal is not None and key not in self._fleeting and (location := self._locate(key)) is not None:
+            chunk = self._chunks[key]
+            self.journal.seal(chunk.chunk_id, get_offload_block_hash(key), note_of(self.controller.tree, location))
+        if key not in self._num_promises:
+            self._let_go(key)
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        if (location := self._locate(key)) is not None:
+            self.controller.tree.hold(location.node, 1 << location.unit, Tier.HOST)
+
+    # Inside
+
+    def _add(self, node: TreeNode, units: int) -> None:
+        self.controller.tree.hold(node, units, Tier.HOST)
+        self.controller.tree.add(node, units, Tier.HOST)
+
+    def _note_fleeting(self, key: OffloadKey) -> None:
+        self._fleeting.pop(key, None)  # it comes last again
+        self._fleeting[key] = None
+
+    def _is_idle(self, key: OffloadKey) -> bool:
+        return self._chunks[key].ref_cnt == 0 and key not in self._num_promises
+
+    def _give_up(self, key: OffloadKey) -> ChunkStatus:
+        chunk = self._chunks.pop(key)
+        if self.journal is not None:
+            self.journal.unseal(chunk.chunk_id)
+        return chunk
+
+    def _promise(self, key: OffloadKey) -> None:
+        assert self._looking_up is not None
+        if key not in self._looking_up:
+            self._looking_up.add(key)
+            self._num_promises[key] += 1
+            self.mark_non_evictable(key)
+
+    def _let_go(self, key: OffloadKey) -> None:
+        chunk, location = self._chunks.get(key), self._locate(key)
+        if chunk is None or chunk.ref_cnt or location is None:
+            return
+        if self._settling is not None:
+            self._settling.append(location)
+        else:
+            self.controller.tree.let_go(location.node, 1 << location.unit, Tier.HOST)
+
+    def _withdraw(self, key: OffloadKey) -> None:
+        self._unknown.pop(key, None)
+        if (location := self._locate(key)) is not None:
+            self.controller.tree.let_go(location.node, 1 << location.unit, Tier.HOST)
+            self.controller.tree.remove(location.node, 1 << location.unit, Tier.HOST)
+
+    def _locate(self, key: OffloadKey) -> Location | None:
+        return self.controller.tree.locate(get_offload_block_hash(key))
+
+
+class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
+    """vLLM's host tier, which stores what its policy admits and passes over the rest; takes over one that is built.
+
+    vLLM would otherwise make room for all that is computed, or, where the policy gives nothing up, ask again in every
+    step.
+    """
+
+    _policy: TreeCachePolicy
+
+    @classmethod
+    def take_over(cls, tier: CPUPrimaryTierOffloadingManager) -> None:
+        """Make ``tier`` one of this class, before its first request."""
+        tier.__class__ = cls
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        offered = self._policy.admit(keys, self._get_num_free_chunks())
+        with self._policy.inserting():
+            output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
+        return output
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        with self._policy.settling():
+            super().complete_store(keys, req_context, success)

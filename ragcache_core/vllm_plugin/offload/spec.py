@@ -1,0 +1,163 @@
+"""Host and disk below the GPU: vLLM's tiering offload, with the knowledge tree's policy and our disk tier."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from ragcache_core.chunkstore.regrowing import regrow
+from ragcache_core.errors import CacheTierError, ConfigError
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
+from ragcache_core.runtime.shared_memory import is_lasting, keep_region, sweep_shared_memory
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.build_context import current_building
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.compat import (
+    CanonicalKVCaches,
+    OffloadingConfig,
+    OffloadingManager,
+    OffloadingWorker,
+    OffloadKey,
+    SharedOffloadRegion,
+    TieringOffloadingManager,
+    TieringOffloadingSpec,
+    build_offloading_config,
+)
+from ragcache_core.vllm_plugin.identity import kv_identity
+from ragcache_core.vllm_plugin.offload.compat import adopt_chunks, host_policy_of
+from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
+from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why there can be no host tier, with the cure, where nobody chose its size; None where there can be."""
+    assert vllm_config.kv_transfer_config is not None
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if not extra_config.get("is_host_optional"):
+        return None
+    spec = TieringOffloadingSpec(build_offloading_config(vllm_config, kv_cache_config))
+    if spec.num_chunks:
+        return None
+    return (
+        f"its default size here is {extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
+        f"{spec.kv_bytes_per_chunk}: enlarge /dev/shm (docker run --shm-size), or set host_bytes"
+    )
+
+
+class RAGCacheSpec(TieringOffloadingSpec):
+    """Builds the host tier, the disk tier below it, and the copying worker of a platform without a GPU.
+
+    On the scheduler's side it also makes the :class:`CacheController`, which all of them share.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        if len(config.groups) > 1:
+            # A window's blocks are worth nothing to a prefix, and a tree cannot say which group's go first.
+            logger.warning(
+                "This model has %d groups of KV caches: its host tier keeps vLLM's own LRU order, and it has no disk "
+                "tier of RAGCache",
+                len(config.groups),
+            )
+            self.eviction_policy, self.cache_policy_module_path = "lru", None
+            self.secondary_tier_configs: list[dict[str, Any]] = []
+        if self.num_chunks < 1:
+            raise ConfigError(
+                f"host_bytes is {self.extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
+                f"{self.kv_bytes_per_chunk}: raise host_bytes (docker run --shm-size), or leave host and disk out with "
+                "host_bytes=0"
+            )
+        self.controller: CacheController | None = None
+        self._worker: OffloadingWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            sweep_shared_memory(self._engine_id)
+            settings = PluginSettings.from_extra_config(self.extra_config)
+            self.controller = CacheController(
+                settings,
+                tokens_per_block=self.tokens_per_hash,
+                shadow_blocks=self.num_chunks,
+                prefill_cost=settings.prefill_cost(),
+            )
+            self.controller.tiers[Tier.HOST] = TierReport(
+                self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk
+            )
+            manager = self._build()
+            if is_lasting(self._engine_id):
+                assert self._scheduler_mmap is not None
+                keep_region(self._engine_id, self._scheduler_mmap.fd)
+            assert isinstance(manager, TieringOffloadingManager)
+            policy = host_policy_of(manager)
+            if isinstance(policy, TreeCachePolicy):
+                policy.controller = self.controller
+                self._restore_host(manager, policy)
+                if self.controller.tree.policy.is_selective and not manager.secondary_tiers:
+                    SelectiveHostTier.take_over(manager.primary_tier)
+            current_building().controller = self.controller
+        assert self._manager is not None
+        return self._manager
+
+    def _build(self) -> OffloadingManager:
+        """Return vLLM's manager, without the disk where an engine that served before can no longer have it."""
+        try:
+            return super().get_manager()
+        except CacheTierError as error:
+            if STARTED_AGAIN_ENV not in os.environ:
+                raise
+            logger.error("RAGCache's disk tier is out of service until the next start: %s", error)
+        assert self.controller is not None
+        self.controller.tree.clear_tier(Tier.DISK)
+        capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in self.secondary_tier_configs)
+        self.controller.tiers[Tier.DISK] = TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False)
+        self.secondary_tier_configs = []
+        return super().get_manager()
+
+    def _restore_host(self, manager: TieringOffloadingManager, policy: TreeCachePolicy) -> None:
+        """Take up what an engine that was killed left in host memory, and keep book for the next one."""
+        if not is_lasting(self._engine_id):
+            return
+        assert self.controller is not None
+        view = manager.primary_tier.get_kv_memoryview()
+        rows = np.frombuffer(view, np.uint8).reshape(view.shape)
+        try:
+            journal = HostJournal.open(self._engine_id, rows, kv_identity(self.config))
+        except (ConfigError, CacheTierError, OSError) as error:
+            logger.warning("Host memory will not survive the engine's death: %s", error)
+            return
+        chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restored}
+        found, orphans = regrow(
+            self.controller.tree, (entry for _, entry in chunks.values()), Tier.HOST, self.controller.tokens_per_block
+        )
+        for key in orphans:
+            journal.unseal(chunks[key][0])
+        adopt_chunks(manager, {OffloadKey(key + FIRST_GROUP): chunks[key][0] for key in found})
+        policy.journal = journal
+        if found:
+            logger.info("RAGCache found %d blocks of KV in host memory", len(found))
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if current_platform.is_cuda_alike() or current_platform.is_xpu():
+            worker = super().get_worker(kv_caches)
+            if is_lasting(self._engine_id):
+                keep_region(self._engine_id, None)
+            return worker
+        if self._worker is None:
+            self._worker = copying_worker(self, kv_caches, self._keep)
+        return self._worker
+
+    def _keep(self, region: SharedOffloadRegion) -> None:
+        if is_lasting(self._engine_id):
+            keep_region(self._engine_id, region.fd)

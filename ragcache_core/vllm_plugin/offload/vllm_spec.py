@@ -1,0 +1,34 @@
+"""vLLM's tiering offload as it is, on a machine without a GPU as well: a peer to measure RAGCache against."""
+
+from __future__ import annotations
+
+from vllm.platforms import current_platform
+
+from ragcache_core.vllm_plugin.compat import (
+    CanonicalKVCaches,
+    OffloadingConfig,
+    OffloadingWorker,
+    TieringOffloadingSpec,
+    platform_worker,
+)
+from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
+from ragcache_core.vllm_plugin.offload.idle_copier import CopyingInSpareTime
+
+
+class VLLMSpec(TieringOffloadingSpec):
+    """Builds vLLM's own tiers; where vLLM has no worker to copy blocks, ours does."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._worker: OffloadingWorker | None = None
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if current_platform.is_cuda_alike() or current_platform.is_xpu():
+            return super().get_worker(kv_caches)
+        if self._worker is None:
+            self._worker = copying_worker(self, kv_caches)
+        return self._worker
+
+
+class VLLMWorker(CopyingInSpareTime, platform_worker()):  # type: ignore[misc]
+    """vLLM's worker; where ours copies blocks, it has as much time for that as it has in an engine of ours."""

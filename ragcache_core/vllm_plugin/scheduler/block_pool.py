@@ -1,0 +1,265 @@
+"""The GPU tier: vLLM's blocks of KV, given up in the order of the knowledge tree.
+
+vLLM keeps what it computed in free blocks until it needs them for something else, the least recently used first. Here
+the tree chooses instead. A block is in one of three states::
+
+    in use            by requests; its unit of the tree is held
+    free and cached   the tree may choose it
+    free and spare    without content, or a copy of what another block holds: handed out first
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from ragcache_core.tree import Location, by_node
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.compat import (
+    BlockPool,
+    FreeKVCacheBlockQueue,
+    KVCacheBlock,
+    cached_copies,
+    get_block_hash,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.cache.request_state import Key
+
+
+class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
+    """vLLM's queue of free blocks, with the tree's order of eviction.
+
+    ``num_free_blocks`` can be handed out: vLLM reads it for each request of each step, so it is counted, not computed.
+    What comes back is looked at when the scheduler has time (:meth:`place_returned`), or when something else is asked
+    before.
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
+        self._spare: OrderedDict[int, KVCacheBlock] = OrderedDict()
+        self._cached: dict[int, KVCacheBlock] = {}
+        self._returned: list[KVCacheBlock] = []
+        super().__init__([])
+        self._spare.update((block.block_id, block) for block in blocks)
+        self.num_free_blocks = len(blocks)
+        self._pool = pool
+        self._tree = controller.tree
+        self._block_ids: dict[Key, int] = {}
+        self._given_up: set[int] = set()
+        """Blocks that the tree chose and vLLM is about to empty: the tree does not count on them any more."""
+
+    def popleft(self) -> KVCacheBlock:
+        """Hand a block out.
+
+        Raises:
+            ValueError: none is free.
+        """
+        if not self.num_free_blocks:
+            raise ValueError("No free blocks available")
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Hand ``n`` blocks out: spare ones, then those that the tree gives up."""
+        assert self.num_free_blocks >= n
+        self.place_returned()
+        self.num_free_blocks -= n
+        blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
+        num_missing = n - len(blocks)
+        if num_missing:
+            evicted = self._tree.evict_up_to(Tier.GPU, num_missing)
+            chosen = [block for unit in evicted if (block := self._take(unit.key)) is not None]
+            self._given_up = {block.block_id for block in chosen}
+            blocks += chosen
+        while len(blocks) < n:
+            blocks.append(self._pop_anything())
+        return blocks
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Take a block back that nobody uses any more."""
+        self.append_n([block])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Take blocks back that nobody uses any more."""
+        self.num_free_blocks += len(blocks)
+        self._returned += blocks
+
+    def place_returned(self) -> None:
+        """Find out which of the blocks that came back are worth keeping, and let the tree choose among them."""
+        if self._returned:
+            returned, self._returned = self._returned, []
+            for node, units in by_node(filter(None, map(self._take_back, returned))):
+                self._tree.let_go(node, units, Tier.GPU)
+
+    def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Take blocks without content back; they are handed out next."""
+        self.num_free_blocks += len(blocks)
+        for block in reversed(blocks):
+            self._spare[block.block_id] = block
+            self._spare.move_to_end(block.block_id, last=False)
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Let a request use what a free block holds."""
+        self.place_returned()
+        if self._cached.pop(block.block_id, None) is not None:
+            assert block.block_hash is not None
+            self._block_ids.pop(get_block_hash(block.block_hash), None)
+        elif self._spare.pop(block.block_id, None) is None:
+            raise RuntimeError(f"remove() called on a block that is not free: {block}")
+        self.num_free_blocks -= 1
+        if (location := self._locate(block)) is not None:
+            self._tree.hold(location.node, 1 << location.unit, Tier.GPU)
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """Return the free blocks; the order of the cached ones says nothing."""
+        self.place_returned()
+        return [*self._spare.values(), *self._cached.values()]
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Yield the free blocks that :meth:`get_all_free_blocks` has after ``cursor``."""
+        blocks = self.get_all_free_blocks()
+        yield from blocks if cursor is None else blocks[blocks.index(cursor) + 1 :]
+
+    def forget_contents(self) -> None:
+        """Take all cached blocks for spare ones: the prefix cache was reset."""
+        self._spare.update(self._cached)
+        self._cached.clear()
+        self._block_ids.clear()
+
+    def forget_content(self, block: KVCacheBlock, key: Key) -> None:
+        """Take a free block for a spare one: it lost its content, which was ``key``."""
+        if self._cached.pop(block.block_id, None) is not None:
+            self._block_ids.pop(key, None)
+            self._spare[block.block_id] = block
+
+    def spare_copy(self, key: Key) -> None:
+        """Take a free block for a spare one, if it holds ``key``: a request computed that again, and keeps it."""
+        self.place_returned()
+        if (block_id := self._block_ids.pop(key, None)) is not None:
+            self._spare[block_id] = self._cached.pop(block_id)
+
+    def was_given_up(self, block: KVCacheBlock) -> bool:
+        """Return, once, whether the tree chose a block that was handed out just now."""
+        if block.block_id not in self._given_up:
+            return False
+        self._given_up.remove(block.block_id)
+        return True
+
+    def keep_copy(self, copies: list[KVCacheBlock], key: Key) -> None:
+        """Let a free one of ``copies`` stand for ``key``, if no other one does: a block that did lost its content."""
+        if key in self._block_ids or any(copy.ref_cnt > 0 for copy in copies):
+            return
+        for copy in copies:
+            if self._spare.pop(copy.block_id, None) is not None:
+                self.num_free_blocks -= 1
+                self.append(copy)
+                return
+
+    def _take_back(self, block: KVCacheBlock) -> Location | None:
+        """Put a block among the free ones, and return its unit; None where it has none, or a copy is still in use."""
+        location = self._locate(block)
+        if location is None:
+            self._spare[block.block_id] = block
+            return None
+        assert block.block_hash is not None
+        copies = [copy for copy in cached_copies(self._pool, block.block_hash) if copy is not block]
+        if any(copy.ref_cnt > 0 for copy in copies):
+            self._spare[block.block_id] = block
+            return None
+        if any(copy.block_id in self._cached for copy in copies):
+            self._spare[block.block_id] = block
+            return location
+        self._cached[block.block_id] = block
+        self._block_ids[get_block_hash(block.block_hash)] = block.block_id
+        if not self._tree.resident_mask(location.node, Tier.GPU) >> location.unit & 1:
+            self._tree.add(location.node, 1 << location.unit, Tier.GPU)
+        return location
+
+    def _locate(self, block: KVCacheBlock) -> Location | None:
+        return None if block.block_hash is None else self._tree.locate(get_block_hash(block.block_hash))
+
+    def _take(self, key: Hashable) -> KVCacheBlock | None:
+        assert isinstance(key, bytes)
+        block_id = self._block_ids.pop(key, None)
+        return None if block_id is None else self._cached.pop(block_id)
+
+    def _pop_anything(self) -> KVCacheBlock:
+        """Hand out a cached block although others depend on it: an allocation that fits must succeed."""
+        evicted = self._tree.evict_anything(Tier.GPU)
+        if evicted is not None and (block := self._take(evicted.key)) is not None:
+            return block
+        _, block = self._cached.popitem()
+        assert block.block_hash is not None
+        self._block_ids.pop(get_block_hash(block.block_hash), None)
+        return block
+
+
+class TreeBlockPool(BlockPool):
+    """vLLM's block pool; takes over one that is built already, because vLLM builds it itself."""
+
+    controller: CacheController
+    free_block_queue: TreeFreeBlockQueue
+
+    @classmethod
+    def take_over(cls, pool: BlockPool, controller: CacheController) -> TreeFreeBlockQueue:
+        """Make ``pool`` one of this class, before its first request; return its queue."""
+        free = pool.free_block_queue.get_all_free_blocks()
+        pool.__class__ = cls
+        assert isinstance(pool, cls)
+        pool.controller = controller
+        pool.free_block_queue = TreeFreeBlockQueue(free, pool, controller)
+        return pool.free_block_queue
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        first_private = self.controller.private_from.get(request.request_id)
+        if first_private is not None:  # what chunk reuse provided: nobody would find it, so it is no content
+            num_full_blocks = min(num_full_blocks, max(first_private, num_cached_blocks))
+            block_mask = None if block_mask is None else block_mask[: num_full_blocks - num_cached_blocks]
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
+        )
+        cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
+        tree = self.controller.tree
+        # by_node reads ahead: where that makes the tree cut a node, it is behind the units that were located before
+        for node, units in by_node(self.controller.locate_block(request.block_hashes, i) for i in cached):
+            tree.hold(node, units, Tier.GPU)
+            tree.add(node, units, Tier.GPU)
+        for i in cached:
+            self.free_block_queue.spare_copy(request.block_hashes[i])
+
+    def reset_prefix_cache(self) -> bool:
+        self.free_block_queue.place_returned()  # while they have their content
+        is_reset: bool = super().reset_prefix_cache()
+        if is_reset:
+            self.free_block_queue.forget_contents()
+            self.controller.tree.clear_tier(Tier.GPU)
+        return is_reset
+
+    def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
+        queue, tree = self.free_block_queue, self.controller.tree
+        queue.place_returned()  # while they have their content
+        block_hash = block.block_hash
+        removed: list[bytes] = super()._remove_cached_block_hashes(block)
+        if block_hash is None:
+            return removed
+        key = get_block_hash(block_hash)
+        queue.forget_content(block, key)
+        is_told = queue.was_given_up(block)
+        if copies := cached_copies(self, block_hash):
+            queue.keep_copy(copies, key)
+        elif not is_told and (location := tree.locate(key)) is not None:
+            tree.let_go(location.node, 1 << location.unit, Tier.GPU)
+            tree.remove(location.node, 1 << location.unit, Tier.GPU)
+        return removed

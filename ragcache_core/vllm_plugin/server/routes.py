@@ -1,0 +1,155 @@
+"""Routes beside vLLM's: the tiers of a request and of the engine, what is cached and may be speculated, the tokenizer.
+
+They lie under ``/v1`` so that the server's API key protects them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import Response, StreamingResponse
+from vllm import envs
+from vllm.logger import init_logger
+
+from ragcache_core.runtime.tokenizer_files import sha256_of
+from ragcache_core.vllm_plugin.compat import call_confirm, call_report
+from ragcache_core.vllm_plugin.server.engine_view import received
+from ragcache_core.vllm_plugin.server.input_processor import SendingInputProcessor
+from ragcache_core.vllm_plugin.server.middleware import Door, max_body_bytes
+from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
+from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
+
+logger = init_logger(f"vllm.{__name__}")
+
+_PATIENCE_S = 0.5
+
+router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
+
+
+@router.get("/requests/{response_id}")
+async def request_figures(response_id: str) -> dict[str, Any]:
+    """Return the figures of a request that was answered lately, by the ``id`` of its response.
+
+    They may arrive a moment after the answer: it waits for them a little.
+    """
+    if received.engine() is not None:
+        figures = await received.news.wait_for(lambda: received.request(response_id), _PATIENCE_S)
+        if figures is not None:
+            return figures
+    raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
+
+
+@router.get("/stats")
+async def stats() -> dict[str, Any]:
+    """Return the latest report of the engine's tiers."""
+    report = received.engine()
+    if report is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    return report
+
+
+@router.get("/cached_paths")
+async def cached_paths(request: Request) -> StreamingResponse:
+    """Return which documents are cached after which others, as lines of JSON that go on as this changes.
+
+    It ends when the server does, and for a reader that falls behind.
+    """
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    server = getattr(request.app.state, "server", None)
+    lines = received.paths.lines(is_ending=lambda: bool(getattr(server, "should_exit", False)))
+    return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
+@router.get("/load")
+async def load() -> dict[str, Any]:
+    """Return how many requests wait for their first token, and whether a speculative one would be admitted now.
+
+    It is as of the engine's last step: asking the engine would wait for its running one.
+    """
+    room = received.load()
+    if room is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    return room
+
+
+@router.get("/speculations/{speculation_id}")
+async def speculation(speculation_id: str, after: int = 0) -> dict[str, Any]:
+    """Return how long a speculation has waited for room, at first and whenever it was preempted.
+
+    The engine tells it with the step in which it begins, and goes on. Null until it has told more than ``after`` times,
+    for which this waits a little.
+    """
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    wait = await received.news.wait_for(lambda: received.wait_of(speculation_id, after=after), _PATIENCE_S)
+    if wait is None:
+        return {"waited_s": None, "num_told": after}
+    return {"waited_s": wait.waited_s, "num_told": wait.num_told}
+
+
+@router.post("/speculations/{speculation_id}/confirm", status_code=204)
+async def confirm(speculation_id: str, request: Request) -> None:
+    """Make a speculation's requests real, those to come as well; an id that nobody knows does no harm."""
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    if report := await call_confirm(request.app.state.ragcache_engine_client, speculation_id):
+        received.tell(report)
+
+
+@router.get("/tokenizer")
+async def tokenizer(request: Request) -> dict[str, Any]:
+    """Return the hash under which the model's tokenizer and chat template are handed out, or why they are not."""
+    files = await _tokenizer_files(request.app.state)
+    if isinstance(files, str):
+        return {"reason": files}
+    return {"sha256": sha256_of(files), "num_bytes": len(files)}
+
+
+@router.get("/tokenizer/{sha256}")
+async def tokenizer_files(sha256: str, request: Request) -> Response:
+    """Return the model's tokenizer and chat template: ``TokenizerFiles`` as JSON."""
+    files = await _tokenizer_files(request.app.state)
+    if isinstance(files, str) or sha256_of(files) != sha256:
+        raise HTTPException(404, f"no tokenizer of hash {sha256!r:.80} is handed out")
+    return Response(files, media_type="application/json")
+
+
+async def _tokenizer_files(state: Any) -> bytes | str:
+    """Return what is handed out, or why nothing is. It is put together once: some have 20 MB."""
+    if not hasattr(state, "ragcache_tokenizer_files"):
+        state.ragcache_tokenizer_files = await asyncio.to_thread(read_tokenizer_files, state.serving_tokenization)
+    files: bytes | str = state.ragcache_tokenizer_files
+    return files
+
+
+class RAGCacheEndpoint:
+    """Our entry point in ``vllm.endpoint_plugins``."""
+
+    name = "ragcache"
+    required_tasks = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes to vLLM's server; before all of them the door, and behind it what looks at bodies."""
+        app.include_router(router)
+        app.add_middleware(RequestBodyCheck)
+        keys = app.state.args.api_key or [envs.VLLM_API_KEY]
+        app.add_middleware(Door, keys=[key for key in keys if key])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep the way to the engine, for confirmations; the other routes answer from what it has sent already.
+
+        The first report is asked for: an engine sends one with a step, and takes none before its first request.
+        """
+        state.ragcache_engine_client = engine_client
+        model = engine_client.model_config
+        state.ragcache_max_body_bytes = max_body_bytes(model.max_model_len, takes_files=model.is_multimodal_model)
+        SendingInputProcessor.take_over(engine_client.input_processor)
+        if received.engine() is not None:
+            try:
+                received.tell(await call_report(engine_client))
+            except Exception as error:  # somebody else's scheduler: its first step tells
+                logger.warning("The tiers are not in the statistics until the first request: %s", error)

@@ -1,0 +1,1 @@
+"""Measurements for developers, each against its baseline."""

@@ -1,0 +1,59 @@
+"""``make bench``: measure, print one table each, write ``build/bench.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from ragcache_core.bench.machine import machine
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
+from tests.benchmarks.overhead.client import compare_cache, compare_door
+from tests.benchmarks.overhead.retrieval import compare_staged_search
+from tests.benchmarks.pairs import Comparison, table
+
+_EPILOG = """\b
+Examples:
+  python -m tests.benchmarks
+  python -m tests.benchmarks --vectors 1000000 --dimension 384
+  python -m tests.benchmarks --model my-model --output build/mine.json
+"""
+
+
+@click.command(epilog=_EPILOG)
+@click.option("--vectors", default=100_000, show_default=True, type=click.IntRange(1_000), help="Vectors in an index.")
+@click.option("--dimension", default=128, show_default=True, type=click.IntRange(8), help="Their dimension.")
+@click.option("--pairs", default=100, show_default=True, type=click.IntRange(5), help="Pairs of runs per figure.")
+@click.option("--seed", default=0, show_default=True, help="Of the vectors.")
+@click.option("--model", help="Also measure the engine's door with this model.")
+@click.option("--output", default="build/bench.json", show_default=True, help="Where to write the figures.")
+def main(vectors: int, dimension: int, pairs: int, seed: int, model: str | None, output: str) -> None:
+    """Measure staged search against plain search, and the engine's door against a bare HTTP client."""
+    results: dict[str, list[Comparison]] = {}
+    with tqdm(desc="bench", bar_format="{desc} [{elapsed}]", disable=None) as bar:
+        results["staged search"] = compare_staged_search(
+            vectors, dimension, pairs=pairs, seed=seed, report=bar.set_description_str
+        )
+        if model is not None:
+            cache = CacheConfig(kv_cache_bytes="1GiB", block_size=32)
+            bar.set_description_str("starting the engine")
+            with Engine.launch(model, cache=cache, dtype="float32", enforce_eager=True, max_model_len=2048) as engine:
+                results["door"] = compare_door(engine, pairs=pairs, report=bar.set_description_str)
+                results["cache"] = compare_cache(engine, pairs=max(5, pairs // 4), report=bar.set_description_str)
+    facts = machine()
+    click.echo(", ".join(f"{key} {value}" for key, value in facts.items()))
+    heads = {"staged search": ("plain", "staged"), "door": ("bare", "door"), "cache": ("cold", "warm")}
+    for name, rows in results.items():
+        click.echo(f"\n{name}\n{table(rows, *heads[name])}")
+    report = {"machine": facts, "seed": seed, **{k: [row.to_dict() for row in v] for k, v in results.items()}}
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    click.echo(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()

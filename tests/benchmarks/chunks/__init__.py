@@ -1,0 +1,1 @@
+"""What reuse of documents anywhere saves and costs."""

@@ -1,0 +1,48 @@
+"""``make bench-chunks``: what reuse of documents anywhere saves, and what it costs; ``build/bench-chunks.json``.
+
+Every figure is measured beside its baseline in the same run. Nothing is asserted: the table says which goals are met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.benchmarks.chunks.answers import measure_answers, measure_curve
+from tests.benchmarks.chunks.ttft import measure_ttft
+from tests.benchmarks.command import benchmark
+from tests.benchmarks.report import Goal, Part, Plan
+
+_MOST_COMPUTED = Goal("<=", 0.49)
+_MOST_LOST = Goal("<=", 0.02)
+
+GOALS: dict[str, Goal] = {
+    "computed_tokens_ratio": _MOST_COMPUTED,
+    "em_loss": _MOST_LOST,
+    "computed_tokens_ratio_single": _MOST_COMPUTED,
+    "em_single_loss": _MOST_LOST,
+    "computed_tokens_ratio_two_hop": _MOST_COMPUTED,
+    "em_two_hop_loss": _MOST_LOST,
+    "computed_tokens_ratio_cont": _MOST_COMPUTED,
+    "em_cont_loss": _MOST_LOST,
+    "ttft_ratio": Goal(">=", 2.0),
+}
+
+PARTS: dict[str, Callable[[Plan], Part]] = {
+    "answers": measure_answers,
+    "ttft": measure_ttft,
+    "curve": measure_curve,
+}
+
+main = benchmark(
+    "bench-chunks",
+    "Measure chunk reuse: computed tokens, right answers by kind of question, time to first token, several alphas.",
+    PARTS,
+    GOALS,
+    """  python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
+  python -m tests.benchmarks.chunks
+  python -m tests.benchmarks.chunks --quick --output build/smoke.json
+  python -m tests.benchmarks.chunks --only answers --only ttft""",
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The command line of a benchmark of several parts: what to measure, a progress bar, a table, a file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from ragcache_core.bench.machine import machine
+from tests.benchmarks.report import Goals, Part, Plan, merged, read_report, table, to_json
+
+
+def benchmark(
+    name: str,
+    summary: str,
+    parts: Mapping[str, Callable[[Plan], Part]],
+    goals: Goals,
+    examples: str,
+    *,
+    keeps_runs: bool = False,
+) -> click.Command:
+    """Return the command that measures ``parts`` and writes ``build/<name>.json``.
+
+    With ``keeps_runs`` parts keep what is finished of them in ``Plan.kept_at``, and --resume goes on with it.
+    """
+
+    @click.command(help=f"{summary}\n\nWith --only, the file of an earlier run keeps the figures of its other parts.")
+    @click.option("--model", default="examples/demo_model", show_default=True, help="Folder of the model to use.")
+    @click.option(
+        "--corpus",
+        default="examples/demo_corpus",
+        show_default=True,
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="Folder of .md files that the prompts are made of.",
+    )
+    @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn at random.")
+    @click.option("--quick", is_flag=True, help="Small sizes, to see that it runs; the figures mean nothing.")
+    @click.option("--only", multiple=True, type=click.Choice(list(parts)), help="Measure this part; may be repeated.")
+    @click.option("--output", default=f"build/{name}.json", show_default=True, type=click.Path(path_type=Path))
+    def main(
+        model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], output: Path, resume: bool = False
+    ) -> None:
+        kept_at = output.with_name(output.name + ".runs.jsonl") if keeps_runs else None
+        if kept_at is not None and kept_at.exists() and not resume:
+            raise click.UsageError(
+                f"{kept_at} keeps what an interrupted run finished: go on with it by --resume (make: RESUME=1), or "
+                "delete it to begin anew."
+            )
+        facts = {**machine(), "model": model, "seed": seed, "quick": quick}
+        report = read_report(output) if only else {}
+        names = only or tuple(parts)
+        with tqdm(total=len(names), desc=name, bar_format="{desc} {n}/{total} [{elapsed}]", disable=None) as bar:
+            plan = Plan(model, corpus, seed, quick, bar.set_description_str, kept_at)
+            for part_name in names:
+                started_s = time.perf_counter()
+                part = to_json(parts[part_name](plan), facts)
+                part["seconds"] = round(time.perf_counter() - started_s, 1)
+                report = merged(report, {part_name: part}, goals)
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+                bar.update()
+        if kept_at is not None:
+            kept_at.unlink(missing_ok=True)
+        click.echo(", ".join(f"{key} {value}" for key, value in facts.items()))
+        for part_name in names:
+            part = report["parts"][part_name]
+            click.echo(f"{part_name}: warm-up: {part['warm_up']}; {part['seconds']} s")
+        figures = (figure for part_name in names for figure in report["parts"][part_name]["figures"])
+        click.echo("\n" + table(figures, goals))
+        click.echo(f"\nwritten to {output}")
+
+    if keeps_runs:
+        help_text = "Go on with the runs that were finished when it was interrupted."
+        main.params.append(click.Option(["--resume"], is_flag=True, help=help_text))
+    main.epilog = f"\b\nExamples:\n{examples}"
+    return main

@@ -1,0 +1,1 @@
+"""Staged retrieval and the engine's door against their baselines."""

@@ -1,0 +1,1 @@
+"""What overlap and order bring."""

@@ -1,0 +1,1 @@
+"""What policies, orders and queues bring in virtual time."""

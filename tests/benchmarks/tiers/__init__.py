@@ -1,0 +1,1 @@
+"""What the tiers bring and cost."""

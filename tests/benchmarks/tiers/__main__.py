@@ -1,0 +1,66 @@
+"""``make bench-tiers``: what the tiers bring, what they cost, and whether they are right; ``build/bench-tiers.json``.
+
+Every figure is measured beside its baseline in the same run. Nothing is asserted: the table says which goals are met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.benchmarks.command import benchmark
+from tests.benchmarks.report import Goal, Part, Plan
+from tests.benchmarks.tiers.exactness import measure_exactness
+from tests.benchmarks.tiers.hit_share import measure_share, measure_share_by_policy, measure_swap_out
+from tests.benchmarks.tiers.idle_overhead import measure_idle, measure_idle_large
+from tests.benchmarks.tiers.policies import LOSS_ALLOWED, measure_policies
+from tests.benchmarks.tiers.store import measure_index, measure_killpoints
+from tests.benchmarks.tiers.tree import measure_decisions
+
+GOALS: dict[str, Goal] = {
+    "exact_requests": Goal(">=", 500),
+    "exact_mismatches": Goal("=", 0),
+    "exact_host_hits": Goal(">", 0),
+    "exact_disk_hits": Goal(">", 0),
+    "exact_evicted_blocks": Goal(">", 0),
+    "exact_preemptions": Goal(">", 0),
+    "exact_chunked_prefills": Goal(">", 0),
+    "exact_restarts": Goal(">", 0),
+    "cached_share_ratio": Goal(">=", 1.4),
+    "decision_p99_ms_1k": Goal("<", 1.0),
+    "decision_p99_ms_100k": Goal("<", 1.0),
+    "bytes_per_node": Goal("<", 1024),
+    "idle_throughput_ratio": Goal(">=", 0.97),
+    "idle_throughput_ratio_30m": Goal(">=", 0.97),
+    "swap_out_ratio": Goal("<=", 1.0),
+    "killpoints": Goal(">=", 1000),
+    "killpoint_lost": Goal("=", 0),
+    "killpoint_wrong": Goal("=", 0),
+    "index_open_s": Goal("<", 5.0),
+    "policy_worst_drift_ratio": Goal(">=", 1 - LOSS_ALLOWED),
+}
+
+PARTS: dict[str, Callable[[Plan], Part]] = {
+    "decisions": measure_decisions,
+    "index": measure_index,
+    "killpoints": measure_killpoints,
+    "policies": measure_policies,
+    "exactness": measure_exactness,
+    "share": measure_share,
+    "share-by-policy": measure_share_by_policy,
+    "swap-out": measure_swap_out,
+    "idle": measure_idle,
+    "idle-30m": measure_idle_large,
+}
+
+main = benchmark(
+    "bench-tiers",
+    "Measure the tiers: exactness, cached share, decision time, throughput, copies, crashes, policies.",
+    PARTS,
+    GOALS,
+    """  python -m tests.benchmarks.tiers
+  python -m tests.benchmarks.tiers --quick --output build/smoke.json
+  python -m tests.benchmarks.tiers --only decisions --only idle""",
+)
+
+if __name__ == "__main__":
+    main()

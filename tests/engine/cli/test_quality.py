@@ -1,0 +1,38 @@
+"""``ragcache calibrate`` over real engines: plain ones, and ones that reuse documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from examples.demo_model_training.recurring import recurring_questions
+from ragcache_core.bench.quality.questions import to_line
+from ragcache_core.cli import cli
+from ragcache_core.profiles.calibration import calibration_path, load_calibration
+
+NUM_QUESTIONS = 12
+
+
+def test_a_model_is_calibrated_with_the_engine_that_will_use_it(
+    demo_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platformdirs.user_data_dir", lambda name: str(tmp_path / name))
+    questions = tmp_path / "questions.jsonl"
+    drawn = [question for question in recurring_questions(40) if question.kind == "continued"][:NUM_QUESTIONS]
+    questions.write_text("\n".join(to_line(question) for question in drawn), encoding="utf-8")
+    sizes = ["--kv-cache-bytes", "64MiB", "--host-bytes", "64MiB", "--block-size", "32", "--max-tokens", "16"]
+    vllm_args = ["--", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    result = CliRunner().invoke(
+        cli,
+        ["calibrate", demo_model, "--questions", str(questions), "--alphas", "1.7", "--json", *sizes, *vllm_args],
+    )
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    assert told["full"] == 1.0
+    assert told["alpha"] == 1.7
+    (point,) = load_calibration(calibration_path(demo_model, "whole_chunks")).points
+    assert (point.quality, point.num_questions) == (1.0, NUM_QUESTIONS)
+    assert 0.0 < point.recomputed < 0.6  # some were reused as they were, some computed again

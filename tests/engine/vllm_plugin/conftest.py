@@ -1,0 +1,48 @@
+"""What the tests of this room share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine.vllm_plugin.disk_scene import Opening, Scene
+
+
+@pytest.fixture
+def opening(tmp_path: Path, identity: None) -> Iterator[Opening]:
+    """Start an engine's tier on this test's directory; what is left open is closed."""
+    from tests.engine.vllm_plugin.disk_scene import Scene
+
+    opened: list[Scene] = []
+
+    def open_scene(num_slots: int = 24, name: str = "cache") -> Scene:
+        opened.append(Scene(tmp_path / name, num_slots))
+        return opened[-1]
+
+    yield open_scene
+    for scene in opened:
+        scene.close()
+
+
+@pytest.fixture
+def identity() -> Iterator[None]:
+    """The engine's identity needs an engine; test_tiers_on_the_engine.py has one."""
+    from ragcache_core.vllm_plugin.disk import manager as disk
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "kv_identity", lambda config: {"model": "demo", "weights": "5f3a"})
+        yield
+
+
+@pytest.fixture
+def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs, however an engine in this process has set vLLM's loggers."""
+    logger = logging.getLogger("vllm")
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="vllm"):
+        patch.setattr(logger, "propagate", True)
+        yield caplog

@@ -1,0 +1,229 @@
+"""vLLM's host tier with our policy inside, and a model of sets that says what it must be like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.tree import check_invariants
+from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
+
+BLOCK = 4
+BLOCKS = {"A": 1, "B": 3, "C": 2, "D": 6}
+
+
+def chain(documents: str, question: int = 0) -> list[bytes]:
+    """Return the chained keys of a prompt, a block for a unit."""
+    keys: list[bytes] = []
+    for i, name in enumerate([n for d in documents for n in [d] * BLOCKS[d]] + ["?"] * question):
+        keys.append(sha256(b"".join([*keys[-1:], f"{i} {name}".encode()])).digest())
+    return keys
+
+
+@dataclass
+class Asker:
+    """A request, as the offloading knows it."""
+
+    context: ReqContext
+    keys: list[OffloadKey]
+    is_known: bool = True
+
+
+@dataclass
+class Host:
+    """vLLM's host tier of ``num_chunks`` chunks with our policy, and what a model expects of it.
+
+    One that ``is_selective`` stores the first of what is offered to it, and perhaps not all.
+    """
+
+    num_chunks: int
+    policy_name: str = "pgdsf"
+    is_selective: bool = False
+    writing: set[OffloadKey] = field(default_factory=set)
+    refs: dict[OffloadKey, int] = field(default_factory=dict)
+    promised: dict[str, set[OffloadKey]] = field(default_factory=dict)
+    unknown: set[OffloadKey] = field(default_factory=set)
+    before: dict[OffloadKey, OffloadKey | None] = field(default_factory=dict)
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        self.manager = CPUOffloadingManager(
+            self.num_chunks,
+            cache_policy="TreeCachePolicy",
+            cache_policy_module_path="ragcache_core.vllm_plugin.offload.host_policy",
+        )
+        if self.is_selective:
+            SelectiveHostTier.take_over(self.manager)
+        self.controller = CacheController(
+            PluginSettings(policy=self.policy_name, ghost_size=2),
+            tokens_per_block=BLOCK,
+            shadow_blocks=self.num_chunks,
+            prefill_cost=PrefillCostModel.default(),
+        )
+        self.controller.tiers[Tier.HOST] = TierReport(self.num_chunks, 1)
+        policy = self.manager._policy
+        assert isinstance(policy, TreeCachePolicy)
+        self.policy = policy
+        self.policy.controller = self.controller
+        self.tree = self.controller.tree
+
+    @property
+    def resident(self) -> set[OffloadKey]:
+        return self.writing | set(self.refs)
+
+    def ask(self, documents: str, question: int = 0, *, is_known: bool = True) -> Asker:
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        hashes = chain(documents, question) if is_known else [name.encode() + k for k in chain(documents, question)]
+        keys = [make_offload_key(key, 0) for key in hashes]
+        self.before.update(zip(keys, [None, *keys], strict=False))
+        context = ReqContext(name)
+        for i, key in enumerate(keys):
+            context.set_offload_key_position(key, (i + 1) * BLOCK)
+        if is_known:
+            segments, end = [], 0
+            for doc in documents:
+                segments.append(PromptSegment(SegmentKind.DOCUMENT, end, end + BLOCKS[doc] * BLOCK, doc))
+                end += BLOCKS[doc] * BLOCK
+            if question:
+                segments.append(PromptSegment(SegmentKind.QUESTION, end, end + question * BLOCK))
+                end += question * BLOCK
+            self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
+            self.controller.on_admitted(name, hashes, {}, 0.0)
+        self.manager.on_new_request(context)
+        return Asker(context, keys, is_known)
+
+    def can_evict(self, keys: list[OffloadKey]) -> int:
+        """Return how many chunks may go for ``keys``: idle ones below which nothing is held, promised or needed."""
+        kept = self.writing | {key for key, count in self.refs.items() if count} | set(keys)
+        kept |= {key for promised in self.promised.values() for key in promised}
+        located = [key for key in keys if self.tree.locate(key[:-4]) is not None]
+        if located and (first := self.before[min(located, key=self.depth)]) is not None:
+            kept.add(first)
+        kept &= self.resident
+        for key in [*kept]:
+            if key not in self.unknown:
+                kept.update(self.ancestors(key))
+        return len(self.resident - kept)
+
+    def depth(self, key: OffloadKey) -> int:
+        return len(self.ancestors(key))
+
+    def ancestors(self, key: OffloadKey) -> set[OffloadKey]:
+        found = set()
+        parent = self.before[key]
+        while parent is not None:
+            found.add(parent)
+            parent = self.before[parent]
+        return found
+
+    def prepare_store(self, asker: Asker, keys: list[OffloadKey]) -> list[OffloadKey] | None:
+        """Store, check what came of it, and return the keys that have to be written."""
+        new = [key for key in keys if key not in self.resident]
+        num_free = self.num_chunks - len(self.resident)
+        num_missing = len(new) - num_free
+        num_evictable = self.can_evict(keys)
+        chunks_before = {key: chunk.chunk_id for key, chunk in self.policy._chunks.items()}
+        num_evicted = self.tree.tiers[Tier.HOST].num_evicted_units
+        is_promised = self.policy._looking_up is not None
+        output = self.manager.prepare_store(keys, asker.context)
+        if output is None:
+            assert num_evictable < num_missing, "there was room"
+            assert {key: chunk.chunk_id for key, chunk in self.policy._chunks.items()} == chunks_before
+            assert self.tree.tiers[Tier.HOST].num_evicted_units == num_evicted
+            return None
+        if self.is_selective:
+            assert len(output.keys_to_store) >= min(num_free, len(new)), "what is free is for everybody"
+            new = new[: len(output.keys_to_store)]
+            num_missing = len(new) - num_free
+        assert output.keys_to_store == new
+        assert not self.policy._chosen
+        assert len(output.evicted_keys) == len(set(output.evicted_keys)) == max(num_missing, 0)
+        for key in output.evicted_keys:
+            assert self.refs.pop(key) == 0, "a chunk in use was evicted"
+            assert not any(key in promised for promised in self.promised.values()), "a promise was broken"
+            assert key not in keys
+            self.unknown.discard(key)
+        self.writing.update(new)
+        self.unknown.update(key for key in new if self.tree.locate(key[:-4]) is None)
+        if is_promised:
+            self.promised[asker.context.req_id].update(keys)
+        return new
+
+    def complete_store(self, asker: Asker, keys: list[OffloadKey], success: bool) -> None:
+        self.manager.complete_store(keys, asker.context, success)
+        self.writing.difference_update(keys)
+        if success:
+            self.refs.update(dict.fromkeys(keys, 0))
+        else:
+            self.unknown.difference_update(keys)
+
+    def look_up(self, asker: Asker, *, promotes: int = 0) -> list[OffloadKey]:
+        """Look a request's chunks up as the connector does, promoting some that are missing; return those ready."""
+        name = asker.context.req_id
+        self.policy.begin_lookup(name)
+        self.promised[name] = set()
+        ready, is_prefix = [], True
+        for key in asker.keys:
+            found = self.manager.lookup(key, asker.context)
+            expected = LookupResult.HIT_PENDING if key in self.writing else LookupResult.MISS
+            assert found == (LookupResult.HIT if key in self.refs else expected)
+            if found is LookupResult.MISS:
+                if not promotes or self.prepare_store(asker, [key]) is None:
+                    break
+                promotes -= 1
+            else:
+                self.promised[name].add(key)
+            is_prefix &= found is LookupResult.HIT
+            if is_prefix:
+                ready.append(key)
+        self.policy.end_lookup()
+        return ready
+
+    def forget(self, asker: Asker) -> None:
+        self.policy.forget_promises(asker.context.req_id)
+        self.promised.pop(asker.context.req_id, None)
+
+    def prepare_load(self, asker: Asker, keys: list[OffloadKey]) -> None:
+        self.manager.prepare_load(keys, asker.context)
+        for key in keys:
+            self.refs[key] += 1
+
+    def complete_load(self, asker: Asker, keys: list[OffloadKey]) -> None:
+        self.manager.complete_load(keys, asker.context)
+        for key in keys:
+            self.refs[key] -= 1
+
+    def finish(self, asker: Asker) -> None:
+        self.manager.on_request_finished(asker.context)
+        self.forget(asker)
+        self.controller.on_finished(asker.context.req_id)
+
+    def check(self) -> None:
+        check_invariants(self.tree, is_connected=False)
+        chunks = self.policy._chunks
+        assert set(chunks) == self.resident
+        assert {key for key, chunk in chunks.items() if not chunk.is_ready} == self.writing
+        assert {key: chunk.ref_cnt for key, chunk in chunks.items() if chunk.is_ready} == self.refs
+        chunk_ids = [chunk.chunk_id for chunk in chunks.values()]
+        assert len(set(chunk_ids)) == len(chunk_ids) <= self.num_chunks
+        assert all(0 <= chunk_id < self.num_chunks for chunk_id in chunk_ids)
+        assert self.manager._get_num_free_chunks() == self.num_chunks - len(chunks)
+        assert self.manager._num_evictable_cache_chunks == sum(count == 0 for count in self.refs.values())
+        state = self.tree.tiers[Tier.HOST]
+        units = {key: (n.id, i) for n in self.tree.nodes() for i, key in enumerate(n.keys)}
+        resident = {key for key, (node, i) in units.items() if state.resident[node] >> i & 1}
+        assert resident == {key[:-4] for key in self.resident - self.unknown}
+        held = {key for key, (node, i) in units.items() if state.in_use.get(node, 0) >> i & 1}
+        busy = self.writing | {key for key, count in self.refs.items() if count}
+        busy |= {key for promised in self.promised.values() for key in promised}
+        busy &= self.resident
+        assert {key[:-4] for key in busy - self.unknown} <= held <= {key[:-4] for key in busy}

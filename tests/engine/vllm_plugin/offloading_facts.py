@@ -1,0 +1,289 @@
+"""Print what vLLM's offloading is like where we rely on it, as JSON; run by test_offloading_signatures.py."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
+from vllm.v1.kv_offload.config import OffloadingParallelConfig
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+from vllm.v1.kv_offload.tiering import manager as tiering
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from ragcache_core.vllm_plugin import compat
+from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
+from ragcache_core.vllm_plugin.offload.host_policy import TreeCachePolicy
+from tests.engine.vllm_plugin.vllm_facts import methods, names, parameters, sets
+
+
+def facts() -> dict[str, object]:
+    """Return names, signatures and a few measured facts."""
+    whole_offloading = inspect.getsource(offloading.OffloadingConnectorScheduler)
+    whole_tiering = inspect.getsource(compat.TieringOffloadingManager)
+    req_data = inspect.getsource(offloading.yield_req_data)
+    host = CPUOffloadingManager(4, "lru")
+    return {
+        "policy": {
+            name: parameters(getattr(compat.CachePolicy, name))
+            for name in (
+                "__init__",
+                "get",
+                "insert",
+                "remove",
+                "touch",
+                "on_store_miss",
+                "on_request_finished",
+                "evict",
+                "clear",
+                "mark_evictable",
+                "mark_non_evictable",
+            )
+        },
+        "policy_is_complete": [
+            sorted(TreeCachePolicy.__abstractmethods__),
+            sorted(set(methods(compat.CachePolicy)) - set(methods(TreeCachePolicy))),
+        ],
+        "policy_by_name": parameters(CachePolicyFactory.get_cache_policy_cls),
+        "host": [
+            name
+            for name in ("_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks")
+            if hasattr(host, name)
+        ],
+        "host_store": [
+            parameters(compat.CPUPrimaryTierOffloadingManager.prepare_store),
+            parameters(compat.CPUPrimaryTierOffloadingManager.complete_store),
+            parameters(compat.CPUPrimaryTierOffloadingManager._get_num_free_chunks),
+        ],
+        "host_view": parameters(compat.CPUPrimaryTierOffloadingManager.get_kv_memoryview),
+        "chunk_status": [compat.ChunkStatus(3).chunk_id, compat.ChunkStatus(3).ref_cnt],
+        "tiering_sets": sets(compat.TieringOffloadingManager, "primary_tier", "secondary_tiers"),
+        "spec_sets": sets(
+            compat.TieringOffloadingSpec,
+            "num_chunks",
+            "kv_bytes_per_chunk",
+            "cpu_page_size_per_worker",
+            "_manager",
+            "_engine_id",
+            "extra_config",
+            "config",
+            "blocks_per_chunk",
+            "tokens_per_hash",
+            "eviction_policy",
+            "cache_policy_module_path",
+            "secondary_tier_configs",
+            "_scheduler_mmap",
+        ),
+        "spec": [
+            parameters(compat.TieringOffloadingSpec.get_manager),
+            parameters(compat.TieringOffloadingSpec.get_worker),
+        ],
+        "offload_config": names(compat.OffloadingConfig),
+        "identity": [
+            sorted(
+                {"tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_index"}
+                - set(names(OffloadingParallelConfig))
+            ),
+            sorted({"kv_cache_dtype_skip_layers", "prefix_caching_hash_algo"} - set(CacheConfig.__dataclass_fields__)),
+            sorted({"method", "draft_model_config"} - set(SpeculativeConfig.__dataclass_fields__)),
+            sorted(
+                {"speculative_config", "attention_config", "load_config", "model_config", "cache_config"}
+                - set(VllmConfig.__dataclass_fields__)
+            ),
+            sorted(
+                {
+                    "model_impl",
+                    "model_class_overrides",
+                    "disable_sliding_window",
+                    "quantization_config",
+                    "max_model_len",
+                }
+                - set(ModelConfig.__dataclass_fields__)
+            ),
+            "original_max_model_len" in inspect.getsource(ModelConfig.__post_init__),
+            sorted({"load_format", "download_dir", "model_loader_extra_config"} - set(LoadConfig.__dataclass_fields__)),
+            "cp_kv_cache_interleave_size" in ParallelConfig.__dataclass_fields__,
+            "backend" in AttentionConfig.__dataclass_fields__,
+        ],
+        "tier_init": parameters(compat.SecondaryTierManager.__init__),
+        "tier_is_complete": sorted(DiskTier.__abstractmethods__),
+        "tier": {
+            name: parameters(getattr(compat.SecondaryTierManager, name))
+            for name in (
+                "on_new_request",
+                "lookup",
+                "submit_store",
+                "submit_load",
+                "get_finished_jobs",
+                "has_pending_work",
+                "drain_jobs",
+                "on_schedule_end",
+                "shutdown",
+            )
+        },
+        "tier_reads": [
+            isinstance(inspect.getattr_static(compat.SecondaryTierManager, "block_size_bytes"), property),
+            [compat.LookupResult.HIT.name, compat.LookupResult.MISS.name, compat.Medium.STORAGE.name],
+            parameters(compat.TieringOffloadingManager.on_schedule_end),
+            DiskTier.cache_hit_source.name,
+            "(tier.medium, tier.locality)" in inspect.getsource(tiering),
+        ],
+        "req_context": sorted({"req_id", "kv_transfer_params"} & set(names(compat.ReqContext))),
+        "tier_factory": "module_path" in inspect.getsource(SecondaryTierFactory),
+        "job": names(compat.TransferJob),
+        "result": names(compat.JobResult),
+        "offload_key": compat.get_offload_block_hash(b"hash" + bytes(4)) == b"hash",
+        "worker": {
+            name: parameters(getattr(compat.OffloadingWorker, name))
+            for name in ("submit_store", "submit_load", "get_finished", "wait", "shutdown")
+        },
+        "worker_is_complete": sorted(CopyingWorker.__abstractmethods__),
+        "transfer_result": names(compat.TransferResult),
+        "caches": names(compat.CanonicalKVCaches),
+        "cache": [
+            sorted({"tensor", "page_size_bytes"} & set(names(CanonicalKVCacheTensor))),
+            "tensor_idx" in names(CanonicalKVCacheRef),
+        ],
+        "worker_meta": [
+            "kv_connector_worker_meta" in names(KVConnectorOutput),
+            "completed_jobs" in names(OffloadingWorkerMetadata),
+        ],
+        "gpu_spec": parameters(compat.GPULoadStoreSpec.__init__),
+        "offloading_config": parameters(compat.build_offloading_config),
+        "region": [
+            parameters(compat.SharedOffloadRegion.__init__)[:6],
+            parameters(compat.SharedOffloadRegion.create_next_worker_view),
+            parameters(compat.SharedOffloadRegion.cleanup),
+        ],
+        "region_file": sets(compat.SharedOffloadRegion, "fd"),
+        "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap"
+        in inspect.getsource(compat.SharedOffloadRegion.__init__),
+        "offloading_connector": {
+            name: parameters(getattr(compat.OffloadingConnector, name))
+            for name in (
+                "get_num_new_matched_tokens",
+                "update_state_after_alloc",
+                "build_connector_meta",
+                "request_finished",
+                "request_finished_all_groups",
+                "reset_cache",
+                "get_kv_connector_stats",
+                "get_external_cache_hit_sources",
+                "on_new_request",
+                "take_events",
+                "has_pending_push_work",
+                "handle_preemptions",
+                "update_connector_output",
+                "shutdown",
+            )
+        },
+        "offloading_scheduler": [
+            isinstance(inspect.getattr_static(compat.OffloadingConnector, "scheduler"), property),
+            sets(offloading.OffloadingConnectorScheduler, "manager"),
+            names(offloading.TransferJob),
+        ],
+        "offloading_progress": {
+            "reads": "scheduler_output.num_scheduled_tokens,\n"
+            in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
+            "shown": {"req_ids", "num_computed_tokens", "new_block_ids"} <= set(names(CachedRequestData)),
+            "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config", "_jobs"),
+            "news": sorted(set(re.findall(r"self\.(_current_batch_\w+)", whole_offloading))),
+            "step": sorted(set(re.findall(r"scheduler_output\.(\w+)", whole_offloading))),
+            "req_data": sorted(set(re.findall(r"(?:scheduler_output|cached_reqs)\.(\w+)", req_data))),
+            "block_state": "boundary_state_offloads" in names(KVConnectorBlockState),
+            "end": [list(compat.ScheduleEndContext._fields), names(compat.OffloadingConnectorMetadata)],
+            "end_of_manager": sorted(
+                set(re.findall(r"self\.(\w+)", inspect.getsource(compat.TieringOffloadingManager.on_schedule_end)))
+            ),
+            "pending": [
+                sorted(set(re.findall(r"self\.(\w+)", inspect.getsource(pending))))
+                for pending in (
+                    offloading.OffloadingConnectorScheduler.has_pending_push_work,
+                    compat.TieringOffloadingManager.has_pending_work,
+                )
+            ],
+            "open_copies": [
+                "self._jobs: dict[int, TransferJobStatus]" in whole_offloading,
+                "is_store" in names(offloading.TransferJobStatus),
+                "self._jobs: dict[JobId, JobMetadata]" in whole_tiering,
+                "transfer_job" in tiering.JobMetadata._fields,
+                "self._req_state: dict[str, RequestState]" in whole_tiering,
+                "pending_cascade_keys" in names(tiering.RequestState),
+            ],
+            "limits": [
+                "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
+                "offload_prompt_only" in offloading.SchedulerOffloadConfig.__annotations__,
+                "kv_group_configs" in offloading.SchedulerOffloadConfig.__annotations__,
+                {"group_states", "req"} <= offloading.RequestOffloadState.__annotations__.keys(),
+            ],
+            "group": [
+                "next_stored_chunk_idx" in offloading.RequestGroupState.__annotations__,
+                "tokens_per_chunk" in offloading.GroupOffloadConfig.__annotations__,
+                "offload_keys" in offloading.RequestGroupState.__annotations__,
+            ],
+        },
+        "put_off": [
+            "num_tokens_after_batch = req.num_computed_tokens + num_scheduled_tokens"
+            in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
+            "request.num_computed_tokens += num_scheduled_token"
+            in inspect.getsource(compat.Scheduler._update_after_schedule),
+            sets(
+                offloading.OffloadingConnectorScheduler, "_sliding_window_groups", "_block_id_to_pending_jobs", "config"
+            ),
+            {"req_id", "block_ids", "num_computed_tokens"} <= set(names(NewRequestData)),
+        ],
+        "late_stores": [
+            parameters(OffloadingConnectorWorker.prepare_store_kv),
+            "self._unsubmitted_store_jobs.append" in inspect.getsource(OffloadingConnectorWorker.prepare_store_kv),
+            "self.worker.submit_store" in inspect.getsource(OffloadingConnectorWorker.handle_preemptions),
+            "get_kv_transfer_group().handle_preemptions(" in inspect.getsource(GPUModelRunner.execute_model),
+            sets(compat.OffloadingConnector, "connector_worker"),
+            sets(OffloadingConnectorWorker, "worker"),
+        ],
+        "spare_time": [
+            parameters(compat.platform_worker().execute_model),
+            parameters(compat.platform_worker().sample_tokens),
+            "model_output = self.model_executor.sample_tokens(" in inspect.getsource(EngineCore.step),
+        ],
+        "seeded_prefill": [
+            sets(GPUModelRunner, "input_batch", "discard_request_mask"),
+            sets(InputBatch, "generators"),
+            "self.discard_request_mask.np[:num_reqs]" in inspect.getsource(GPUModelRunner._bookkeeping_sync),
+            "generators=self.generators" in inspect.getsource(InputBatch._make_sampling_metadata),
+        ],
+        "quiet_worker": [
+            parameters(compat.platform_worker().initialize_from_config),
+            parameters(compat.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output),
+            "self.maybe_get_kv_connector_output(" in inspect.getsource(GPUModelRunner.execute_model),
+            "if not kv_output:\n                continue" in inspect.getsource(KVOutputAggregator.aggregate),
+            "if kv_connector_output:" in inspect.getsource(compat.Scheduler.update_from_output),
+            "kv_connector_metadata" in names(SchedulerOutput),
+        ],
+        "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
+        "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

@@ -1,0 +1,218 @@
+"""Our scheduler over GPU and host memory without workers, and steps as vLLM's engine makes them, two in flight."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.config.vllm import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_offload.base import get_offload_block_hash
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from ragcache_core.client.launch import arguments
+from ragcache_core.config import CacheConfig as Tiers
+from ragcache_core.runtime.shared_memory import new_engine_id, prepare_regions, remove_regions
+from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
+from tests.conftest import DEMO_MODEL
+
+BLOCK = 16
+ANSWER = 5
+"""The token that is always sampled."""
+
+
+@contextmanager
+def host_scheduler(
+    num_blocks: int, host_bytes: str, tells_events: bool = False, is_async: bool = False
+) -> Iterator[Any]:
+    """Yield our scheduler over GPU and host memory, with nobody to run its steps."""
+    init_none_hash(sha256)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
+    engine_id = new_engine_id(os.getpid())
+    prepare_regions(engine_id)
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
+        ),
+        kv_transfer_config=KVTransferConfig(
+            **arguments._transfer_config(Tiers(host_bytes=host_bytes).resolved(), engine_id, None, ())
+        ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
+    )
+    config.scheduler_config.async_scheduling = is_async
+    cache.num_gpu_blocks = num_blocks
+    try:
+        with set_current_vllm_config(config):
+            kind = AsyncTreeScheduler if is_async else SyncTreeScheduler
+            scheduler = kind(
+                vllm_config=config,
+                kv_cache_config=KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)]),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                log_stats=True,
+            )
+        yield scheduler
+        scheduler.shutdown()
+    finally:
+        remove_regions(engine_id)
+
+
+def request(name: str, tokens: list[int], num_answers: int, *, params: dict[str, Any] | None = None) -> Request:
+    """Return a request; ``params`` are its ``kv_transfer_params``."""
+    sampling = SamplingParams(max_tokens=num_answers, ignore_eos=True)
+    if params:
+        sampling.extra_args = {"kv_transfer_params": params}
+    return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
+
+
+@dataclass
+class Steps:
+    """vLLM's ``EngineCore.step``, or ``step_with_batch_queue`` with two steps in flight, over workers that copy late.
+
+    A store ends ``store_steps`` steps after the one that asked for it, one at least as with vLLM's workers, or with
+    the step that needs it to; a load ends at once. A store copies as late as it may: after that step has computed.
+
+    Memory holds what KV stands for: the tokens of a block and all before it. What a step reads is looked at, and so is
+    what host memory holds when a store of it is told of.
+    """
+
+    scheduler: Any
+    is_async: bool
+    store_steps: int = 1
+    num: int = 0
+    num_stored: int = 0
+    """Blocks that host memory held when they were said to be stored."""
+    _in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = field(default_factory=deque)
+    _storing: dict[int, int] = field(default_factory=dict)
+    _copies: dict[int, Any] = field(default_factory=dict)
+    _engine: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _host: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _tokens_of: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        tier = self.scheduler.connector.scheduler.manager.primary_tier
+        tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
+
+    def step(self) -> bool:
+        """Make one call of the engine's loop; return whether there was anything to do."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.num += 1
+            is_computing = output.total_num_scheduled_tokens > 0
+            if is_computing or not self.is_async:
+                self.scheduler.get_grammar_bitmask(output)
+            self._in_flight.append((output, self._run(output)))
+            if self.is_async and len(self._in_flight) < 2 and (is_computing or self.scheduler.has_requests()):
+                return True
+        elif not self._in_flight:
+            return False
+        self._update(*self._in_flight.popleft())
+        return True
+
+    def rest(self, max_steps: int = 200) -> None:
+        """Step until there is nothing to do."""
+        for _ in range(max_steps):
+            if not self.step():
+                return
+        left = list(self.scheduler.requests), list(self.scheduler.connector.scheduler._jobs)
+        raise AssertionError(f"the engine goes on stepping: requests and copies left are {left}")
+
+    def _update(self, output: SchedulerOutput, ran: ModelRunnerOutput) -> None:
+        self.scheduler.update_from_output(output, ran)
+
+    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        meta = output.kv_connector_metadata
+        late_jobs = getattr(meta, "late_jobs", {})  # as if they had come with the step before
+        self._storing.update(dict.fromkeys(late_jobs, self.num - 1 + self.store_steps))
+        self._storing.update(dict.fromkeys(meta.store_jobs, self.num + self.store_steps))
+        self._copies.update(late_jobs)
+        self._copies.update(meta.store_jobs)
+        ended = [job for job in self._storing if job in (meta.jobs_to_flush or ())]
+        self._store(ended)
+        self._compute(output)
+        for job in meta.load_jobs.values():
+            for chunk, block in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
+                self._engine[block] = self._host[chunk]
+        due = [job for job, last in self._storing.items() if last <= self.num]
+        self._store(due)
+        ended += due
+        told = OffloadingWorkerMetadata()
+        for job in (*ended, *meta.load_jobs):
+            told.mark_completed(job)
+        copied = KVConnectorOutput(
+            finished_recving={job.req_id for job in meta.load_jobs.values()},
+            kv_connector_worker_meta=told if told.completed_jobs else None,
+        )
+        ids = list(output.num_scheduled_tokens)
+        asked = [self.scheduler.requests[name] for name in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: i for i, name in enumerate(ids)},
+            sampled_token_ids=[[] if r.is_prefill_chunk else [ANSWER] for r in asked],
+            kv_connector_output=None if copied.is_empty() else copied,  # as workers leave it out
+        )
+
+    def _compute(self, output: SchedulerOutput) -> None:
+        computed = {}
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            asked = self.scheduler.requests[name]
+            first, end = asked.num_computed_tokens - num_tokens, asked.num_computed_tokens
+            tokens = (*asked.prompt_token_ids, *[ANSWER] * asked.max_tokens)
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            for i in range(first // BLOCK, end // BLOCK):
+                self._tokens_of.setdefault(_key_of(tokens[: (i + 1) * BLOCK]), tokens[: (i + 1) * BLOCK])
+            computed[name] = [(blocks[i], tokens[: min(end, (i + 1) * BLOCK)]) for i in range(-(-end // BLOCK))]
+            self._engine.update(computed[name][first // BLOCK :])
+        for name, read in computed.items():
+            for block, tokens in read:
+                assert self._engine.get(block) == tokens, f"{name} reads KV of other tokens in block {block}"
+
+    def _store(self, jobs: list[int]) -> None:
+        for number in jobs:
+            del self._storing[number]
+            job = self._copies.pop(number)
+            for block, chunk in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
+                self._host[chunk] = self._engine[block]
+
+    def _on_stored(self, tier: Any, complete: Callable[..., None], keys: Any, *context: Any, **success: bool) -> None:
+        for key in keys:
+            if (chunk := tier._policy._chunks.get(key)) is not None:  # a reset may have dropped it
+                stored = self._host.get(chunk.chunk_id)
+                assert stored == self._tokens_of[get_offload_block_hash(key)], "a chunk is not what it is said to be"
+                self.num_stored += 1
+        complete(keys, *context, **success)
+
+
+def _key_of(tokens: tuple[int, ...]) -> bytes:
+    """Return the hash of the last block of some tokens."""
+    key: bytes = request("", list(tokens), 1).block_hashes[-1]
+    return key

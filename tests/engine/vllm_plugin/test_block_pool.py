@@ -1,0 +1,321 @@
+"""The GPU tier on vLLM's own block pool, driven by vLLM's own cache manager: the way the scheduler uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
+
+from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, POLICIES, Pool, Running
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Requests come, wait, run, are preempted and end, in a pool that is too small for them."""
+
+    @initialize(num_blocks=st.integers(6, 24), policy=st.sampled_from(POLICIES), limit=st.none() | st.integers(1, 2))
+    def build(self, num_blocks: int, policy: str, limit: int | None) -> None:
+        self.it = Pool(num_blocks, policy, max_cached_documents=limit)
+        self.waiting: list[Request] = []
+        self.running: list[Running] = []
+
+    @rule(documents=st.text("ABCD", min_size=0, max_size=3), question=st.integers(1, 9), seed=st.integers(1, 2))
+    def arrive(self, documents: str, question: int, seed: int) -> None:
+        self.waiting.append(self.it.new(documents, question, seed))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), num_tokens=st.none() | st.integers(1, 20), delays=st.booleans())
+    def admit(self, data: st.DataObject, num_tokens: int | None, delays: bool) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        if self.it.start(request, num_tokens=num_tokens, delays=delays) is not None:
+            self.waiting.remove(request)
+            self.running.append(Running(request, delays))
+
+    @precondition(lambda self: any(r.is_delayed for r in self.running))
+    @rule(data=st.data())
+    def cache_what_was_delayed(self, data: st.DataObject) -> None:
+        """Several requests that computed the same at the same time make copies."""
+        running = data.draw(st.sampled_from([r for r in self.running if r.is_delayed]))
+        running.is_delayed = False
+        self.it.manager.cache_blocks(running.request, running.request.num_computed_tokens)
+
+    @precondition(lambda self: any(not r.is_delayed for r in self.running))
+    @rule(data=st.data(), num_tokens=st.integers(1, 9), token=st.integers(1, 2))
+    def run(self, data: st.DataObject, num_tokens: int, token: int) -> None:
+        running = data.draw(st.sampled_from([r for r in self.running if not r.is_delayed]))
+        for _ in range(num_tokens):
+            if not self.it.advance(running.request, token):
+                break
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        running = data.draw(st.sampled_from(self.running))
+        self.running.remove(running)
+        self.it.finish(running.request)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        running = data.draw(st.sampled_from(self.running))
+        self.running.remove(running)
+        self.waiting.append(running.request)
+        self.it.preempt(running.request)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def give_up_waiting(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.waiting))
+        self.waiting.remove(request)
+        self.it.controller.on_finished(request.request_id)
+
+    @rule()
+    def settle(self) -> None:
+        """A step is computed meanwhile; until then a block that came back is in use as far as the tree knows."""
+        self.it.settle()
+
+    @rule(data=st.data())
+    def lose_blocks(self, data: st.DataObject) -> None:
+        """A transfer into these blocks failed."""
+        self.it.pool.evict_blocks(set(data.draw(st.lists(st.integers(1, self.it.num_blocks - 1), max_size=3))))
+
+    @rule()
+    def reset(self) -> None:
+        is_reset = self.it.pool.reset_prefix_cache()
+        assert is_reset == (not self.running)
+        if is_reset:
+            assert self.it.cached_keys() == self.it.resident_keys() == set()
+
+    @rule(share=st.floats(0, 1))
+    def take_blocks_for_something_else(self, share: float) -> None:
+        num_free = self.it.pool.get_num_free_blocks()
+        taken = self.it.pool.get_new_blocks(round(num_free * share))
+        assert all(block.ref_cnt == 1 and block.block_hash is None for block in taken)
+        assert self.it.pool.get_num_free_blocks() == num_free - len(taken)
+        self.it.check()
+        self.it.pool.free_blocks(taken)
+
+    @invariant()
+    def everything_is_in_its_place(self) -> None:
+        if hasattr(self, "it"):
+            self.it.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "it"):
+            return
+        for running in self.running:
+            self.it.finish(running.request)
+        for request in self.waiting:
+            self.it.controller.on_finished(request.request_id)
+        self.it.check()
+        self.it.check_nothing_leaks()
+
+
+BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPool = BlockPoolMachine.TestCase
+
+
+def test_more_blocks_than_are_free_are_refused_as_vllm_does() -> None:
+    it = Pool(6)
+    with pytest.raises(ValueError, match="free blocks"):
+        it.pool.get_new_blocks(6)
+    taken = it.pool.get_new_blocks(5)
+    with pytest.raises(ValueError, match="No free blocks available"):
+        it.queue.popleft()
+    it.pool.free_blocks(taken)
+    assert it.pool.get_num_free_blocks() == 5
+    assert it.pool.get_usage() == 0.0
+
+
+class ToldTree:
+    """A tree, and how often it was told that blocks are gone."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self.num_told = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tree, name)
+
+    def remove(self, *unit: Any) -> None:
+        self.num_told += 1
+        self._tree.remove(*unit)
+
+
+def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> None:
+    it = Pool(6)
+    it.controller.tree = tree = ToldTree(it.tree)
+    request = it.new("D", question=0)
+    for _ in range(2):  # the second time in the same blocks, which the tree gave up between
+        it.start(request, num_tokens=20)
+        it.preempt(request)
+        it.settle()
+        taken = it.pool.get_new_blocks(5)
+        assert it.resident_keys() == set()
+        assert tree.num_told == 0
+        it.pool.free_blocks(taken)
+    it.start(request, num_tokens=20)
+    it.preempt(request)
+    it.settle()
+    it.pool.evict_blocks({block.block_id for block in it.pool.blocks if block.block_hash is not None})
+    assert it.resident_keys() == it.cached_keys() == set()
+    assert tree.num_told == 5
+
+
+def test_blocks_without_content_go_before_documents() -> None:
+    it = Pool(12)
+    request = it.new("B", question=1)
+    assert it.start(request) == 0
+    it.finish(request)
+    assert len(it.resident_keys()) == 3
+    taken = it.pool.get_new_blocks(8)
+    assert len(it.resident_keys()) == 3, "eight blocks were free and empty"
+    it.pool.free_blocks(taken)
+
+
+def test_a_document_gives_up_its_last_blocks_first_and_still_serves_its_beginning() -> None:
+    it = Pool(12)
+    request = it.new("D", question=1)
+    it.start(request)
+    it.finish(request)
+    num_spare = it.pool.get_num_free_blocks() - len(it.resident_keys())
+    it.pool.free_blocks(it.pool.get_new_blocks(num_spare + 2))
+    again = it.new("D", question=1)
+    assert it.start(again) == LENGTHS["D"] // BLOCK * BLOCK - 2 * BLOCK
+    it.finish(again)
+    it.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True], ids=["stock", "ours"])
+def test_what_is_used_often_outlives_what_is_used_once(is_taken_over: bool) -> None:
+    """vLLM keeps what was used last; the tree what its policy says."""
+    it = Pool(12, "lfu", is_taken_over=is_taken_over)
+    for documents in ("D", "D", "D", "A", "B", "C", "BA", "CB"):
+        request = it.new(documents, question=1)
+        assert it.start(request) is not None
+        it.finish(request)
+    again = it.new("D", question=1)
+    num_hits = it.start(again)
+    assert num_hits is not None
+    assert (num_hits >= 12) == is_taken_over
+
+
+def test_copies_of_the_same_content_are_one_unit_and_the_last_copy_keeps_it() -> None:
+    it = Pool(16)
+    one, two = it.new("B", question=1), it.new("B", question=1)
+    assert it.start(one, delays=True) == it.start(two, delays=True) == 0
+    it.manager.cache_blocks(one, one.num_computed_tokens)
+    it.manager.cache_blocks(two, two.num_computed_tokens)
+    assert len(it.resident_keys()) == 3
+    it.finish(one)
+    it.settle()
+    it.check()
+    assert len(it.held_keys()) == 3, "the other request still uses this content"
+    it.finish(two)
+    it.settle()
+    it.check()
+    assert it.held_keys() == set()
+    hit = it.new("B", question=1)
+    assert it.start(hit) == 12
+    it.check()
+    it.finish(hit)
+    it.check_nothing_leaks()
+
+
+def test_a_block_that_came_back_is_hit_evicted_and_counted_before_anybody_has_looked_at_it() -> None:
+    it = Pool(6)
+    request = it.new("B", question=1)
+    it.start(request)
+    it.finish(request)
+    assert len(it.held_keys()) == 3, "nobody has looked"
+    assert it.pool.get_num_free_blocks() == 5
+    hit = it.new("B", question=1)
+    assert it.start(hit) == 12
+    it.check()
+    it.finish(hit)
+    taken = it.pool.get_new_blocks(5)
+    assert it.resident_keys() == it.held_keys() == set()
+    it.pool.free_blocks(taken)
+    again = it.new("B", question=1)
+    it.start(again)
+    it.finish(again)
+    assert it.pool.reset_prefix_cache()
+    it.check()
+    assert it.resident_keys() == it.held_keys() == set()
+    it.check_nothing_leaks()
+
+
+def test_content_that_a_failed_load_took_from_one_copy_is_not_in_use_through_a_free_one() -> None:
+    it = Pool(16)
+    one, two = it.new("B", question=1), it.new("B", question=1)
+    it.start(one, delays=True)
+    it.start(two, delays=True)
+    it.manager.cache_blocks(one, one.num_computed_tokens)
+    it.manager.cache_blocks(two, two.num_computed_tokens)
+    it.finish(one)
+    it.pool.evict_blocks(set(it.manager.get_block_ids(two.request_id)[0]))
+    it.check()
+    it.finish(two)
+    it.check()
+    hit = it.new("B", question=1)
+    assert it.start(hit) == 12
+    it.finish(hit)
+    it.check_nothing_leaks()
+
+
+def test_an_allocation_that_fits_succeeds_when_every_free_block_stands_below_one_in_use() -> None:
+    """The tree gives up leaves only, but vLLM has promised the blocks: it is asked for anything then."""
+    it = Pool(9)
+    one, two = it.new("B", question=1), it.new("B", question=1)
+    it.start(one, delays=True)
+    it.start(two, delays=True)
+    it.manager.cache_blocks(one, one.num_computed_tokens)
+    it.finish(one)
+    it.manager.cache_blocks(two, two.num_computed_tokens)
+    it.check()
+    num_free = it.pool.get_num_free_blocks()
+    taken = it.pool.get_new_blocks(num_free)
+    assert len(taken) == num_free == 4
+    it.check()
+    it.pool.free_blocks(taken)
+    it.finish(two)
+    it.check_nothing_leaks()
+
+
+def test_the_free_blocks_can_be_walked_from_any_of_them() -> None:
+    it = Pool(8)
+    request = it.new("B", question=1)
+    it.start(request)
+    it.finish(request)
+    free: list[KVCacheBlock] = it.queue.get_all_free_blocks()
+    assert list(it.queue.iter_blocks_after(None)) == free
+    assert list(it.queue.iter_blocks_after(free[2])) == free[3:]
+    with pytest.raises(RuntimeError, match="not free"):
+        it.queue.remove(it.pool.null_block)
+
+
+def test_a_pool_without_prefix_caching_hands_blocks_out_all_the_same() -> None:
+    it = Pool(8)
+    it.pool.enable_caching = False
+    taken = it.pool.get_new_blocks(7)
+    it.pool.free_blocks(taken)
+    assert it.pool.get_num_free_blocks() == 7
+
+
+@pytest.mark.parametrize("first_private", [0, 2, 5])
+def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_private: int) -> None:
+    """By this alone, whatever their names are: the last block of a prompt gets its name after it was told apart."""
+    it = Pool(40)
+    request, same = it.new("BC"), it.new("BC")
+    it.controller.private_from[request.request_id] = first_private
+    assert it.start(request) == 0
+    for token in range(3 * BLOCK):
+        assert it.advance(request, token)
+    assert it.cached_keys() == it.held_keys() == set(request.block_hashes[:first_private])
+    assert len(request.block_hashes) > first_private
+    it.finish(request)
+    assert it.start(same) == first_private * BLOCK

@@ -1,0 +1,194 @@
+"""Before vLLM's routes and ours: nothing of use without the key, and no body that is larger than prompts are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.routing import WebSocketRoute
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from ragcache_core.client import Engine
+from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS, max_body_bytes
+
+KEY = "the key"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+
+
+def server(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> FastAPI:
+    """vLLM's server with every route it can have, and ours; there is no engine behind it."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", "ragcache")
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*arguments])
+    app = build_app(args, (*GENERATION_TASKS, *POOLING_TASKS))
+    app.state.ragcache_max_body_bytes = 10_000
+    return app
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    return server(monkeypatch, "--api-key", KEY)
+
+
+@pytest.fixture
+def client(app: FastAPI) -> TestClient:
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def test_every_route_needs_the_key_but_those_on_the_list(app: FastAPI, client: TestClient) -> None:
+    asked = set()
+    for route in app.routes:
+        path = re.sub(r"\{[^}]*\}", "x", route.path)
+        if isinstance(route, WebSocketRoute):
+            with pytest.raises(WebSocketDisconnect), client.websocket_connect(path):
+                pass
+            continue
+        for method in getattr(route, "methods", None) or {"GET", "POST"}:
+            if path in OPEN_PATHS:
+                continue
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
+                answer = client.request(method, path, headers=headers)
+                assert answer.status_code == 401, (method, path)
+            asked.add(path)
+    expected = {"/invocations", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/ragcache/stats"}
+    dangerous = {"/sleep", "/collective_rpc", "/reset_prefix_cache", "/server_info", "/scale_elastic_ep", "/v1/models"}
+    assert asked >= expected | dangerous
+    assert client.post("/invocations", headers=AUTHORIZED, json={}).status_code != 401
+    assert client.post("/v1/../invocations").status_code == 401
+    assert client.post("//invocations").status_code == 401
+
+
+def test_the_routes_on_the_list_answer_without_the_key(client: TestClient) -> None:
+    for path in OPEN_PATHS:
+        assert client.get(path).status_code != 401, path
+
+
+def test_a_server_behind_a_prefix_asks_for_the_key_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = TestClient(server(monkeypatch, "--api-key", KEY, "--root-path", "/llm"), raise_server_exceptions=False)
+    for prefix in ("", "/llm"):
+        assert client.post(f"{prefix}/invocations").status_code == 401
+        assert client.post(f"{prefix}/v1/completions").status_code == 401
+        assert client.get(f"{prefix}/version").status_code != 401
+
+
+def test_any_of_several_keys_opens_and_a_server_without_one_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = TestClient(server(monkeypatch, "--api-key", "a", "b"), raise_server_exceptions=False)
+    for key, is_let_in in (("a", True), ("b", True), ("c", False), ("", False), ("a b", False)):
+        answer = client.post("/invocations", headers={"Authorization": f"bearer {key}"}, json={})
+        assert (answer.status_code != 401) is is_let_in
+    client = TestClient(server(monkeypatch), raise_server_exceptions=False)
+    assert client.post("/invocations", json={}).status_code != 401
+
+
+def test_a_body_beyond_the_limit_is_refused_before_anything_reads_it(client: TestClient) -> None:
+    body = b" " * 10_001
+    answer = client.post("/v1/completions", content=body, headers={**AUTHORIZED, "content-type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"] == {
+        "message": "the request's body has 10001 bytes, this server takes 10000, which its context window sets: send "
+        "fewer documents or prompts at once, or raise --max-model-len",
+        "type": "Request Entity Too Large",
+        "param": None,
+        "code": 413,
+    }
+    assert client.post("/v1/completions", content=body[1:], headers=AUTHORIZED).status_code != 413
+    assert client.post("/invocations", content=body).status_code == 401, "who has no key learns nothing"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations", "/tokenize"])
+async def test_a_body_that_does_not_say_how_long_it_is_is_counted(app: FastAPI, path: str) -> None:
+    num_sent = 0
+
+    async def chunks() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        yield b'{"prompt": "'
+        while num_sent < 1000:
+            num_sent += 1
+            yield b"a" * 1000
+
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        headers = {**AUTHORIZED, "content-type": "application/json"}
+        answer = await client.post(path, content=chunks(), headers=headers)
+    assert answer.status_code == 413
+    assert "has more than 10000 bytes, this server takes 10000" in answer.json()["error"]["message"]
+    assert num_sent < 20
+
+
+def test_the_limit_grows_with_the_window_and_leaves_room_for_images() -> None:
+    assert max_body_bytes(2048, takes_files=False) == (16 << 20) + 131_072
+    assert max_body_bytes(131_072, takes_files=False) < 30_000_000
+    assert max_body_bytes(2048, takes_files=True) > 256 << 20
+
+
+# On a real engine
+
+
+def ask(engine: Engine, route: str, more: dict[str, object], headers: dict[str, str] | None = None) -> httpx.Response:
+    prompt = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in route else {"prompt": "hello"}
+    body = json.dumps({"model": engine.model, "max_tokens": 1, **prompt, **more})  # HTTPX sends no halves of pairs
+    authorized = {"Authorization": f"Bearer {engine.api_key}"} if headers is None else headers
+    headers = {"Content-Type": "application/json", **authorized}
+    return httpx.post(engine.base_url.removesuffix("/v1") + route, content=body, headers=headers, timeout=60)
+
+
+def said(answer: httpx.Response) -> str:
+    message: str = answer.json()["error"]["message"]
+    return message
+
+
+def spans(num_documents: int) -> dict[str, object]:
+    documents = [{"id": str(i), "start": i, "end": i + 1} for i in range(num_documents)]
+    return {"kv_transfer_params": {"ragcache": {"version": 1, "documents": documents}}}
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"top_k": 10**30},
+        {"top_k": 2**64},
+        {"stop": "\ud800"},
+        {"bad_words": ["\udfff"]},
+        {"vllm_xargs": {"a": "\ud800"}},
+        {"request_id": "\ud800"},
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_sent_to_the_engine_is_refused_with_the_reason(
+    engine: Engine, route: str, more: dict[str, object]
+) -> None:
+    answer = ask(engine, route, more)
+    assert answer.status_code == 400
+    (name,) = more
+    assert re.match(rf"the request\.{name}.* (half of a surrogate pair|must lie within 64 bits)", said(answer))
+    assert ask(engine, route, {}).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_more_documents_than_the_engine_reads_are_refused_and_a_million_before_they_are_parsed(
+    engine: Engine, route: str
+) -> None:
+    assert ask(engine, route, spans(4096)).status_code == 200
+    answer = ask(engine, route, spans(4097))
+    assert answer.status_code == 413
+    assert "lists 4097 documents in kv_transfer_params, the engine reads 4096" in answer.json()["error"]["message"]
+    answer = ask(engine, route, spans(1_000_000))
+    assert answer.status_code == 413
+    assert "this server takes 16908288, which its context window sets" in answer.json()["error"]["message"]
+
+
+def test_the_hosting_platforms_door_needs_the_key_on_a_running_server(engine: Engine) -> None:
+    assert ask(engine, "/invocations", {}, {}).status_code == 401
+    assert ask(engine, "/invocations", {}).json()["choices"][0]["text"]

@@ -1,0 +1,163 @@
+"""The journal of host memory: an engine that is started again finds what is as it was, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragcache_core.chunkstore import ChunkNote
+from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.errors import CacheTierError
+from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+
+IDENTITY = {"weights": "one", "tokens_per_block": 32}
+CHUNKS, BYTES = 8, 4096
+
+
+def host_memory() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (CHUNKS, BYTES), dtype=np.uint8)
+
+
+def key(i: int) -> bytes:
+    return bytes([i]) * 32
+
+
+def journal(folder: Path, rows: np.ndarray, identity: dict[str, str | int] = IDENTITY) -> HostJournal:
+    return HostJournal.open("me", rows, identity, folder)
+
+
+def seal_all(folder: Path, rows: np.ndarray) -> None:
+    made = journal(folder, rows)
+    for i in range(CHUNKS):
+        made.seal(i, key(i), ChunkNote(key(i - 1) if i else None, f"d{i}", i, i + 1.0, 0.5))
+    made.close()
+
+
+def test_what_was_sealed_is_found_again_parents_first(tmp_path: Path) -> None:
+    rows = host_memory()
+    seal_all(tmp_path, rows)
+    again = journal(tmp_path, rows)
+    assert [(chunk, e.key, e.parent, e.doc_id, e.frequency) for chunk, e in again.restored] == [
+        (i, key(i), key(i - 1) if i else None, f"d{i}", i + 1.0) for i in range(CHUNKS)
+    ]
+    again.close()
+    again.close()
+
+
+def test_a_chunk_whose_bytes_changed_is_forgotten(tmp_path: Path) -> None:
+    rows = host_memory()
+    seal_all(tmp_path, rows)
+    rows[3, 77] ^= 1
+    again = journal(tmp_path, rows)
+    assert [chunk for chunk, _ in again.restored] == [0, 1, 2, 4, 5, 6, 7]
+    again.close()
+
+
+def test_a_chunk_with_the_bytes_of_another_is_forgotten(tmp_path: Path) -> None:
+    rows = host_memory()
+    seal_all(tmp_path, rows)
+    rows[[2, 5]] = rows[[5, 2]]
+    again = journal(tmp_path, rows)
+    assert [chunk for chunk, _ in again.restored] == [0, 1, 3, 4, 6, 7]
+    again.close()
+
+
+def test_a_chunk_that_was_given_up_is_forgotten_and_its_place_can_be_sealed_anew(tmp_path: Path) -> None:
+    rows = host_memory()
+    made = journal(tmp_path, rows)
+    made.seal(0, key(0), ChunkNote())
+    made.unseal(0)
+    made.seal(0, key(9), ChunkNote(doc_id="new"))
+    made.seal(0, key(8), ChunkNote(doc_id="sealed already"))
+    made.close()
+    again = journal(tmp_path, rows)
+    assert [(chunk, e.key) for chunk, e in again.restored] == [(0, key(9))]
+    again.close()
+
+
+def test_what_is_sealed_is_entered_soon_although_nothing_wakes_the_journal(tmp_path: Path) -> None:
+    rows = host_memory()
+    made = journal(tmp_path, rows)
+    made.seal(0, key(0), ChunkNote())
+    made.seal(1, key(1), ChunkNote())
+    made.unseal(1)
+    deadline_s = time.monotonic() + 30.0
+    while time.monotonic() < deadline_s and (made._work or not list(made._index.rows())):
+        time.sleep(0.01)  # a poll: another process or thread makes it true
+    assert [slot for slot, _, _ in made._index.rows()] == [0]
+    made.close()
+
+
+def test_bytes_that_were_read_while_their_chunk_was_given_up_are_not_sealed_under_its_key(tmp_path: Path) -> None:
+    rows = host_memory()
+    made = journal(tmp_path, rows)
+    generation = int(made._generation[4])
+    made.unseal(4)  # between the reading of the bytes and the entry
+    made._seal([(4, generation, key(4), ChunkNote())])
+    made.close()
+    again = journal(tmp_path, rows)
+    assert again.restored == []
+    again.close()
+
+
+def test_another_models_journal_is_started_anew(tmp_path: Path) -> None:
+    rows = host_memory()
+    seal_all(tmp_path, rows)
+    other = journal(tmp_path, rows, {**IDENTITY, "weights": "two"})
+    assert other.restored == []
+    other.close()
+    back = journal(tmp_path, rows)
+    assert back.restored == []
+    back.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage" * 1000])
+def test_a_damaged_index_is_started_anew(tmp_path: Path, damage: bytes) -> None:
+    rows = host_memory()
+    seal_all(tmp_path, rows)
+    (tmp_path / "vllm_offload_me.journal" / "index.sqlite").write_bytes(damage)
+    again = journal(tmp_path, rows)
+    assert again.restored == []
+    again.close()
+
+
+def test_a_journal_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = journal(tmp_path, host_memory())
+        made.seal(0, key(0), ChunkNote())
+        found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+        made.close()
+    finally:
+        os.umask(before)
+    files = dict.fromkeys(["index.sqlite", "index.sqlite-wal", "identity"], 0o600)
+    assert found == {"vllm_offload_me.journal": 0o700, **files}
+
+
+def test_a_smaller_host_memory_forgets_what_lay_beyond(tmp_path: Path) -> None:
+    rows = host_memory()
+    seal_all(tmp_path, rows)
+    again = journal(tmp_path, rows[:3])
+    assert [chunk for chunk, _ in again.restored] == [0, 1, 2]
+    again.close()
+
+
+def test_a_journal_that_cannot_be_written_stops_sealing_and_disturbs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = journal(tmp_path, host_memory())
+
+    def refuse(*_: object) -> None:
+        raise CacheTierError("no space left")
+
+    monkeypatch.setattr(ChunkIndex, "insert", refuse)
+    made.seal(0, key(0), ChunkNote())
+    made._thread.join(timeout=30.0)
+    assert not made._thread.is_alive()
+    made.seal(1, key(1), ChunkNote())
+    made.unseal(1)
+    made.close()

@@ -1,0 +1,259 @@
+"""The host tier's policy inside vLLM's own offloading manager, against a model of sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from vllm.v1.kv_offload.base import OffloadKey
+
+from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED
+from tests.engine.vllm_plugin.host_scene import Asker, Host
+
+
+class HostPolicyMachine(RuleBasedStateMachine):
+    """Requests look up, load, store and end, in a tier that is too small for them."""
+
+    @initialize(num_chunks=st.integers(1, 14), policy=st.sampled_from(("pgdsf", "lru", "hybrid", "tournament")))
+    def build(self, num_chunks: int, policy: str) -> None:
+        self.it = Host(num_chunks, policy, is_selective=policy == "tournament")
+        self.askers: list[Asker] = []
+        self.stores: list[tuple[Asker, list[OffloadKey]]] = []
+        self.loads: list[tuple[Asker, list[OffloadKey]]] = []
+
+    @rule(documents=st.text("ABCD", min_size=1, max_size=3), question=st.integers(0, 2), rare=st.integers(0, 9))
+    def arrive(self, documents: str, question: int, rare: int) -> None:
+        self.askers.append(self.it.ask(documents, question, is_known=rare > 0))
+
+    @precondition(lambda self: self.askers)
+    @rule(data=st.data(), first=st.integers(0, 4), num_keys=st.integers(1, 9))
+    def store(self, data: st.DataObject, first: int, num_keys: int) -> None:
+        asker = data.draw(st.sampled_from(self.askers))
+        if keys := asker.keys[first : first + num_keys]:
+            new = self.it.prepare_store(asker, keys)
+            if new:
+                self.stores.append((asker, new))
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), success=st.sampled_from((True, True, True, False)))
+    def complete_store(self, data: st.DataObject, success: bool) -> None:
+        asker, keys = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        self.it.complete_store(asker, keys, success)
+
+    @precondition(lambda self: self.askers)
+    @rule(data=st.data(), promotes=st.integers(0, 4), loads=st.booleans())
+    def look_up(self, data: st.DataObject, promotes: int, loads: bool) -> None:
+        asker = data.draw(st.sampled_from(self.askers))
+        writing = set(self.it.writing)
+        ready = self.it.look_up(asker, promotes=0 if self.it.is_selective else promotes)  # there is no disk
+        self.stores += [(asker, [key]) for key in asker.keys if key in self.it.writing - writing]
+        if ready and loads:
+            self.it.prepare_load(asker, ready)
+            self.it.forget(asker)
+            self.loads.append((asker, ready))
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data())
+    def complete_load(self, data: st.DataObject) -> None:
+        asker, keys = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        self.it.complete_load(asker, keys)
+
+    @precondition(lambda self: self.askers)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.it.finish(self.askers.pop(data.draw(st.integers(0, len(self.askers) - 1))))
+
+    @rule()
+    def reset(self) -> None:
+        self.it.manager.reset_cache()
+        self.it.writing.clear()
+        self.it.refs.clear()
+        self.it.promised.clear()
+        self.it.unknown.clear()
+        self.stores.clear()
+        self.loads.clear()
+
+    @invariant()
+    def everything_is_in_its_place(self) -> None:
+        if hasattr(self, "it"):
+            self.it.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "it"):
+            return
+        for asker, keys in self.stores:
+            self.it.complete_store(asker, keys, success=True)
+        for asker, keys in self.loads:
+            self.it.complete_load(asker, keys)
+        for asker in self.askers:
+            self.it.finish(asker)
+        self.it.check()
+        last = self.it.ask("D" * 3)
+        assert self.it.prepare_store(last, last.keys[: self.it.num_chunks]) is not None, "something is held for ever"
+
+
+HostPolicyMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHostPolicy = HostPolicyMachine.TestCase
+
+
+def stored(host: Host, documents: str) -> Asker:
+    """Store a request's chunks and end it."""
+    asker = host.ask(documents)
+    is_new = not set(asker.keys) & host.resident
+    new = host.prepare_store(asker, asker.keys)
+    assert new == (asker.keys if is_new else [])
+    host.complete_store(asker, new, success=True)
+    host.finish(asker)
+    return asker
+
+
+def test_a_document_gives_up_its_last_chunks_first() -> None:
+    host = Host(num_chunks=6)
+    old = stored(host, "D")
+    new = host.ask("C")
+    assert host.prepare_store(new, new.keys) == new.keys
+    assert set(host.refs) == set(old.keys[:4])
+
+
+def test_a_selective_tier_takes_in_only_what_is_worth_more_than_what_would_go() -> None:
+    host = Host(4, "tournament", is_selective=True)
+    for _ in range(3):
+        popular = stored(host, "B")
+    rare = host.ask("D")
+    assert host.prepare_store(rare, rare.keys) == rare.keys[:1], "one chunk was free, and nothing goes for the others"
+    assert set(popular.keys) <= set(host.refs)
+    host.complete_store(rare, rare.keys[:1], success=True)
+    host.finish(rare)
+    for _ in range(9):
+        host.finish(host.ask("D"))
+    again = host.ask("D")
+    assert host.prepare_store(again, again.keys) == again.keys[1:4], "it has become more popular than the other"
+    host.check()
+
+
+def test_a_request_longer_than_the_tier_reuses_what_fits() -> None:
+    """Its promotions from disk do not drive one another out."""
+    host = Host(num_chunks=4)
+    asker = host.ask("D")
+    assert host.look_up(asker, promotes=6) == []
+    assert host.writing == set(asker.keys[:4])
+    host.complete_store(asker, asker.keys[:4], success=True)
+    assert host.look_up(asker, promotes=6) == asker.keys[:4]
+    host.prepare_load(asker, asker.keys[:4])
+    host.check()
+
+
+def test_what_a_waiting_request_was_promised_is_there_when_it_comes_back() -> None:
+    host = Host(num_chunks=6)
+    stored(host, "B")
+    waiting = host.ask("B")
+    assert host.look_up(waiting) == waiting.keys
+    other = host.ask("D")
+    assert host.prepare_store(other, other.keys) is None
+    assert host.look_up(waiting) == waiting.keys
+    host.finish(waiting)
+    assert host.prepare_store(other, other.keys) == other.keys, "a request that ended is promised nothing"
+    host.check()
+
+
+def test_two_requests_are_promised_the_same_chunks_and_either_keeps_them() -> None:
+    host = Host(num_chunks=3)
+    stored(host, "B")
+    one, two = host.ask("B"), host.ask("B")
+    host.look_up(one)
+    host.look_up(two)
+    host.forget(one)
+    other = host.ask("C")
+    assert host.prepare_store(other, other.keys) is None
+    host.forget(two)
+    host.forget(two)
+    assert host.prepare_store(other, other.keys) == other.keys
+
+
+def test_chunks_of_which_the_tree_knows_nothing_go_first() -> None:
+    host = Host(num_chunks=4)
+    stranger = host.ask("C", is_known=False)
+    new = host.prepare_store(stranger, stranger.keys)
+    assert new == stranger.keys
+    host.complete_store(stranger, new, success=True)
+    host.check()
+    known = stored(host, "C")
+    asker = host.ask("A")
+    assert host.prepare_store(asker, asker.keys) == asker.keys
+    assert set(known.keys) <= set(host.refs)
+    host.check()
+
+
+@pytest.mark.parametrize("num_keys", [0, 1])
+def test_storing_what_is_there_changes_nothing(num_keys: int) -> None:
+    host = Host(num_chunks=3)
+    old = stored(host, "B")
+    asker = host.ask("B")
+    assert host.prepare_store(asker, asker.keys[:num_keys]) == []
+    assert set(host.refs) == set(old.keys)
+
+
+def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_them_before(tmp_path: Path) -> None:
+    """vLLM says once for a request that it will store them, and it may do so after others did."""
+    host = Host(num_chunks=6)
+    rows = np.random.default_rng(0).integers(0, 256, (6, 64), dtype=np.uint8)
+    host.policy.journal = HostJournal.open("me", rows, {"weights": "one"}, tmp_path)
+
+    def ask(documents: str) -> Asker:
+        asker = host.ask(documents)
+        asker.context.kv_transfer_params = {ADAPTED: True} if documents == "B" else {}
+        return asker
+
+    def store(asker: Asker) -> list[OffloadKey] | None:
+        output = host.manager.prepare_store(asker.keys, asker.context)
+        if output is None:
+            return None
+        new = list(output.keys_to_store)
+        host.manager.complete_store(new, asker.context)
+        return new
+
+    busy = ask("D")
+    filling = store(busy)
+    assert filling == busy.keys
+    host.manager.prepare_load(filling, busy.context)
+    first = ask("B")
+    assert store(first) is None, "there is no room"
+    host.manager.complete_load(filling, busy.context)
+    host.manager.on_request_finished(busy.context)
+    second = ask("B")
+    assert store(second) == first.keys
+    host.manager.on_request_finished(second.context)
+    for _ in range(4):
+        other = ask("D")
+        store(other)
+        host.manager.on_request_finished(other.context)
+    assert not host.policy._chunks.keys() & set(first.keys), "they went for others"
+    assert store(first) == first.keys
+    host.policy.journal.close()
+    again = HostJournal.open("me", rows, {"weights": "one"}, tmp_path)
+    again.close()
+    left = {entry.key for _, entry in again.restored}
+    assert left
+    assert not left & {key[:-4] for key in first.keys}
+
+
+def test_what_is_remembered_of_adapters_is_bounded_but_for_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.vllm_plugin.offload.host_policy._MAX_FLEETING", 4)
+    host = Host(num_chunks=6)
+    asker = host.ask("B")
+    asker.context.kv_transfer_params = {ADAPTED: True}
+    host.manager.prepare_store(asker.keys, asker.context)
+    old = OffloadKey(b"old" * 12)
+    host.policy.on_store_miss([old], asker.context)
+    for i in range(50):
+        host.policy.on_store_miss([OffloadKey(bytes([i]) * 36)], asker.context)
+        if i % 2:
+            host.policy.on_store_miss([old], asker.context)
+        assert i < 1 or old in host.policy._fleeting, "it was noted a moment ago"
+    assert set(asker.keys) <= set(host.policy._fleeting)
+    assert len(host.policy._fleeting) <= 4 + host.num_chunks

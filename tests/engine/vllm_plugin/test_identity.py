@@ -1,0 +1,212 @@
+"""Whose KV it is: whatever changes a chunk's bytes gives it another identity, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.build_context import building
+from ragcache_core.vllm_plugin.identity import kv_identity
+
+
+class Engine:
+    """What an engine's identity is made of; its weights are random bytes in two files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights = [folder / f"model-{i}.safetensors" for i in range(2)]
+        for i, path in enumerate(self.weights):
+            path.write_bytes(Random(i).randbytes(3 << 20))
+        self.hf_config = {"hidden_size": 64, "rope_scaling": None}
+        self.vllm: Any = SimpleNamespace(
+            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", kv_cache_dtype_skip_layers=[]),
+            model_config=SimpleNamespace(
+                model=str(folder),
+                revision=None,
+                hf_config=SimpleNamespace(to_dict=lambda: self.hf_config),
+                dtype="float32",
+                quantization=None,
+                quantization_config=None,
+                model_impl="auto",
+                model_class_overrides={},
+                disable_sliding_window=False,
+                max_model_len=2048,
+                original_max_model_len=None,
+                seed=0,
+            ),
+            load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),
+            parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+            attention_config=SimpleNamespace(backend=None),
+            speculative_config=None,
+        )
+        self.offloading: Any = SimpleNamespace(
+            model=SimpleNamespace(dtype="float32"),
+            cache=SimpleNamespace(tokens_per_hash=32),
+            groups=[SimpleNamespace(tokens_per_block=32)],
+            kv_cache_layout="HND",
+            worker_kv_bytes_per_block=4096,
+            parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0),
+        )
+
+    def identity(self) -> dict[str, str | int]:
+        with building(self.vllm):
+            return kv_identity(self.offloading)
+
+    def set(self, path: str, value: object) -> None:
+        """Set ``vllm.model_config.dtype`` and the like."""
+        *parents, name = path.split(".")
+        at: Any = self
+        for parent in parents:
+            at = getattr(at, parent)
+        setattr(at, name, value)
+
+
+def touch(path: Path, change: Callable[[bytearray], object]) -> None:
+    """Change a file's bytes, and leave its time as it was."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+CHANGES: dict[str, Callable[[Engine], object]] = {
+    "other weights": lambda it: touch(it.weights[1], lambda data: data.reverse()),
+    "more weights": lambda it: touch(it.weights[0], lambda data: data.append(0)),
+    "a last byte": lambda it: touch(it.weights[0], lambda data: data.__setitem__(-1, data[-1] ^ 1)),
+    "weights written again": lambda it: os.utime(it.weights[0], ns=(1, 1)),
+    "weights that changed their names": lambda it: it.weights[0].rename(it.weights[0].with_name("x.safetensors")),
+    "a file fewer": lambda it: it.weights[1].unlink(),
+    "model configuration": lambda it: it.hf_config.update(rope_scaling={"factor": 2}),
+    "dtype": lambda it: it.set("vllm.model_config.dtype", "bfloat16"),
+    "quantization": lambda it: it.set("vllm.model_config.quantization", "fp8"),
+    "quantisation of what": lambda it: it.set("vllm.model_config.quantization_config", {"linear": "fp8"}),
+    "context": lambda it: it.set("vllm.model_config.max_model_len", 4096),
+    "a context that was fitted": lambda it: it.set("vllm.model_config.original_max_model_len", -1),
+    "another implementation": lambda it: it.set("vllm.model_config.model_impl", "transformers"),
+    "another class": lambda it: it.set("vllm.model_config.model_class_overrides", {"A": "package:B"}),
+    "no sliding window": lambda it: it.set("vllm.model_config.disable_sliding_window", True),
+    "random weights": lambda it: it.set("vllm.model_config.seed", 1),
+    "load format": lambda it: it.set("vllm.load_config.load_format", "dummy"),
+    "attention backend": lambda it: it.set("vllm.attention_config.backend", "FLASHINFER"),
+    "keys": lambda it: it.set("vllm.cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+    "KV dtype": lambda it: it.set("offloading.model.dtype", "fp8"),
+    "layers of another KV dtype": lambda it: it.set("vllm.cache_config.kv_cache_dtype_skip_layers", ["0", "5"]),
+    "KV layout": lambda it: it.set("offloading.kv_cache_layout", "NHD"),
+    "bytes of a block": lambda it: it.set("offloading.worker_kv_bytes_per_block", 8192),
+    "block size": lambda it: it.set("offloading.groups", [SimpleNamespace(tokens_per_block=64)]),
+    "tokens per key": lambda it: it.set("offloading.cache.tokens_per_hash", 16),
+    "a draft": lambda it: it.set("vllm.speculative_config", SimpleNamespace(method="eagle", draft_model_config=None)),
+    "tensor parallel": lambda it: it.set("offloading.parallel.tp_size", 2),
+    "tokens of a rank": lambda it: it.set("vllm.parallel_config.cp_kv_cache_interleave_size", 16),
+    "other files": lambda it: it.set("vllm.load_config.model_loader_extra_config", {"pattern": "b*"}),
+    "code": lambda it: it.weights[0].with_name("modeling_x.py").write_text("x = 1"),
+    "what is made of images": lambda it: it.weights[0].with_name("preprocessor_config.json").write_text("{}"),
+    "data parallel": lambda it: it.set("offloading.parallel.data_parallel_index", 1),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_whatever_changes_the_bytes_changes_the_identity(tmp_path: Path, what: str) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    assert engine.identity() == before
+    CHANGES[what](engine)
+    assert engine.identity() != before
+
+
+def test_a_draft_is_known_by_its_method_and_weights(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"one")
+    draft = SimpleNamespace(model=str(folder), revision=None)
+    engine.set("vllm.speculative_config", SimpleNamespace(method="eagle", draft_model_config=draft))
+    before = engine.identity()
+    engine.vllm.speculative_config.method = "draft_model"
+    assert engine.identity() != before
+    engine.vllm.speculative_config.method = "eagle"
+    assert engine.identity() == before
+    touch(folder / "model.safetensors", lambda data: data.reverse())
+    assert engine.identity() != before
+
+
+def test_another_vllm_and_another_machine_are_other_identities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    monkeypatch.setattr("vllm.__version__", "0.99")
+    assert engine.identity() == {**before, "vllm": "0.99"}
+    assert before["platform"]
+    real = torch.cpu.get_capabilities()
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {**real, "amx_tile": not real["amx_tile"]})
+    assert engine.identity() == {**before, "vllm": "0.99", "platform": engine.identity()["platform"]}
+    assert engine.identity()["platform"] != before["platform"], "vLLM packs KV for the instructions that are there"
+
+
+def test_a_context_that_is_fitted_to_the_memory_is_the_same_at_every_start(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.set("vllm.model_config.original_max_model_len", -1)
+    before = engine.identity()
+    engine.set("vllm.model_config.max_model_len", 2017)
+    assert engine.identity() == before
+
+
+def test_layers_of_other_stages_are_another_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    assert engine.identity() != before
+
+
+def test_what_does_not_change_the_bytes_does_not_change_the_identity(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    before = engine.identity()
+    (tmp_path / "README.md").write_text("about this model")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert engine.identity() == before
+    assert all(type(value) in (str, int) for value in before.values())
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_keys_that_another_start_does_not_find_again_are_refused(tmp_path: Path, algorithm: str) -> None:
+    engine = Engine(tmp_path)
+    engine.set("vllm.cache_config.prefix_caching_hash_algo", algorithm)
+    with pytest.raises(ConfigError, match=f"prefix_caching_hash_algo is '{algorithm}'.*: use sha256"):
+        engine.identity()
+
+
+def test_weights_of_the_hub_are_found_where_they_were_downloaded_to(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    commit = "0" * 40
+    repository = tmp_path / "downloads" / "models--some--model"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "model.safetensors").write_bytes(b"one")
+    engine.set("vllm.model_config.model", "some/model")
+    engine.set("vllm.load_config.download_dir", str(tmp_path / "downloads"))
+    before = engine.identity()
+    touch(snapshot / "model.safetensors", lambda data: data.reverse())
+    assert engine.identity() != before
+    engine.set("vllm.load_config.download_dir", None)
+    with pytest.raises(ConfigError, match="'some/model' are not on this machine's disk"):
+        engine.identity()
+
+
+def test_weights_that_are_not_here_are_refused(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    for path in engine.weights:
+        path.unlink()
+    with pytest.raises(ConfigError, match=r"holds no weights \(.*: leave disk_bytes out"):
+        engine.identity()
+    engine.set("vllm.model_config.model", "nobody/has-this-model")
+    with pytest.raises(ConfigError, match="are not on this machine's disk.*: download the model first"):
+        engine.identity()

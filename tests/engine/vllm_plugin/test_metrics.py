@@ -1,0 +1,350 @@
+"""From the scheduler's process to the server's: statistics that are merged, sent, counted and asked for."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
+
+from ragcache_core.ordering import PathChange, encode_delta
+from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.stats import ChunkReuseStats
+from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
+from ragcache_core.vllm_plugin.server import routes
+from ragcache_core.vllm_plugin.server.engine_view import Received
+from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
+from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import RequestMetadata
+
+
+class Engine:
+    """A controller with a GPU and a disk, as an engine has it."""
+
+    def __init__(self) -> None:
+        self.controller = CacheController(
+            PluginSettings(policy="lru"), tokens_per_block=4, shadow_blocks=4, prefill_cost=PrefillCostModel.default()
+        )
+        self.controller.tiers[Tier.GPU] = TierReport(1000, 100)
+        self.controller.tiers[Tier.DISK] = TierReport(9000, 300)
+
+    def serve(self, request_id: str, num_gpu: int, num_disk: int) -> None:
+        keys = [b"0", b"1"]
+        segments = (PromptSegment(SegmentKind.DOCUMENT, 0, 8, "a"), PromptSegment(SegmentKind.QUESTION, 8, 10))
+        self.controller.on_new_request(request_id, RequestMetadata(segments), keys, 10, 1.0)
+        self.controller.on_admitted(request_id, keys, {Tier.GPU: num_gpu, Tier.DISK: num_disk}, 2.0)
+        self.controller.on_finished(request_id)
+
+    def speculate(self, request_id: str, speculation: str) -> None:
+        metadata = RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 10),), speculation)
+        self.controller.on_new_request(request_id, metadata, [b"0", b"1"], 10, 1.0)
+        self.controller.on_speculated(request_id, 10)
+        self.controller.on_finished(request_id)
+
+    def stats(self, offload: OffloadingConnectorStats | None = None) -> RAGCacheStats:
+        controller = self.controller
+        return RAGCacheStats.of(requests=controller.take_finished(), engine=controller.take_report(), offload=offload)
+
+
+class Server:
+    """The series of ``/metrics`` in a registry of this test's own."""
+
+    def __init__(
+        self, *, num_engines: int = 1, first: int = 0, has_tiers: bool = False, reuses_chunks: bool = False
+    ) -> None:
+        self.registry = CollectorRegistry()
+        kinds = {kind: self._in_registry(kind) for kind in (Counter, Gauge, Histogram)}
+        spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload.spec"}
+        extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {"host_bytes": 1}} if reuses_chunks else {}}
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(first, first + num_engines)}
+        self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)
+
+    def _in_registry(self, kind: Any) -> Any:
+        return lambda *args, **kwargs: kind(*args, **kwargs, registry=self.registry)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, {"model_name": "demo", "engine": "0", **labels})
+
+
+@pytest.fixture(autouse=True)
+def received(monkeypatch: pytest.MonkeyPatch) -> Received:
+    """This process's memory of requests, new for each test."""
+    new = Received()
+    monkeypatch.setattr("ragcache_core.vllm_plugin.server.prometheus.received", new)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.server.routes.received", new)
+    return new
+
+
+def test_the_series_are_what_the_engine_counted() -> None:
+    engine, server = Engine(), Server()
+    engine.serve("r1", 4, 0)
+    server.metrics.observe(engine.stats().data)
+    engine.serve("r2", 0, 8)
+    engine.controller.counters.num_corrupt_chunks = 3
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_requests_total") == 2
+    assert server.value("ragcache_prompt_tokens_total") == 20
+    assert server.value("ragcache_corrupt_chunks_total") == 3
+    assert server.value("ragcache_tier_hit_tokens_total", tier="gpu") == 4
+    assert server.value("ragcache_tier_hit_tokens_total", tier="disk") == 8
+    assert server.value("ragcache_tier_capacity_bytes", tier="disk") == 9000
+    assert server.value("ragcache_tier_enabled", tier="disk") == 1
+    engine.controller.tiers[Tier.DISK].is_enabled = False
+    engine.controller.note_change()
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_tier_enabled", tier="disk") == 0
+    assert server.value("ragcache_requests_total") == 2
+    assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Awaitable[None]]:
+    """Begin to serve, with an engine that answers our utility calls so."""
+    monkeypatch.setattr(
+        "ragcache_core.vllm_plugin.server.routes.SendingInputProcessor.take_over", lambda processor: None
+    )
+
+    async def with_engine(answer: Callable[[], object]) -> None:
+        async def call_utility_async(name: str) -> object:
+            assert name == "ragcache_report"
+            return answer()
+
+        engine_client = SimpleNamespace(
+            engine_core=SimpleNamespace(call_utility_async=call_utility_async),
+            input_processor=None,
+            model_config=SimpleNamespace(max_model_len=2048, is_multimodal_model=False),
+        )
+        await RAGCacheEndpoint().init_state(engine_client, SimpleNamespace(), Namespace())
+
+    return with_engine
+
+
+async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(
+    begin: Callable[[Callable[[], object]], Awaitable[None]], received: Received
+) -> None:
+    engine, server = Engine(), Server()
+    engine.controller.tiers[Tier.DISK].is_enabled = False
+    await begin(engine.controller.report)
+    assert (await routes.stats())["tiers"] == engine.controller.report()["tiers"]
+    assert server.value("ragcache_tier_capacity_bytes", tier="gpu") == 1000
+    assert server.value("ragcache_tier_enabled", tier="disk") == 0
+    assert server.value("ragcache_requests_total") == 0
+    engine.serve("r1", 4, 0)
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_requests_total") == 1
+
+
+async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_same(
+    begin: Callable[[Callable[[], object]], Awaitable[None]], received: Received
+) -> None:
+    def fail() -> object:
+        raise RuntimeError("Call to ragcache_report method failed: somebody else's scheduler")
+
+    await begin(fail)
+    assert received.engine() is None, "a server without RAGCache does not ask"
+    Server()
+    await begin(fail)
+    assert (await routes.stats())["tiers"] == []
+
+
+def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:
+    engine, server = Engine(), Server(reuses_chunks=True)
+    cost = PrefillCostModel.default()
+    library = engine.controller.library = ChunkLibrary(make_policy("lru"), cost, num_pages=9, tokens_per_page=4)
+    segments = (PromptSegment(SegmentKind.QUESTION, 0, 10),)
+    engine.controller.on_new_request("r1", RequestMetadata(segments), [b"0"], 10, 1.0)
+    engine.controller.on_chunks_reused("r1", ChunkReuseStats(2, 7, 3, 4, 0.3, (0, 1)))
+    assert library.reserve(b"k" * 32, range(6), b"", "r2", inherits=0.0) is not None
+    engine.controller.on_finished("r1")
+    stats = engine.stats()
+    assert json.loads(json.dumps(stats.data)) == stats.data
+    assert stats.data["requests"]["r1"]["chunk_reuse"]["variants"] == [0, 1]
+    server.metrics.observe(stats.data)
+    assert server.value("ragcache_chunk_requests_total") == 1
+    assert server.value("ragcache_chunk_reused_total") == 2
+    assert server.value("ragcache_chunk_reused_tokens_total") == 7
+    assert server.value("ragcache_chunk_recomputed_tokens_total") == 3
+    assert server.value("ragcache_chunk_capacity_tokens") == 36
+    assert server.value("ragcache_chunk_used_tokens") == 8
+    assert server.value("ragcache_chunk_disk_enabled") == 0
+
+
+def test_without_chunk_reuse_there_are_no_series_of_it() -> None:
+    engine, server = Engine(), Server()
+    engine.serve("r1", 4, 0)
+    stats = engine.stats()
+    server.metrics.observe(stats.data)
+    assert "chunks" not in stats.data["engine"]
+    assert "chunk_reuse" not in stats.data["requests"]["r1"]
+    assert b"ragcache_chunk_" not in generate_latest(server.registry)
+
+
+def test_what_speculation_cost_may_shrink_when_it_is_confirmed_late() -> None:
+    engine, server = Engine(), Server()
+    engine.speculate("r1", "s")
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_speculative_requests_total") == 1
+    assert server.value("ragcache_speculative_tokens_total") == 10
+    assert server.value("ragcache_wasted_tokens") == 10
+    assert engine.controller.confirm("s") == []
+    server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_confirmed_speculations_total") == 1
+    assert server.value("ragcache_wasted_tokens") == 0
+    assert server.value("ragcache_speculative_tokens_total") == 10
+
+
+def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) -> None:
+    assert received.load() is None
+    Server()
+    assert received.load() == {
+        "num_pending_prefills": 0,
+        "max_prefill_bs": 4,
+        "is_speculative": True,
+        "has_room": True,
+    }
+    step = RAGCacheStats.of(requests={}, engine=None, offload=None, num_pending_prefills=3)
+    assert not step.is_empty()
+    none_left = RAGCacheStats.of(requests={}, engine=None, offload=None, num_pending_prefills=0)
+    assert step.aggregate(none_left).data["num_pending_prefills"] == 0
+    assert none_left.aggregate(RAGCacheStats()).data["num_pending_prefills"] == 0
+    full = RAGCacheStats.of(requests={}, engine=None, offload=None, has_room=False)
+    assert not full.is_empty()
+    assert full.aggregate(step).data["has_room"] is False
+    assert step.aggregate(full).data["num_pending_prefills"] == 3
+    began, again = (RAGCacheStats.of(requests={}, engine=None, offload=None, waited_s={"s": s}) for s in (0.5, 2.5))
+    assert not began.is_empty()
+    assert began.aggregate(again).data["waited_s"] == {"s": 2.5}
+    assert began.aggregate(RAGCacheStats()).data["waited_s"] == RAGCacheStats().aggregate(began).data["waited_s"]
+    received.add(full.aggregate(step).data, 0)
+    received.add(step.data, 1)
+    received.add(none_left.data, 0)
+    received.add({}, 1)
+    load = received.load()
+    assert load is not None
+    assert (load["num_pending_prefills"], load["has_room"]) == (3, False)
+
+
+def test_an_engine_that_was_reset_counts_on() -> None:
+    server = Server()
+    for num_requests in (3, 2):
+        engine = Engine()
+        for i in range(num_requests):
+            engine.serve(f"r{i}", 4, 0)
+        server.metrics.observe(engine.stats().data)
+    assert server.value("ragcache_requests_total") == 5
+    assert server.value("ragcache_tier_hit_tokens_total", tier="gpu") == 20
+
+
+def test_several_engines_have_series_of_their_own(received: Received) -> None:
+    server = Server(num_engines=2)
+    for index, num_requests in enumerate((1, 2)):
+        engine = Engine()
+        for i in range(num_requests):
+            engine.serve(f"{index}-{i}", 4, 0)
+        server.metrics.observe(engine.stats().data, index)
+    assert server.value("ragcache_requests_total") == 1
+    assert server.value("ragcache_requests_total", engine="1") == 2
+    report = received.engine()
+    assert report is not None
+    assert report["num_requests"] == 1
+
+
+def test_vllms_own_series_of_the_offloading_are_kept() -> None:
+    server = Server(has_tiers=True)
+    offload = OffloadingConnectorStats()
+    offload.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, 0.25)
+    server.metrics.observe(Engine().stats(offload).data)
+    assert server.value(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC) == 0.25
+    assert server.value("ragcache_requests_total") == 0
+
+
+def test_statistics_survive_the_way_between_the_processes() -> None:
+    engine = Engine()
+    engine.serve("r1", 4, 0)
+    stats = engine.stats()
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))
+    assert data == json.loads(json.dumps(stats.data)) == stats.data
+    server = Server()
+    server.metrics.observe(data)
+    assert server.value("ragcache_requests_total") == 1
+
+
+def test_steps_are_merged_and_the_later_report_counts() -> None:
+    engine = Engine()
+    engine.serve("r1", 4, 0)
+    first = engine.stats()
+    engine.serve("r2", 0, 8)
+    merged = first.aggregate(engine.stats())
+    assert set(merged.data["requests"]) == {"r1", "r2"}
+    assert merged.data["engine"]["num_requests"] == 2
+    nothing_new = merged.aggregate(engine.stats())
+    assert nothing_new.data["engine"]["num_requests"] == 2
+    assert not nothing_new.is_empty()
+    assert engine.stats().is_empty()
+    assert RAGCacheStats().is_empty()
+    assert RAGCacheStats().aggregate(RAGCacheStats()).is_empty()
+    merged.reset()
+    assert merged.is_empty()
+    assert merged.reduce() == {"ragcache_requests": 0}
+
+
+def test_a_step_without_a_report_changes_no_series() -> None:
+    server = Server()
+    server.metrics.observe({})
+    server.metrics.observe({"requests": {}, "engine": None, "offload": None})
+    assert server.value("ragcache_requests_total") is None
+
+
+@pytest.mark.parametrize(
+    ("inside", "response_id"),
+    [
+        ("cmpl-5f3a-0-1a2b3c4d", "cmpl-5f3a"),
+        ("chatcmpl-5f3a-1a2b3c4d", "chatcmpl-5f3a"),
+        ("0_chatcmpl-5f3a-1a2b3c4d", "chatcmpl-5f3a"),
+        ("plain", "plain"),
+    ],
+)
+def test_a_request_is_found_by_the_id_of_its_response(inside: str, response_id: str) -> None:
+    received = Received()
+    received.add({"requests": {inside: {"num_gpu_tokens": 4}}}, 0)
+    assert received.request(response_id) == {"num_gpu_tokens": 4}
+    assert received.request("another") is None
+
+
+def test_the_newest_requests_are_remembered() -> None:
+    received = Received(max_requests=3)
+    for i in range(5):
+        received.add({"requests": {f"chatcmpl-{i}-1a2b3c4d": {"num_gpu_tokens": i}}}, 0)
+    assert [received.request(f"chatcmpl-{i}") is not None for i in range(5)] == [False, False, True, True, True]
+    assert received.engine() is None
+
+
+def test_a_server_of_a_later_engine_shows_what_that_engine_says_last(received: Received) -> None:
+    """Of several servers, each has one engine, which keeps its number."""
+    engine, server = Engine(), Server(first=3)
+    received.tell(engine.controller.report())
+    first = received.engine()
+    assert first is not None
+    assert first["num_requests"] == 0
+    engine.serve("r1", 4, 0)
+    server.metrics.observe(engine.stats().data, 3)
+    latest = received.engine()
+    assert latest is not None
+    assert latest["num_requests"] == 1
+    delta = encode_delta([PathChange(b"p" * 16, ("a",), 16)], is_reset=True)
+    server.metrics.observe(RAGCacheStats.of(requests={}, engine=None, offload=None, paths=[delta]).data, 3)
+    assert len(received.paths) == 1
+    labels = {"model_name": "demo", "engine": "3"}
+    assert server.registry.get_sample_value("ragcache_requests_total", labels) == 1

@@ -1,0 +1,229 @@
+"""What we rely on inside vLLM 0.32's offloading. If one of these fails after an upgrade, it says what the name is for.
+
+The names live in ``ragcache_core/vllm_plugin/offload/compat.py`` and ``compat.py``; they are read in a child
+process, as those of ``test_signatures.py`` are.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.engine.vllm_plugin.offloading_facts"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, object]) -> None:
+    assert facts["policy"] == {
+        "__init__": ["self", "cache_capacity"],
+        "get": ["self", "key"],
+        "insert": ["self", "key", "chunk"],
+        "remove": ["self", "key"],
+        "touch": ["self", "keys", "req_context"],
+        "on_store_miss": ["self", "keys", "req_context"],
+        "on_request_finished": ["self", "key_groups", "insertion_only_keys", "reused_keys", "req_context"],
+        "evict": ["self", "n", "protected"],
+        "clear": ["self"],
+        "mark_evictable": ["self", "key"],
+        "mark_non_evictable": ["self", "key"],
+    }, "follow the change in host_policy.py"
+    assert facts["policy_is_complete"] == [[], []], "answer the new hooks in TreeCachePolicy"
+    assert facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
+    assert facts["host"] == ["_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks"], (
+        "compat_offloading.host_policy_of() and compat_offloading.adopt_chunks() need them"
+    )
+    assert facts["host_store"] == [
+        ["self", "keys", "req_context"],
+        ["self", "keys", "req_context", "success"],
+        ["self"],
+    ], "follow it in SelectiveHostTier"
+    assert facts["host_view"] == ["self"], "offload/spec.py restores host memory through it"
+    assert facts["chunk_status"] == [3, -1], "a new chunk is not ready: adopt_chunks() sets its ref_cnt to 0"
+    assert facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (
+        "compat_offloading.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
+    )
+
+
+def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, object]) -> None:
+    assert facts["spec_sets"] == [
+        *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
+        *("config", "blocks_per_chunk", "tokens_per_hash"),
+        *("eviction_policy", "cache_policy_module_path", "secondary_tier_configs", "_scheduler_mmap"),
+    ], "RAGCacheSpec uses them: find their new names"
+    assert facts["spec"] == [["self"], ["self", "kv_caches"]], "follow it in RAGCacheSpec"
+    missing = {"groups", "worker_kv_bytes_per_block", "extra_config", "engine_id", "model", "cache", "parallel"} | {
+        "kv_cache_layout"
+    }
+    missing -= set(facts["offload_config"])
+    assert not missing, "kv_identity() puts them into the identity of a cache on disk: find their new names"
+    assert facts["identity"] == [[], [], [], [], [], True, [], True, True], (
+        "identity.py puts these into the identity of a cache on disk: find their new names"
+    )
+
+
+def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, object]) -> None:
+    assert facts["tier_init"] == [
+        *("self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
+    ], "follow it in DiskTier.__init__()"
+    assert facts["tier_is_complete"] == [], "implement the new abstract methods in disk/manager.py"
+    assert facts["tier"] == {
+        "on_new_request": ["self", "req_context"],
+        "lookup": ["self", "key", "req_context"],
+        "submit_store": ["self", "job_metadata"],
+        "submit_load": ["self", "job_metadata"],
+        "get_finished_jobs": ["self"],
+        "has_pending_work": ["self"],
+        "drain_jobs": ["self"],
+        "on_schedule_end": ["self", "context"],
+        "shutdown": ["self"],
+    }, "follow the change in disk/manager.py: of a hook that has another name it would never hear"
+    assert facts["tier_reads"] == [
+        *(True, ["HIT", "MISS", "STORAGE"], ["self", "context"], "DISK", True),
+    ], (
+        "DiskTier reads the first and answers with the second; compat_offloading.end_quiet_step() calls the third; "
+        "vLLM takes from DiskTier.medium what a hit there counts as, and which requests may look: find its new name"
+    )
+    assert facts["req_context"] == ["kv_transfer_params", "req_id"], (
+        "host_policy.py reads them: without the first, what an adapter computed would outlive the engine"
+    )
+    assert facts["tier_factory"], "arguments.py names DiskTier by type and module_path: find the new way"
+    assert facts["job"] == ["job_id", "keys", "chunk_ids", "is_promotion", "req_context", "submit_time"], (
+        "DiskTier reads jobs"
+    )
+    assert facts["result"] == ["job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"], (
+        "DiskTier makes results"
+    )
+    assert facts["offload_key"], "a key is no longer hash + 4 bytes of group: see host_policy.FIRST_GROUP"
+
+
+def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, object]) -> None:
+    assert facts["worker_is_complete"] == [], "implement the new abstract methods in cpu_worker.py"
+    assert facts["worker"] == {
+        "submit_store": ["self", "job_id", "src_spec", "dst_spec"],
+        "submit_load": ["self", "job_id", "src_spec", "dst_spec"],
+        "get_finished": ["self"],
+        "wait": ["self", "job_ids"],
+        "shutdown": ["self"],
+    }, "follow the change in cpu_worker.py"
+    assert facts["transfer_result"] == ["job_id", "success", "transfer_size", "transfer_time"], "see _finish()"
+    assert facts["caches"] == ["tensors", "group_data_refs"], "CopyingWorker makes its views from them"
+    assert facts["cache"] == [["page_size_bytes", "tensor"], True], "and copies rows of them, for each layer's ref"
+    assert facts["gpu_spec"] == ["self", "block_ids", "group_sizes", "block_indices"], "see _transfers()"
+    assert facts["offloading_config"] == ["vllm_config", "kv_cache_config"], (
+        "offload.why_no_host() asks with it how many blocks a host tier would hold: find the new way"
+    )
+    assert facts["region"] == [
+        ["self", "engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size"],
+        ["self", "tensor_page_size"],
+        ["self"],
+    ], "RAGCacheSpec.get_worker() makes the region, CopyingWorker its views"
+    assert facts["region_file"] == ["fd"], "RAGCacheSpec keeps the file that is mapped under another name as well"
+    assert facts["region_path"], "runtime/shared_memory.py sweeps and keeps these files by their names"
+
+
+def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, object]) -> None:
+    assert facts["offloading_connector"] == {
+        "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
+        "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
+        "build_connector_meta": ["self", "scheduler_output"],
+        "request_finished": ["self", "request", "block_ids"],
+        "request_finished_all_groups": ["self", "request", "block_ids"],
+        "reset_cache": ["self"],
+        "get_kv_connector_stats": ["self"],
+        "get_external_cache_hit_sources": ["self", "request", "num_external_tokens"],
+        "on_new_request": ["self", "request"],
+        "take_events": ["self"],
+        "has_pending_push_work": ["self"],
+        "handle_preemptions": ["self", "kv_connector_metadata"],
+        "update_connector_output": ["self", "connector_output"],
+        "shutdown": ["self"],
+    }, "follow the change in RAGCacheConnector: a hook that has another name would be vLLM's own again, unnoticed"
+    assert facts["offloading_scheduler"] == [True, ["manager"], ["req_id", "src_spec", "dst_spec"]], (
+        "RAGCacheConnector reads scheduler.manager, and counts the bytes of store_jobs"
+    )
+    assert facts["offloading_progress"] == {
+        "reads": True,
+        "shown": True,
+        "states": ["_req_status", "config", "_jobs"],
+        "pending": [["_jobs", "manager"], ["_jobs", "_req_state", "secondary_tiers"]],
+        "open_copies": [True] * 6,
+        "limits": [True, True, True, True],
+        "group": [True, True, True],
+        "news": ["_current_batch_allocated_block_ids", "_current_batch_jobs_to_flush", "_current_batch_load_jobs"],
+        "step": [
+            "finished_req_ids",
+            "kv_cache_block_copies",
+            "kv_connector_block_state",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "scheduled_new_reqs",
+        ],
+        "req_data": [
+            "new_block_ids",
+            "req_ids",
+            "resumed_req_ids",
+            "scheduled_cached_reqs",
+            "scheduled_new_reqs",
+        ],
+        "block_state": True,
+        "end": [["new_req_ids", "preempted_req_ids"], ["load_jobs", "store_jobs", "jobs_to_flush"]],
+        "end_of_manager": [
+            "_flush_pending_cascades",
+            "_flush_pending_promotions",
+            "_maybe_process_finished_jobs",
+            "_metrics",
+            "_processed_jobs_this_step",
+            "_req_state",
+            "_tier_parents",
+            "secondary_tiers",
+        ],
+    }, (
+        "StoringSteps says which requests, and which steps, build_connector_meta need not look into; end_quiet_step() "
+        "holds that where there are no secondary tiers the manager has nothing to do at a step's end; needs_steps() is "
+        "what vLLM has pending, without stores that wait for a tier; has_loaded() and needs_steps() tell loads and "
+        "promotions among open copies by is_store and transfer_job, and what is to cascade by pending_cascade_keys"
+    )
+    assert facts["worker_meta"] == [True, True], (
+        "update_connector_output() and has_loaded() look there for copies that have ended: find it again"
+    )
+    assert facts["quiet_worker"] == [
+        ["self", "kv_cache_config"],
+        ["scheduler_output", "defer_finalize"],
+        True,
+        True,
+        True,
+        True,
+    ], "QuietWorker leaves the connector alone in quiet steps, and workers then report nothing of it"
+    assert facts["put_off"] == [
+        True,
+        True,
+        ["_sliding_window_groups", "_block_id_to_pending_jobs", "config"],
+        True,
+    ], "can_be_put_off() reads these; StoringSteps.catch_up() shows a step whose tokens vLLM counts as computed already"
+    assert facts["late_stores"] == [["self", "metadata"], True, True, True, ["connector_worker"], ["worker"]], (
+        "take_late_stores() puts stores among those that handle_preemptions() begins with in each step"
+    )
+    assert facts["spare_time"] == [["self", "scheduler_output"], ["self", "grammar_output"], True], (
+        "CopyingInSpareTime gives time away when one of them has the answer, and takes it back with the next step"
+    )
+    assert facts["seeded_prefill"] == [["input_batch", "discard_request_mask"], ["generators"], True, True], (
+        "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"
+    )
+    assert facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
+    assert facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"

@@ -1,0 +1,132 @@
+"""What the engine says of its room for speculation, at once and when it is idle again; who may stop its steps."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.vllm_plugin.scheduler_scene import Stage
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_there_is_room_where_a_speculation_would_be_admitted_now(is_gpu: bool) -> None:
+    stage = Stage(is_gpu=is_gpu, is_async=is_gpu, settings={"max_prefill_bs": 2})
+    assert stage.controller.has_room()
+    stage.ask("A", num_answers=20)
+    assert not stage.controller.has_room(), "it waits"
+    for _ in range(3):
+        stage.step()
+    assert stage.controller.has_room() == is_gpu, "beside an answer"
+    stage.finish_all()
+    assert stage.controller.has_room()
+    stage.ask("BCDE", speculation="s1", num_answers=20)
+    assert stage.controller.has_room()
+    stage.step()
+    assert stage.controller.has_room()
+    loaded = stage.ask("FG", speculation="s2", is_loaded=True)
+    assert not stage.controller.has_room(), "that one waits and takes it"
+    stage.step()
+    assert stage.requests[loaded].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert not stage.controller.has_room()
+    stage.finish_all()
+    assert stage.controller.has_room()
+
+
+@pytest.mark.parametrize("is_queue_cache_aware", [False, True])
+def test_where_speculation_is_off_there_is_never_room(is_queue_cache_aware: bool) -> None:
+    stage = Stage(settings={"max_prefill_bs": 0, "is_queue_cache_aware": is_queue_cache_aware})
+    assert not stage.controller.has_room()
+
+
+@pytest.mark.parametrize("ends_by", ["answer", "abort"])
+def test_the_room_is_said_when_it_changes_and_when_the_engine_is_idle_again(
+    ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage()
+    said: list[bool] = []
+    stats = stage.scheduler.connector.get_kv_connector_stats
+
+    def listen() -> Any:
+        answer = stats()
+        if answer is not None and answer.data["has_room"] is not None:
+            said.append(answer.data["has_room"])
+        return answer
+
+    monkeypatch.setattr(stage.scheduler.connector, "get_kv_connector_stats", listen)
+    request_id = stage.ask("A", num_answers=20)
+    stage.step()
+    stage.step()
+    assert said == [False]
+    if ends_by == "abort":
+        stage.abort(request_id)
+        assert stage.scheduler.has_requests(), "vLLM makes one more step, in which it is said"
+        stage.step()
+    stage.finish_all()
+    assert said == [False, True]
+
+
+def test_the_collector_does_not_stop_the_scheduler_for_every_hundredth_request() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(700, 10, 10)  # Python's
+        Stage()
+        assert gc.get_threshold() == (10_000, 10, 10)
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_what_a_step_has_to_tell_is_put_together_while_the_model_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    news = stage.scheduler.connector._news
+    told: list[Any] = []
+    gathered: list[bool] = []
+    take, gather = news.take, news._gather
+    monkeypatch.setattr(news, "take", lambda: told.append(take()) or told[-1])
+    monkeypatch.setattr(news, "_gather", lambda: gathered.append(news._is_prepared) or gather())
+    request_id = stage.ask("A", num_answers=20)
+    num_late = 0
+    while stage.scheduler.has_unfinished_requests():
+        gathered.clear()
+        stage.finish_all_loading()
+        stage.step()
+        assert gathered[0] is False, "each step has its lull"
+        num_late += len(gathered) - 1
+    assert num_late == 2, "once with the first token, once with the last"
+    requests = [stats.data["requests"] for stats in told if stats is not None and stats.data["requests"]]
+    assert [list(of_step) for of_step in requests] == [[request_id]]
+    paths = [delta for stats in told if stats is not None for delta in stats.data["paths"]]
+    assert paths, "what is cached"
+
+
+def test_where_vllms_own_scheduler_gives_no_lull_everything_is_told_all_the_same() -> None:
+    stage = Stage()
+    stage.scheduler.get_grammar_bitmask = lambda output: None
+    stage.ask("A", num_answers=20)
+    stats = stage.scheduler.connector.get_kv_connector_stats
+    told: list[Any] = []
+    stage.scheduler.connector.get_kv_connector_stats = lambda: told.append(stats()) or told[-1]
+    stage.finish_all()
+    assert any(said is not None and said.data["requests"] for said in told)
+    assert any(said is not None and said.data["paths"] for said in told)
+
+
+def test_an_idle_engine_that_steps_for_nothing_but_copies_says_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    stage.ask("A")
+    stage.finish_all()
+    asked: list[int] = []
+    monkeypatch.setattr(stage.scheduler.connector, "_stats_below", lambda: asked.append(1))
+    assert [stage.scheduler.connector.get_kv_connector_stats() for _ in range(50)] == [None] * 50
+    assert asked == []
+    monkeypatch.setattr(stage.scheduler.connector, "_num_copies", lambda: 3)
+    assert [stage.scheduler.connector.get_kv_connector_stats() for _ in range(50)] == [None] * 50
+    assert asked == [1], "vLLM's gauges of them would stay as they were"
+    asked.clear()
+    stage.controller.note_change()
+    stats = stage.scheduler.connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["engine"] is not None, "what happens meanwhile is told at once"
+    assert asked == [1]

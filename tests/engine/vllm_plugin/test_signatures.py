@@ -1,0 +1,235 @@
+"""What we rely on inside vLLM 0.32. If one of these fails after an upgrade, it says what the name is for.
+
+The names live in ``ragcache_core/vllm_plugin/compat.py``; they are read in a child process, because importing vLLM
+takes seconds and sets process-wide state. Those of its offloading are in ``test_offloading_signatures.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def vllm_facts() -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.engine.vllm_plugin.vllm_facts"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def test_this_is_the_supported_vllm(vllm_facts: dict[str, object]) -> None:
+    assert str(vllm_facts["version"]).startswith("0.32"), "support a new vLLM in compat.py, then change SUPPORTED_VLLM"
+
+
+def test_every_parser_of_tool_calls_that_the_docs_name_is_there(vllm_facts: dict[str, Any]) -> None:
+    tools = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split("## Tools")[1].split("\n## ")[0]
+    rows = [line.split("|")[2] for line in tools.splitlines() if line.startswith("| ")][1:]
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    assert len(named) > 10
+    assert named - set(vllm_facts["tool_parsers"]) == set()
+
+
+def test_the_connector_has_every_method_that_vllm_asks_for(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["still_abstract"] == [], "implement the new abstract methods in connector/gpu_connector.py"
+
+
+def test_the_connectors_methods_have_the_arguments_we_implement(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["signatures"] == {
+        "on_new_request": ["self", "request"],
+        "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
+        "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
+        "build_connector_meta": ["self", "scheduler_output"],
+        "request_finished": ["self", "request", "block_ids"],
+        "start_load_kv": ["self", "forward_context", "kwargs"],
+        "save_kv_layer": ["self", "layer_name", "kv_layer", "attn_metadata", "kwargs"],
+        "wait_for_layer_load": ["self", "layer_name"],
+        "wait_for_save": ["self"],
+    }, "follow the change in connector/gpu_connector.py and connector/tiered_connector.py"
+    assert vllm_facts["hma"] == ["self", "request", "block_ids"], "follow it in DocumentConnector"
+    assert vllm_facts["requires_kv_delivery"], "DocumentConnector overrides it: a lost transfer is no failure"
+
+
+def test_the_server_program_is_where_we_start_it(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["main"] == [], "api_server.run_api_server() calls it without arguments"
+    assert vllm_facts["server"] == [True, True], (
+        "routes.cached_paths() ends its answers when app.state.server.should_exit is set: else they hold up the end"
+    )
+
+
+def test_requests_carry_our_metadata_and_token_ids(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["chat_takes_metadata"], "wire.py needs another channel"
+    assert vllm_facts["completion_takes_metadata"], "wire.py needs another channel"
+    assert vllm_facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
+
+
+def test_the_server_has_the_tokenizer_that_it_hands_out(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["tokenization"] == [
+        ["renderer", "model_config", "chat_template", "chat_template_content_format"],
+        ["default_chat_template_kwargs"],
+        True,
+        ["tokenizer", "chat_template", "tools", "model_config"],
+        ["chat_template", "tools", "given_format", "tokenizer", "model_config"],
+        ["self"],
+        True,
+    ], "routes.tokenizer() reads app.state.serving_tokenization: follow it in compat.chat_template_of()"
+
+
+def test_a_request_passes_the_input_processor_before_it_is_sent(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["input"] == [
+        ["input_processor"],
+        ["self", "request_id", "prompt", "params"],
+        True,
+        ["self", "obj"],
+        True,
+        True,
+        True,
+        [True, True],
+    ], (
+        "SendingInputProcessor sees metadata there, in extra_args, before it is encoded, and its errors reach the "
+        "server: find the new place and encoder"
+    )
+
+
+def test_vllm_looks_for_plugins_where_we_register_ours(vllm_facts: dict[str, object]) -> None:
+    from ragcache_core.vllm_plugin.server import api_server
+
+    assert vllm_facts["endpoint_group"] == "vllm.endpoint_plugins", "rename our entry point's group in pyproject.toml"
+    assert sorted(vllm_facts["plugin_groups"]) == sorted(api_server._PLUGIN_GROUPS), (
+        "follow it in api_server._PLUGIN_GROUPS: naming our plugin in VLLM_PLUGINS must not switch others off"
+    )
+    (point,) = [p for p in entry_points(group="vllm.endpoint_plugins") if p.name == api_server.ENDPOINT_PLUGIN]
+    assert point.value == "ragcache_core.vllm_plugin.server.routes:RAGCacheEndpoint", "install the package again"
+
+
+def test_the_block_pool_is_the_one_that_ours_takes_over(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["free_queue"] == {
+        "popleft": ["self"],
+        "popleft_n": ["self", "n"],
+        "remove": ["self", "block"],
+        "append": ["self", "block"],
+        "prepend_n": ["self", "blocks"],
+        "append_n": ["self", "blocks"],
+        "get_all_free_blocks": ["self"],
+        "iter_blocks_after": ["self", "cursor"],
+    }, "override what is new or different in TreeFreeBlockQueue: the base class's linked list is empty there"
+    assert set(vllm_facts["free_queue"]) <= set(vllm_facts["our_free_queue"]), "override it in TreeFreeBlockQueue"
+    assert vllm_facts["free_queue_reads"] == ["num_free_blocks"], "keep it up to date in TreeFreeBlockQueue"
+    assert vllm_facts["pool"] == {
+        "cache_full_blocks": [
+            *("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
+            "block_mask",
+        ],
+        "reset_prefix_cache": ["self"],
+        "_remove_cached_block_hashes": ["self", "block"],
+    }, "follow the change in TreeBlockPool, which learns and forgets what blocks hold there"
+    assert vllm_facts["pool_attributes"] == [
+        *("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block"),
+    ], "TreeBlockPool.take_over() replaces free_block_queue of a pool that is built: find its new name"
+    assert vllm_facts["cached_copies"], "compat.cached_copies() reads BlockHashToBlockMap._cache: find its new name"
+    assert vllm_facts["block"] == ["block_id", "ref_cnt", "block_hash", "is_null"], "follow it in block_pool.py"
+    assert vllm_facts["hash_of_block"], "a block's hash is no longer key + 4 bytes of group: follow it in block_pool.py"
+
+
+def test_the_scheduler_is_where_ours_stands(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["scheduler_sets"] == ["connector", "kv_cache_config", "kv_cache_manager"], (
+        "_TreeScheduling.__init__() reads them after vLLM's: find their new names"
+    )
+    assert vllm_facts["manager_sets"] == ["block_pool"], "scheduler.py takes over kv_cache_manager.block_pool"
+    assert vllm_facts["scheduler_output"] == [*([["self", "scheduler_output", "model_runner_output"]] * 2), True], (
+        "_TreeScheduling notes a request's first token there: follow it, or find where tokens arrive"
+    )
+    assert vllm_facts["scheduler_cls"] == [["self"], True], "--scheduler-cls takes RAGCacheScheduler: find the new door"
+    step = ["scheduler.schedule(", ".execute_model(", ".get_grammar_bitmask(", "future.result("]
+    assert vllm_facts["lull"] == [["self", "scheduler_output"], [step, [*step, ".get_grammar_bitmask("]]], (
+        "use_lull() is called there, because the model computes a step then and nobody waits: find the new moment"
+    )
+    assert vllm_facts["scheduler_stats"], "our figures leave with get_kv_connector_stats(): find the new way out"
+
+
+def test_the_scheduler_asks_its_queue_what_ours_answers(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["queue"] == {
+        "add_request": ["self", "request"],
+        "pop_request": ["self"],
+        "peek_request": ["self"],
+        "prepend_request": ["self", "request"],
+        "prepend_requests": ["self", "requests"],
+        "remove_request": ["self", "request"],
+        "remove_requests": ["self", "requests"],
+    }, "follow the change in CacheAwareRequestQueue"
+    assert vllm_facts["queue_is_complete"] == [], "implement the new abstract methods in CacheAwareRequestQueue"
+
+
+def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["scheduler_queue"] == [
+        *("policy", "waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
+        *("_inflight_prefills", "max_num_scheduled_tokens", "max_num_encoder_input_tokens"),
+        *("need_mamba_block_aligned_split", "scheduler_config"),
+    ], "_TreeScheduling takes over the queue, and preempts speculation: find their new names"
+    assert vllm_facts["cuts_prefills"], "_TreeScheduling shortens steps only where enable_chunked_prefill lets it"
+    assert vllm_facts["scheduler_steps"] == {
+        "schedule": ["self", "throttle_prefills"],
+        "_preempt_request": ["self", "request", "timestamp", "drop_stale_output"],
+        "_free_request_blocks": ["self", "request"],
+        "_handle_blocked_waiting_request": ["self", "request"],
+    }, "_TreeScheduling calls them for speculative requests as vLLM does for others: follow the change"
+    assert vllm_facts["schedule"] == [True] * 4, (
+        "a step's tokens are bounded by max_num_scheduled_tokens, the queue is peeked and asked for its truth value, "
+        "and the last running request is the first victim: see where these went"
+    )
+    assert vllm_facts["scheduled"], "speculative tokens are counted from a step's num_scheduled_tokens"
+    assert vllm_facts["request"] == [
+        *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
+        "arrival_time",
+    ], "_TreeScheduling reads them, the connector the last one: find their new names"
+    assert vllm_facts["request_reads"] == [
+        [
+            *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
+            *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+        ],
+        [True, True],
+    ], "the connector reads them of a request, and num_tokens, the scheduler num_tokens_with_spec: find their new names"
+    assert vllm_facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
+
+
+def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["utility"] == [True, ["self", "method", "args"], ["scheduler"], ["engine_core"]], (
+        "compat.attach_utilities() adds methods to EngineCore, others there call them: find the new way"
+    )
+
+
+def test_the_kv_cache_says_how_large_its_blocks_are(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
+        "compat.kv_bytes_per_block() reads them"
+    )
+    assert vllm_facts["kv_cache_tensor"], "compat.kv_bytes_per_block() takes a tensor's size for the allocation's"
+    assert vllm_facts["block_sizes"] == ["kv_cache_config", "vllm_config"], "DocumentConnector asks for tokens_per_hash"
+    assert vllm_facts["seed"] == [True, ["hash_fn"], True, True], (
+        "compat.hash_seed() says whether another start finds the same keys: without it no cache on disk may be shared"
+    )
+
+
+def test_statistics_travel_as_ours_do(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["prom"] == [
+        ["self", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"],
+        ["_counter_cls", "_gauge_cls", "per_engine_labelvalues"],
+        ["self", "transfer_stats_data", "engine_idx"],
+    ], "RAGCachePromMetrics makes its series with them"
+    assert vllm_facts["stats"] == ["data"], "RAGCacheStats keeps everything in data, which vLLM sends"
+    assert vllm_facts["stats_methods"] == ["aggregate", "is_empty", "reduce", "reset", "to_dict"], (
+        "follow it in RAGCacheStats"
+    )

@@ -1,0 +1,184 @@
+"""The simulator with blocks and the real engine serve the same requests from the same tiers, one and all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ragcache_core import CacheConfig
+from ragcache_core.client import Engine
+from ragcache_core.config import FrequencyScope, PolicyName
+from ragcache_core.profiles.prefill import find_profile
+from ragcache_core.prompt import RenderedPrompt
+from ragcache_core.sim.blocks import BlockCache
+from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.traces.trace import TracedRequest
+from ragcache_core.tree import check_invariants
+from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import tile
+from tests.conftest import DEMO_MODEL
+from tests.support.waiting import until
+
+BLOCK = 32
+BLOCK_BYTES = 128 << 10
+NUM_GPU_BLOCKS, NUM_HOST_BLOCKS = 30, 60
+SYSTEM_TOKENS = 40
+MAX_MODEL_LEN = 800
+GHOST_SIZE = 6
+NUM_REQUESTS = 200
+FIRST_TOKEN, LAST_TOKEN = 300, 1000
+"""Ordinary words of the demo model; the answers are made of one more."""
+WRITING = "vllm:kv_offload_cpu_cache_write_usage_perc"
+
+
+def requests() -> Iterator[TracedRequest]:
+    """Yield requests for more documents than the tiers hold, popular ones and rare ones, of lengths across blocks."""
+    rng = Random(20)
+    lengths = [rng.choice((7, 31, 32, 33, 64, 90, 120, 150, 190, 230)) for _ in range(24)]
+    weights = [1 / (rank + 1) for rank in range(len(lengths))]
+    for number in range(NUM_REQUESTS):
+        chosen = dict.fromkeys(rng.choices(range(len(lengths)), weights, k=rng.choice((0, 1, 1, 2, 2, 2, 3))))
+        docs = tuple(chosen)
+        has_question = not docs or rng.random() < 0.8  # without one, the same prompt comes again
+        yield TracedRequest(
+            arrival_s=float(number),
+            doc_ids=tuple(f"d{doc}" for doc in docs),
+            doc_tokens=tuple(lengths[doc] for doc in docs),
+            question_tokens=rng.randint(3, 70) if has_question else 0,
+            output_tokens=rng.choice((1, 1, 1, 2, 2, 3, 35)),
+        )
+
+
+def words(name: str, num_tokens: int) -> list[int]:
+    """Return tokens that no other name begins with."""
+    return Random(name).choices(range(FIRST_TOKEN, LAST_TOKEN), k=num_tokens)
+
+
+def rendered(request: TracedRequest, number: int) -> RenderedPrompt:
+    token_ids = words("system", SYSTEM_TOKENS)
+    documents = []
+    for doc_id, num_tokens in zip(request.doc_ids, request.doc_tokens, strict=True):
+        start = len(token_ids)
+        token_ids += words(doc_id, num_tokens)
+        documents.append(PromptSegment(SegmentKind.DOCUMENT, start, len(token_ids), doc_id))
+    token_ids += words(f"question {number}", request.question_tokens)
+    return RenderedPrompt((), "", tuple(token_ids), tile(documents, len(token_ids)))
+
+
+def wait_until_stored(engine: Engine) -> None:
+    """Wait until the copies to the host that a request left behind it are done."""
+    deadline = time.monotonic() + 30
+    url = f"{engine.base_url.removesuffix('/v1')}/metrics"
+    while True:
+        text = httpx.get(url, headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=30).text
+        lines = "\n".join(line for line in text.splitlines() if WRITING in line)
+        (gauge,) = text_string_to_metric_families(lines)
+        if gauge.samples[0].value == 0:
+            return
+        assert time.monotonic() < deadline, "a copy to the host does not end"
+
+
+def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return when each file was written last, and its size."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()}
+
+
+def wait_until_written(folder: Path, before: dict[Path, tuple[int, int]]) -> None:
+    """Wait until what a request left for the disk is there: nobody tells, but files change, and then rest."""
+    assert until(lambda: stamps(folder) != before, 30)
+    while (now := stamps(folder)) != before:
+        before = now
+        time.sleep(0.1)  # a poll: another process makes it true
+
+
+@pytest.mark.parametrize(
+    ("policy", "frequency", "max_cached_documents", "num_disk_blocks"),
+    [
+        ("tournament", "ghost", None, 0),
+        ("pgdsf", "cached", None, 0),
+        ("tournament", "ghost", 1, 0),
+        ("tournament", "ghost", None, 100),
+    ],
+)
+def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
+    policy: PolicyName,
+    frequency: FrequencyScope,
+    max_cached_documents: int | None,
+    num_disk_blocks: int,
+    tmp_path: Path,
+) -> None:
+    kv = tmp_path / "kv"
+    config = CacheConfig(
+        kv_cache_bytes=NUM_GPU_BLOCKS * BLOCK_BYTES,
+        block_size=BLOCK,
+        host_bytes=NUM_HOST_BLOCKS * BLOCK_BYTES,
+        disk_bytes=num_disk_blocks * BLOCK_BYTES,
+        directory=kv if num_disk_blocks else None,
+        policy=policy,
+        frequency=frequency,
+        ghost_size=GHOST_SIZE,
+        max_cached_documents=max_cached_documents,
+    )
+    options = SimulationOptions(
+        policy=policy,
+        frequency=frequency,
+        gpu_tokens=NUM_GPU_BLOCKS * BLOCK,
+        host_tokens=NUM_HOST_BLOCKS * BLOCK,
+        disk_tokens=num_disk_blocks * BLOCK,
+        system_tokens=SYSTEM_TOKENS,
+        granularity="block",
+        block_size=BLOCK,
+        ghost_size=GHOST_SIZE,
+        max_cached_documents=max_cached_documents,
+    )
+    simulated = BlockCache(options, PluginSettings(profile=find_profile(str(DEMO_MODEL))).prefill_cost())
+    found = dict.fromkeys(Tier, 0)
+    with Engine.launch(
+        str(DEMO_MODEL),
+        cache=config,
+        log_path=tmp_path / "server.log",
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_MODEL_LEN,
+    ) as engine:
+        disk = simulated.tree.tiers[Tier.DISK]
+        for number, request in enumerate(requests()):
+            before, on_disk = stamps(kv), (disk.num_units, disk.num_evicted_units)
+            stats = engine.generate(
+                rendered(request, number),
+                max_tokens=request.output_tokens,
+                extra_body={"ignore_eos": True, "allowed_token_ids": [LAST_TOKEN]},
+            ).stats
+            if stats.num_stored_bytes:
+                wait_until_stored(engine)
+            served = simulated.serve(request, number)
+            if (disk.num_units, disk.num_evicted_units) != on_disk:
+                wait_until_written(kv, before)
+            real = (stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens)
+            assert served.num_cached_tokens_by_tier == real, (number, request)
+            assert stats.num_prompt_tokens == served.num_cached_tokens + served.num_new_tokens
+            assert stats.num_loaded_bytes == served.num_loaded_tokens // BLOCK * BLOCK_BYTES
+            assert stats.num_stored_bytes == served.num_swapped_out_tokens // BLOCK * BLOCK_BYTES, (number, request)
+            for tier in Tier:
+                found[tier] += served.num_cached_tokens_by_tier[tier]
+        report = engine.stats()
+    assert report.num_requests == NUM_REQUESTS
+    assert report.num_ignored_metadata == 0
+    for said in report.tiers:
+        state = simulated.tree.tiers[Tier[said.name.upper()]]
+        expected = [(state.num_units, state.num_evicted_units)]
+        if state is disk:
+            expected.append(on_disk)  # the engine takes note of a write at its next step: not of the last request's
+        assert (said.num_blocks, said.num_evicted_blocks) in expected
+        assert state.num_evicted_units > 50, "the tiers are small enough"
+    assert found[Tier.GPU] > 0
+    assert found[Tier.HOST] > 0
+    assert (found[Tier.DISK] > 0) == (num_disk_blocks > 0)
+    check_invariants(simulated.tree)

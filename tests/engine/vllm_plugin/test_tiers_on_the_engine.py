@@ -1,0 +1,380 @@
+"""GPU, host and disk on the real engine: the same answers from every tier, and figures that add up.
+
+One engine of this module's own, with tiers so small that a few prompts go through all of them. The last tests kill it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
+from ragcache_core.client import Engine
+from ragcache_core.errors import EngineError, EngineStartError
+from ragcache_core.types import Tier
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.support.waiting import until
+
+LAYOUT = PromptLayout()
+BLOCK = 32
+NUM_GPU_BLOCKS, NUM_HOST_BLOCKS = 96, 48
+BLOCK_BYTES = 128 << 10
+WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
+QUESTION = "Who founded Zorval?"
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> CacheConfig:
+    return CacheConfig(
+        kv_cache_bytes=NUM_GPU_BLOCKS * BLOCK_BYTES,
+        block_size=BLOCK,
+        host_bytes=NUM_HOST_BLOCKS * BLOCK_BYTES,
+        disk_bytes="256MiB",
+        directory=tmp_path_factory.mktemp("kv"),
+    )
+
+
+@pytest.fixture(scope="module")
+def tiers(cache: CacheConfig, log_path: Path) -> Iterator[Engine]:
+    """An engine whose GPU holds four prompts of two documents, and whose host memory holds two."""
+    settings: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "env": {"VLLM_SERVER_DEV_MODE": "1"}}
+    with Engine.launch(str(DEMO_MODEL), log_path=log_path, max_restarts=2, **settings) as running:
+        yield running
+
+
+def documents(mark: str, num_documents: int = 2, num_words: int = 220) -> list[Document]:
+    """Return documents that no other test has in the cache; two of 220 words are about 760 tokens."""
+    return [
+        Document(f"{mark}-{i}", " ".join(Random(f"{mark} {i}").choices(WORDS, k=num_words)))
+        for i in range(num_documents)
+    ]
+
+
+class Answers:
+    """Asks, checks that every answer to the same prompt is the same, and adds the figures up."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.texts: dict[tuple[str, int], str] = {}
+        self.num_requests = self.num_prompt_tokens = 0
+        self.num_tokens = dict.fromkeys(Tier, 0)
+
+    def ask(self, mark: str, num_documents: int = 2, **settings: Any) -> RequestStats:
+        prompt = LAYOUT.render(self.engine.tokenizer, documents(mark, num_documents), QUESTION)
+        generation = self.engine.generate(prompt, **{"max_tokens": 8, **settings})
+        self.check(mark, num_documents, generation.text, generation.stats)
+        return generation.stats
+
+    def check(self, mark: str, num_documents: int, text: str, stats: RequestStats) -> None:
+        assert self.texts.setdefault((mark, num_documents), text) == text
+        by_tier = {
+            Tier.GPU: stats.num_gpu_tokens,
+            Tier.HOST: stats.num_host_tokens,
+            Tier.DISK: stats.num_disk_tokens,
+        }
+        assert all(count is not None and count % BLOCK == 0 for count in by_tier.values())
+        assert sum(count or 0 for count in by_tier.values()) == stats.num_cached_tokens
+        assert stats.num_computed_tokens > 0
+        below_the_gpu = stats.num_cached_tokens - (stats.num_gpu_tokens or 0)
+        assert stats.num_loaded_bytes is not None
+        assert stats.num_loaded_bytes >= below_the_gpu // BLOCK * BLOCK_BYTES, "more, if it was preempted"
+        assert stats.queue_s is not None
+        assert 0 <= stats.queue_s <= stats.total_s
+        assert sum(d.num_cached_tokens for d in stats.documents) <= stats.num_cached_tokens
+        self.num_requests += 1
+        self.num_prompt_tokens += stats.num_prompt_tokens
+        for tier, count in by_tier.items():
+            self.num_tokens[tier] += count or 0
+
+
+@pytest.fixture(scope="module")
+def answers(tiers: Engine) -> Answers:
+    return Answers(tiers)
+
+
+def server(engine: Engine) -> str:
+    return engine.base_url.removesuffix("/v1")
+
+
+def authorized(engine: Engine) -> dict[str, str]:
+    return {"Authorization": f"Bearer {engine.api_key}"}
+
+
+def series(engine: Engine) -> dict[tuple[str, str], float]:
+    """Return the ``ragcache_*`` series by name and tier."""
+    text = httpx.get(f"{server(engine)}/metrics", headers=authorized(engine), timeout=30).text
+    return {
+        (sample.name, sample.labels.get("tier", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("ragcache_") and not sample.name.endswith("_created")
+    }
+
+
+def empty_the_gpu(engine: Engine) -> None:
+    """Make vLLM forget its own KV memory, and nothing else."""
+    url = f"{server(engine)}/reset_prefix_cache"
+    assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200, PATIENCE_S)
+
+
+def are_enabled(engine: Engine) -> dict[str, bool]:
+    """Return which tiers the engine tells of, and whether they work; none while it starts again."""
+    try:
+        return {tier.name: tier.is_enabled for tier in engine.stats().tiers}
+    except EngineError:
+        return {}
+
+
+def test_a_server_that_is_ready_tells_of_its_tiers_before_anybody_asks(tiers: Engine) -> None:
+    assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
+    found = series(tiers)
+    assert {tier.label: found["ragcache_tier_enabled", tier.label] for tier in Tier} == dict.fromkeys(
+        ("gpu", "host", "disk"), 1
+    )
+    assert found["ragcache_tier_capacity_bytes", "disk"] == 256 << 20
+
+
+def test_every_tier_serves_the_answers_that_were_computed(tiers: Engine, answers: Answers) -> None:
+    marks = [f"tier {i}" for i in range(8)]
+    for mark in marks:
+        cold = answers.ask(mark)
+        assert cold.num_cached_tokens < 2 * BLOCK, "no more than the static prefix"
+        assert cold.num_stored_bytes is not None
+        warm = answers.ask(mark)
+        assert warm.num_gpu_tokens == warm.num_prompt_tokens // BLOCK * BLOCK
+        assert (warm.num_loaded_bytes, warm.num_stored_bytes) == (0, 0)
+    for mark in [*marks, *marks[::-1]]:
+        stats = answers.ask(mark)
+        assert stats.num_cached_tokens >= stats.num_prompt_tokens - 2 * BLOCK, "some tier has all of it"
+    empty_the_gpu(tiers)
+    for mark in marks:
+        stats = answers.ask(mark)
+        assert stats.num_gpu_tokens is not None
+        assert stats.num_gpu_tokens < 2 * BLOCK
+        assert stats.num_cached_tokens >= stats.num_prompt_tokens - 2 * BLOCK, "host or disk has all of it"
+    assert all(count > 0 for count in answers.num_tokens.values()), "each tier served some of it"
+
+
+def test_a_prompt_longer_than_the_host_tier_reuses_what_fits(tiers: Engine, answers: Answers) -> None:
+    cold = answers.ask("long", num_documents=5)
+    assert cold.num_prompt_tokens // BLOCK > NUM_HOST_BLOCKS
+    empty_the_gpu(tiers)
+    again = answers.ask("long", num_documents=5)
+    assert (again.num_host_tokens or 0) + (again.num_disk_tokens or 0) >= (NUM_HOST_BLOCKS - 2) * BLOCK
+
+
+def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:
+    for i in range(3):
+        answers.ask(f"tier {i}")
+    assert until(lambda: series(tiers).get(("ragcache_requests_total", "")) == answers.num_requests, PATIENCE_S)
+    found = series(tiers)
+    assert found["ragcache_prompt_tokens_total", ""] == answers.num_prompt_tokens
+    for tier, num_tokens in answers.num_tokens.items():
+        assert found["ragcache_tier_hit_tokens_total", tier.label] == num_tokens
+        assert found["ragcache_tier_enabled", tier.label] == 1
+        assert 0 < found["ragcache_tier_used_bytes", tier.label] <= found["ragcache_tier_capacity_bytes", tier.label]
+    assert found["ragcache_tier_evicted_blocks_total", "gpu"] > 0
+    assert found["ragcache_tier_evicted_blocks_total", "host"] > 0
+    below = answers.num_tokens[Tier.HOST] + answers.num_tokens[Tier.DISK]
+    assert found["ragcache_loaded_bytes_total", ""] == below // BLOCK * BLOCK_BYTES
+    assert found["ragcache_corrupt_chunks_total", ""] == found["ragcache_lost_chunks_total", ""] == 0
+    stats = tiers.stats()
+    assert {tier.name: tier.num_hit_tokens for tier in stats.tiers} == {
+        tier.label: num_tokens for tier, num_tokens in answers.num_tokens.items()
+    }
+    assert stats.hottest_documents[0].doc_id.startswith("tier ")
+
+
+@pytest.mark.parametrize("route", ["stats", "requests/chatcmpl-1"])
+def test_our_routes_need_the_api_key(tiers: Engine, route: str) -> None:
+    url = f"{tiers.base_url}/ragcache/{route}"
+    assert httpx.get(url, timeout=30).status_code == 401
+    assert httpx.get(url, timeout=30, headers={"Authorization": "Bearer wrong"}).status_code == 401
+    answer = httpx.get(url, timeout=30, headers=authorized(tiers))
+    if route == "stats":
+        assert answer.status_code == 200
+        assert [tier["name"] for tier in answer.json()["tiers"]] == ["gpu", "host", "disk"]
+    else:
+        assert answer.status_code == 404
+        assert (
+            "chatcmpl-1" in answer.json()["error"]["message"] if "error" in answer.json() else answer.json()["detail"]
+        )
+
+
+def complete(engine: Engine, kv_transfer_params: dict[str, Any]) -> httpx.Response:
+    body = {
+        "model": engine.model,
+        "prompt": engine.tokenize("Zorval was founded by Anna in 1823. " * 12),
+        "max_tokens": 4,
+        "temperature": 0,
+        "kv_transfer_params": kv_transfer_params,
+    }
+    headers = {**authorized(engine), "Content-Type": "application/json"}
+    return httpx.post(f"{engine.base_url}/completions", headers=headers, content=json.dumps(body), timeout=60)
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine, log_path: Path) -> None:
+    overlap = {"version": 1, "documents": [{"id": "a", "start": 0, "end": 9}, {"id": "b", "start": 5, "end": 12}]}
+    ignored: list[object] = [
+        overlap,
+        overlap,
+        overlap,
+        "text",
+        [],
+        {"version": 99, "documents": []},
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 10**9}]},
+        {"version": 1, "documents": [{"id": "a", "start": 9, "end": 2}]},
+        {"version": 1, "documents": [{"id": "a", "start": -2, "end": 2}]},
+        {"version": 1, "documents": [{"id": "a", "start": True, "end": 2}]},
+        {"version": 1, "documents": [{"id": "x" * (1 << 20), "start": 0, "end": 9}]},
+        {"version": 1, "documents": [{"id": "\ud800", "start": 0, "end": 9}]},  # vLLM cannot send these to its engine
+        {"version": 1, "documents": [], "\udfff": {"deep": ["\udc00"]}},
+        nested(700),
+    ]
+    served: list[dict[str, object]] = [
+        {"ragcache": {"version": 1, "documents": [{"id": "never seen", "start": 0, "end": 9}]}},
+        {"ragcache": None},
+        {"max_offload_tokens": "many", "max_load_tokens": -1, "kv_load_tiers": [{"medium": 7}, 8]},
+        {"ragcache": {"version": 1, "documents": []}, "max_offload_tokens": True},
+        {"somebody_elses": nested(700)},
+        {"somebody_elses": "\ud800", "\udfff": 1},
+    ]
+    before = tiers.stats().num_ignored_metadata
+    texts = set()
+    for params in [{"ragcache": metadata} for metadata in ignored] + served:
+        answer = complete(tiers, params)
+        assert answer.status_code == 200, (repr(params)[:200], answer.text[:500])
+        texts.add(answer.json()["choices"][0]["text"])
+    assert len(texts) == 1
+    beyond_64_bits = {"version": 1, "documents": [{"id": "a", "start": 0, "end": 10**30}]}
+    assert complete(tiers, {"ragcache": beyond_64_bits}).status_code == 400, "vLLM refuses it at its own door"
+    too_many = {"version": 1, "documents": [{"id": str(i), "start": i, "end": i + 1} for i in range(10_000)]}
+    assert complete(tiers, {"ragcache": too_many}).status_code == 413
+    assert until(lambda: tiers.stats().num_ignored_metadata - before == len(ignored), PATIENCE_S)
+    log = log_path.read_text(errors="replace")
+    assert log.count("Ignoring the documents of a request") == 1, "logged once"
+    assert "x" * 500 not in log
+
+
+async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: Engine, answers: Answers) -> None:
+    """Six requests grow to 30 blocks each where there are 95: some give theirs up and come back."""
+    marks = [f"grow {i}" for i in range(6)]
+    settings: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    for mark in marks:
+        answers.ask(mark, **settings)
+    before = (await tiers.astats()).num_preemptions
+    prompts = [LAYOUT.render(tiers.tokenizer, documents(mark), QUESTION) for mark in marks]
+    for _ in range(5):  # on a busy machine they may arrive one after the other
+        together = await asyncio.gather(*[tiers.agenerate(prompt, **settings) for prompt in prompts])
+        for mark, generation in zip(marks, together, strict=True):
+            answers.check(mark, 2, generation.text, generation.stats)
+        if (await tiers.astats()).num_preemptions > before:
+            break
+    assert (await tiers.astats()).num_preemptions > before
+
+
+def test_plain_vllm_has_the_same_answers(tiers: Engine, answers: Answers, tmp_path: Path) -> None:
+    """All that was asked so far came from some tier of these at least once; what plain vLLM says is computed."""
+    growing: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    answers.ask("grow 0", **growing)  # once more; or now, where the tests that ask first are left out
+    for mark in ("tier 0", "tier 1"):
+        answers.ask(mark)
+    settings: dict[str, Any] = {**ENGINE_ARGS, "cache": None, "block_size": BLOCK}
+    with Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **settings) as plain:
+        for (mark, num_documents), text in answers.texts.items():
+            prompt = LAYOUT.render(plain.tokenizer, documents(mark, num_documents), QUESTION)
+            of_plain = plain.generate(prompt, **(growing if mark.startswith("grow") else {"max_tokens": 8}))
+            assert of_plain.text == text, mark
+    assert len(set(answers.texts.values())) > 1, "they do not all say the same"
+
+
+def test_a_second_engine_on_the_same_directory_does_not_start(
+    tiers: Engine, cache: CacheConfig, tmp_path: Path
+) -> None:
+    assert tiers.stats().num_restarts == 0
+    again: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "log_path": tmp_path / "log"}
+    refused = "is the cache directory of another engine .*: stop that one, or give"
+    with pytest.raises(EngineStartError, match=refused):
+        Engine.launch(str(DEMO_MODEL), **again, env={"VLLM_SERVER_DEV_MODE": "1"})
+    assert not (tmp_path / "log").exists(), "launched in the same way, it is refused before it starts"
+    with pytest.raises(EngineStartError, match=refused):
+        Engine.launch(str(DEMO_MODEL), **again)
+    assert (tmp_path / "log").exists(), "launched in another way, when it knows that it would keep the same KV"
+    assert tiers.stats().tiers[-1].is_enabled
+
+
+def kill_the_core(engine: Engine) -> None:
+    assert engine.pid is not None
+    children = psutil.Process(engine.pid).children(recursive=True)
+    next(p for p in children if "EngineCore" in " ".join([p.name(), *p.cmdline()])).kill()
+
+
+def test_after_a_kill_the_next_requests_are_served_from_what_survived(tiers: Engine, answers: Answers) -> None:
+    marks = [f"tier {i}" for i in range(8)]
+    for mark in marks:
+        answers.ask(mark)
+    time.sleep(1.0)  # writes behind are written
+    num_from_disk = num_from_host = num_cached = num_prompt = 0
+    kill_the_core(tiers)
+    again = Answers(tiers)
+    again.texts = answers.texts
+    for mark in marks:
+        stats = again.ask(mark)
+        num_from_disk += stats.num_disk_tokens or 0
+        num_from_host += stats.num_host_tokens or 0
+        num_cached += stats.num_cached_tokens
+        num_prompt += stats.num_prompt_tokens
+    assert tiers.stats().num_restarts == 1
+    assert num_from_disk > 0
+    assert num_from_host > 0, "host memory outlives the engine"
+    assert num_cached >= 0.9 * num_prompt
+    report = tiers.stats()
+    assert (report.num_corrupt_chunks, report.num_lost_chunks) == (0, 0)
+    assert all(tier.is_enabled for tier in report.tiers)
+    for mark in marks:
+        again.ask(mark)
+
+
+def test_an_engine_that_comes_back_and_finds_no_disk_goes_on_without(
+    tiers: Engine, answers: Answers, cache: CacheConfig, log_path: Path
+) -> None:
+    assert cache.directory is not None
+    cache.directory.rename(cache.directory.with_name("taken away"))
+    cache.directory.write_text("no directory")
+    kill_the_core(tiers)
+    assert until(lambda: are_enabled(tiers) == {"gpu": True, "host": True, "disk": False}, PATIENCE_S), (
+        "a tier that is out of service can be seen before anybody asks"
+    )
+    again = Answers(tiers)
+    again.texts = answers.texts
+    for mark in [f"tier {i}" for i in range(4)] * 2:
+        again.ask(mark)
+    report = tiers.stats()
+    assert report.num_restarts == 2
+    assert [(tier.name, tier.is_enabled) for tier in report.tiers] == [("gpu", True), ("host", True), ("disk", False)]
+    assert again.num_tokens[Tier.GPU] > 0
+    assert again.num_tokens[Tier.DISK] == report.tiers[2].num_blocks == 0
+    assert log_path.read_text(errors="replace").count("disk tier is out of service until the next start") == 1

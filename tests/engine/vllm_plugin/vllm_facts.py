@@ -1,0 +1,229 @@
+"""Print what vLLM is like where we rely on it, as JSON; a program of its own for test_signatures.py."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+import vllm
+from transformers import TokenizersBackend
+from vllm import plugins
+from vllm.config import (
+    CacheConfig,
+    SchedulerConfig,
+)
+from vllm.entrypoints.launchers import launcher
+from vllm.entrypoints.launchers.api_server import app_state, entry
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.renderers import hf
+from vllm.sampling_params import SamplingParams
+from vllm.tool_parsers import ToolParserManager
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import AsyncMPClient, MPClient
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from ragcache_core.vllm_plugin import compat
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
+from ragcache_core.vllm_plugin.scheduler.block_pool import TreeFreeBlockQueue
+from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def methods(cls: type) -> dict[str, list[str]]:
+    return {name: parameters(f) for name, f in vars(cls).items() if inspect.isfunction(f) and name[0] != "_"}
+
+
+def names(cls: Any) -> list[str]:
+    return [field.name for field in fields(cls)]
+
+
+def sets(cls: type, *wanted: str) -> list[str]:
+    """Return which of these the constructor of a class, or of one above it, sets."""
+    text = "".join(inspect.getsource(c.__init__) for c in cls.__mro__ if "__init__" in vars(c) and c is not object)
+    return [name for name in wanted if f"self.{name}:" in text or f"self.{name} =" in text]
+
+
+def facts() -> dict[str, object]:
+    """Return names, signatures and a few measured facts."""
+    base = compat.KVConnectorBase_V1
+    pool = compat.BlockPool(4, True, 16)
+    taken = pool.get_new_blocks(1)
+    pool.cached_block_hash_to_block.insert(b"hash", taken[0])
+    return {
+        "version": vllm.__version__,
+        "abstract": sorted(base.__abstractmethods__),
+        "still_abstract": sorted(DocumentConnector.__abstractmethods__),
+        "signatures": {
+            name: list(inspect.signature(getattr(base, name)).parameters)
+            for name in (
+                "on_new_request",
+                "get_num_new_matched_tokens",
+                "update_state_after_alloc",
+                "build_connector_meta",
+                "request_finished",
+                "start_load_kv",
+                "save_kv_layer",
+                "wait_for_layer_load",
+                "wait_for_save",
+            )
+        },
+        "requires_kv_delivery": isinstance(inspect.getattr_static(base, "requires_kv_delivery"), property),
+        "hma": list(inspect.signature(compat.SupportsHMA.request_finished_all_groups).parameters),
+        "main": list(inspect.signature(entry.main).parameters),
+        "server": [
+            text in inspect.getsource(launcher) for text in ("app.state.server = server", "server.should_exit = True")
+        ],
+        "input": [
+            sets(AsyncLLM, "input_processor"),
+            parameters(compat.InputProcessor.process_inputs)[:4],
+            "self.input_processor.process_inputs(" in inspect.getsource(AsyncLLM.add_request),
+            parameters(compat.MsgpackEncoder.encode),
+            "self.encoder = MsgpackEncoder(" in inspect.getsource(MPClient),
+            "extra_args" in parameters(SamplingParams),
+            "except (VLLMClientError, GracefulHTTPError)" in inspect.getsource(AsyncLLM.generate),
+            [
+                'extra_args["kv_transfer_params"] = self.kv_transfer_params' in inspect.getsource(kind)
+                for kind in (ChatCompletionRequest, CompletionRequest)
+            ],
+        ],
+        "tool_parsers": sorted(ToolParserManager.list_registered()),
+        "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
+        "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
+        "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),
+        "tokenization": [
+            sets(ServingTokenization, "renderer", "model_config", "chat_template", "chat_template_content_format"),
+            sets(ServingTokenization, "default_chat_template_kwargs"),
+            "state.serving_tokenization = ServingTokenization(" in inspect.getsource(app_state),
+            parameters(hf.resolve_chat_template),
+            parameters(hf.resolve_chat_template_content_format),
+            parameters(hf.HfRenderer.get_tokenizer),
+            isinstance(inspect.getattr_static(TokenizersBackend, "backend_tokenizer"), property),
+        ],
+        "plugin_groups": [
+            plugins.DEFAULT_PLUGINS_GROUP,
+            plugins.PLATFORM_PLUGINS_GROUP,
+            plugins.IO_PROCESSOR_PLUGINS_GROUP,
+            plugins.STAT_LOGGER_PLUGINS_GROUP,
+        ],
+        "endpoint_group": plugins.ENDPOINT_PLUGINS_GROUP,
+        "free_queue": methods(compat.FreeKVCacheBlockQueue),
+        "our_free_queue": sorted(methods(TreeFreeBlockQueue)),
+        "free_queue_reads": sorted(
+            set(re.findall(r"self\.free_block_queue\.(\w+)(?!\w|\()", inspect.getsource(compat.BlockPool)))
+        ),
+        "pool": {
+            name: parameters(getattr(compat.BlockPool, name))
+            for name in ("cache_full_blocks", "reset_prefix_cache", "_remove_cached_block_hashes")
+        },
+        "pool_attributes": [
+            name
+            for name in ("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block")
+            if hasattr(pool, name)
+        ],
+        "cached_copies": [b.block_id for b in compat.cached_copies(pool, b"hash")] == [taken[0].block_id],
+        "block": [name for name in ("block_id", "ref_cnt", "block_hash", "is_null") if hasattr(taken[0], name)],
+        "hash_of_block": compat.get_block_hash(b"hash" + bytes(4)) == b"hash",
+        "scheduler_sets": sets(compat.Scheduler, "connector", "kv_cache_config", "kv_cache_manager"),
+        "scheduler_output": [
+            *(parameters(c.update_from_output) for c in (compat.Scheduler, compat.AsyncScheduler)),
+            {"sampled_token_ids", "req_id_to_index"} <= set(names(ModelRunnerOutput)),
+        ],
+        "queue": methods(compat.RequestQueue),
+        "queue_is_complete": sorted(CacheAwareRequestQueue.__abstractmethods__),
+        "scheduler_queue": sets(
+            compat.Scheduler,
+            *("policy", "waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
+            *("_inflight_prefills", "max_num_scheduled_tokens", "max_num_encoder_input_tokens"),
+            *("need_mamba_block_aligned_split", "scheduler_config"),
+        ),
+        "cuts_prefills": "enable_chunked_prefill" in names(SchedulerConfig),
+        "scheduler_steps": {
+            name: parameters(getattr(compat.Scheduler, name))
+            for name in (
+                "schedule",
+                "_preempt_request",
+                "_free_request_blocks",
+                "_handle_blocked_waiting_request",
+            )
+        },
+        "schedule": [
+            text in inspect.getsource(compat.Scheduler.schedule)
+            for text in (
+                "token_budget = self.max_num_scheduled_tokens",
+                "request_queue.peek_request()",
+                "if not request_queue or",
+                "preempted_req = self.running[-1]",
+            )
+        ],
+        "scheduled": "num_scheduled_tokens" in names(SchedulerOutput),
+        "request": sets(
+            Request,
+            *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
+            "arrival_time",
+        ),
+        "request_reads": [
+            sets(
+                Request,
+                *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
+                *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
+            ),
+            [
+                isinstance(inspect.getattr_static(Request, name, None), property)
+                for name in ("num_tokens", "num_tokens_with_spec")
+            ],
+        ],
+        "request_states": [compat.RequestStatus.PREEMPTED.name, compat.RequestStatus.WAITING_FOR_STREAMING_REQ.name],
+        "utility": [
+            "method(*self._convert_msgspec_args(method, args))" in inspect.getsource(EngineCoreProc),
+            parameters(AsyncMPClient.call_utility_async),
+            sets(compat.EngineCore, "scheduler"),
+            sets(AsyncLLM, "engine_core"),
+        ],
+        "scheduler_cls": [
+            parameters(SchedulerConfig.get_scheduler_cls),
+            {"scheduler_cls", "async_scheduling"} <= set(names(SchedulerConfig)),
+        ],
+        "lull": [
+            parameters(compat.Scheduler.get_grammar_bitmask),
+            [
+                re.findall(r"scheduler\.schedule\(|\.execute_model\(|\.get_grammar_bitmask\(|future\.result\(", source)
+                for source in map(inspect.getsource, (compat.EngineCore.step, compat.EngineCore.step_with_batch_queue))
+            ],
+        ],
+        "scheduler_stats": "self.connector.get_kv_connector_stats()" in inspect.getsource(compat.Scheduler),
+        "manager_sets": sets(KVCacheManager, "block_pool"),
+        "kv_cache_config": sorted({"num_blocks", "kv_cache_tensors", "kv_cache_groups"} & set(names(KVCacheConfig))),
+        "kv_cache_tensor": "size" in names(KVCacheTensor),
+        "block_sizes": parameters(compat.resolve_kv_cache_block_sizes),
+        "seed": [
+            compat.hash_seed("sha256") is not None,
+            parameters(kv_cache_utils.resolve_none_hash_seed),
+            len(kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS) > 0,
+            "prefix_caching_hash_algo" in names(CacheConfig),
+        ],
+        "prom": [
+            parameters(compat.KVConnectorPromMetrics.__init__),
+            sets(compat.KVConnectorPromMetrics, "_counter_cls", "_gauge_cls", "per_engine_labelvalues"),
+            parameters(compat.KVConnectorPromMetrics.observe),
+        ],
+        "stats": sorted(compat.KVConnectorStats.__dataclass_fields__),
+        "stats_methods": sorted(methods(compat.KVConnectorStats)),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

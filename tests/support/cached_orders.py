@@ -1,0 +1,32 @@
+"""What a scripted server says it has cached: orders of documents after the static parts of prompts that it has seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragcache_core.client import Engine
+from ragcache_core.client.ordering.cached_prefixes import VERSION
+from ragcache_core.ordering import PathChange, encode_delta, static_prefix_digest
+from ragcache_core.types import Document, PromptSegment, SegmentKind
+from tests.support.scripted_server import ScriptedServer, Seen
+from tests.support.waiting import until
+
+
+def keep_cached(server: ScriptedServer, engine: Engine, *orders: tuple[Seen, str, int]) -> None:
+    """Have ``engine`` know that after the static part of each request so many tokens of documents are cached."""
+    changes = []
+    for seen, documents, num_tokens in orders:
+        prefix, ids = _static_prefix(seen), tuple(documents.split())
+        changes += [PathChange(prefix, ids[:n], 8 + n * num_tokens) for n in range(len(ids) + 1)]
+    changes.append(PathChange(b"told" * 4, ("all is told",), 8))
+    reset: dict[str, Any] = {"version": VERSION, **encode_delta((), is_reset=True)}
+    server.cached_paths = [reset, encode_delta(changes), {"ready": True}]
+    told = [Document("something else", ""), Document("all is told", "")]
+    assert until(lambda: engine.arrange_documents(told, "cache_aware").is_reordered)
+
+
+def _static_prefix(seen: Seen) -> bytes:
+    segments = [PromptSegment(SegmentKind.DOCUMENT, d["start"], d["end"], d["id"]) for d in seen.documents]
+    prefix = static_prefix_digest(seen.kv_transfer_params["prompt_token_ids"], segments)
+    assert prefix is not None
+    return prefix

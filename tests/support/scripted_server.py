@@ -1,0 +1,470 @@
+"""A small real HTTP server that speaks vLLM's protocol and answers by rules: a fake for everything above the wire.
+
+::
+
+    with ScriptedServer(api_key="secret") as server:          # loopback, a free port, its own threads
+        server.script(Reply("Paris"), ENGINE_DEAD)            # the next two answers; then the rules decide again
+        engine = Engine.connect(server.url, api_key="secret", tokenizer="examples/demo_model")
+        ...
+        server.requests[-1].body["kv_transfer_params"]        # what the client really sent
+        server.num_running                                    # falls to 0 soon after a client hangs up
+
+Each answer comes from the first of: the script (in order), the rules given (the first that returns something),
+:func:`answer_like_a_model`. The server itself answers 401 to a wrong key, 404 to an unknown model and 400 to a prompt
+that is too long, with vLLM's words. It counts a word as a token, and keeps a prefix cache: ``cached_tokens`` of a
+prompt is what it shares with an earlier one, in whole blocks.
+
+It is plain vLLM until ``cache`` is set, to :data:`THREE_TIERS` for example; then it has RAGCache's routes as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count, takewhile
+from typing import Any, Self
+
+from tests.support.scripted_answers import (
+    ENGINE_DEAD,
+    JsonObject,
+    Refusal,
+    Reply,
+    Rule,
+    Seen,
+    answer_like_a_model,
+    cut_to_request,
+    prompt_tokens,
+    text_of,
+    words_of,
+)
+
+__all__ = [
+    "ENGINE_DEAD",
+    "IDLE",
+    "THREE_TIERS",
+    "Refusal",
+    "Reply",
+    "Rule",
+    "ScriptedServer",
+    "Seen",
+    "answer_like_a_model",
+    "text_of",
+]
+
+_CONFIRM = re.compile(r"/v1/ragcache/speculations/([^/]+)/confirm")
+_WAIT = re.compile(r"/v1/ragcache/speculations/([^/?]+)\?after=(\d+)")
+_PATIENCE_S = 0.5
+BLOCK_SIZE = 16
+BYTES_PER_TOKEN = 1024
+THREE_TIERS: JsonObject = {
+    "policy": "tournament", "num_ignored_metadata": 1,
+    "num_corrupt_chunks": 2, "num_lost_chunks": 3, "num_dropped_chunks": 4,
+    "tiers": [
+        {"name": "gpu", "capacity_bytes": 1 << 30, "used_bytes": 1 << 29, "num_blocks": 512, "num_evicted_blocks": 9,
+         "num_hit_tokens": 4096, "is_enabled": True},
+        {"name": "host", "capacity_bytes": 8 << 30, "used_bytes": 6 << 30, "num_blocks": 6144, "num_evicted_blocks": 4,
+         "num_hit_tokens": 2048, "is_enabled": True},
+        {"name": "disk", "capacity_bytes": 1 << 40, "used_bytes": 0, "num_blocks": 0, "num_evicted_blocks": 0,
+         "num_hit_tokens": 0, "is_enabled": False},
+    ],
+    "hottest_documents": [
+        {"doc_id": "mel.txt", "frequency": 12.5, "num_tokens": 300, "tiers": ["gpu", "host"]},
+        {"doc_id": "zor.md", "frequency": 3, "num_tokens": 1200, "tiers": ["disk"]},
+    ],
+}  # fmt: skip
+"""What an engine with three tiers, whose disk failed, says of its cache."""
+IDLE: JsonObject = {"num_pending_prefills": 0, "max_prefill_bs": 4, "is_speculative": True, "has_room": True}
+"""What an engine with nothing to do says of its load."""
+
+
+@dataclass
+class ScriptedServer:
+    """A server of vLLM's protocol on ``127.0.0.1``; a context manager that owns its port and its threads.
+
+    Set ``rules``, ``is_healthy`` or ``max_model_len`` at any time. ``root`` is where ``/v1/models`` says that the
+    model lies, so that a client finds its tokenizer (``"examples/demo_model"``).
+    """
+
+    rules: Sequence[Rule] = ()
+    model: str = "scripted-model"
+    root: str = "scripted-model"
+    api_key: str | None = None
+    max_model_len: int = 2048
+    is_healthy: bool = True
+    requests: list[Seen] = field(default_factory=list)
+    cache: JsonObject | None = None
+    """What ``/v1/ragcache/stats`` answers; ``None`` is plain vLLM, which has no such route."""
+    reuse: JsonObject | None = None
+    """What RAGCache's routes say of chunk reuse in every request; ``None`` is nothing."""
+    cache_status: int = 200
+    """The status of RAGCache's routes; other than 200 they answer with nothing but it."""
+    cache_wait_s: float = 0.0
+    """Seconds before RAGCache's routes answer."""
+    cache_questions: list[str] = field(default_factory=list)
+    """What RAGCache's routes were asked, whether or not they are there: paths without ``/v1/ragcache/``."""
+    load: JsonObject | None = None
+    """What ``/v1/ragcache/load`` answers, to :data:`IDLE` for example; with ``None`` there is no speculation."""
+    cached_paths: list[JsonObject] | None = None
+    """The lines that ``/v1/ragcache/cached_paths`` streams, and then keeps silent; with ``None`` there is no route."""
+    tokenizer: bytes | None = None
+    """What ``/v1/ragcache/tokenizer`` hands out, ``TokenizerFiles`` as JSON; with ``None`` there is no such route."""
+    offered_hash: str | None = None
+    """The hash under which it is offered; by default its own."""
+    tokenizer_questions: list[str] = field(default_factory=list)
+    """What was asked of it."""
+    confirmed: list[str] = field(default_factory=list)
+    """Ids of the speculations that were confirmed."""
+    admits_after_s: float | None = 0.0
+    """Seconds before a speculation is begun with, as far as it says; ``None`` says nothing of it."""
+    paused_s: list[float] = field(default_factory=list)
+    """Seconds of each pause of a speculation that it tells of afterwards."""
+    aborted: list[Seen] = field(default_factory=list)
+    """Requests whose client hung up before the end."""
+
+    def __post_init__(self) -> None:
+        self._script: deque[Reply | Refusal] = deque()
+        self._prompts: deque[tuple[object, ...]] = deque(maxlen=256)
+        self._figures: dict[str, JsonObject] = {}
+        self._arrived_s: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._ids = count(1)
+        self._running: set[int] = set()
+        self._connections: set[socket.socket] = set()
+        self.counters = dict.fromkeys(("prompt", "output", "query", "hit", "first", "ttft_ms"), 0)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("_BoundHandler", (_Handler,), {"server_of": self}))
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), name="scripted-server")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+        for connection in tuple(self._connections):
+            _shut(connection)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    @property
+    def base_url(self) -> str:
+        """``url`` with the ``/v1`` that OpenAI's clients want."""
+        return f"{self.url}/v1"
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def script(self, *answers: Reply | Refusal) -> None:
+        """Give the next answers, in order, whatever is asked."""
+        self._script.extend(answers)
+
+    def clear(self) -> None:
+        """Forget requests, script and prompts, so that the next prompt is cold."""
+        with self._lock:
+            self.requests.clear()
+            self.cache_questions.clear()
+            self.confirmed.clear()
+            self.aborted.clear()
+            self._script.clear()
+            self._prompts.clear()
+
+    def _answer(self, request: Seen) -> Reply | Refusal:
+        with self._lock:
+            self.requests.append(request)
+            if request.speculation is not None:
+                self._arrived_s[request.speculation] = time.monotonic()
+            if request.body.get("model") not in (None, self.model):
+                message = f"The model `{request.body['model']}` does not exist."
+                return Refusal(404, message, "NotFoundError")
+            asked = len(prompt_tokens(request)) + (request.body.get("max_tokens") or 1)
+            if asked > self.max_model_len:
+                return Refusal(
+                    400,
+                    f"This model's maximum context length is {self.max_model_len} tokens. However, your request asks "
+                    f"for {asked} tokens. Please reduce the length of the input prompt.",
+                )
+            if self._script:
+                return self._script.popleft()
+        return next((a for rule in self.rules if (a := rule(request))), None) or answer_like_a_model(request)
+
+    def _usage(self, request: Seen, reply: Reply, num_output_tokens: int, response_id: str) -> dict[str, Any]:
+        tokens = prompt_tokens(request)
+        with self._lock:
+            shared = max((sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(tokens, seen, strict=False)))
+                          for seen in self._prompts), default=0)  # fmt: skip
+            self._prompts.append(tokens)
+            cached = min(shared, len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            cached = cached if reply.num_cached_tokens is None else reply.num_cached_tokens
+            added = {
+                "prompt": len(tokens),
+                "output": num_output_tokens,
+                "query": len(tokens),
+                "hit": cached,
+                "first": 1,
+                "ttft_ms": 2,
+            }
+            self.counters = {key: value + added[key] for key, value in self.counters.items()}
+            host = disk = cached // 4
+            self._figures[response_id] = {
+                "num_gpu_tokens": cached - host - disk, "num_host_tokens": host, "num_disk_tokens": disk,
+                "num_loaded_bytes": (host + disk) * BYTES_PER_TOKEN,
+                "num_stored_bytes": (len(tokens) - cached) * BYTES_PER_TOKEN, "queue_s": 0.001, "ttft_s": 0.002,
+                **({} if self.reuse is None else {"chunk_reuse": self.reuse}),
+            }  # fmt: skip
+        return {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": num_output_tokens,
+            "total_tokens": len(tokens) + num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached} if cached else None,
+        }
+
+    def _cache_answer(self, question: str) -> JsonObject | None:
+        """Return what a route of RAGCache's says; ``None`` where it does not know."""
+        self.cache_questions.append(question)
+        if question == "load":
+            return self.load
+        if self.cache is None:
+            return None
+        return self.cache if question == "stats" else self._figures.get(question.removeprefix("requests/"))
+
+    def _wait(self, speculation: str, *, after: int) -> JsonObject:
+        """Return how long a speculation has waited, and how often that was told; until ``after`` times it waits."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while (now_s := time.monotonic()) < deadline_s:
+            arrived_s, after_s, pauses_s = self._arrived_s.get(speculation), self.admits_after_s, self.paused_s[:]
+            has_news = arrived_s is not None and len(pauses_s) >= after
+            if has_news and after_s is not None and now_s >= arrived_s + after_s:
+                return {"waited_s": after_s + sum(pauses_s), "num_told": len(pauses_s) + 1}
+            time.sleep(0.005)
+        return {"waited_s": None, "num_told": after}
+
+    def _metrics(self) -> str:
+        values = {
+            "num_requests_running": len(self._running), "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0,
+            "prompt_tokens_total": self.counters["prompt"], "generation_tokens_total": self.counters["output"],
+            "prefix_cache_queries_total": self.counters["query"], "prefix_cache_hits_total": self.counters["hit"],
+            "num_preemptions_total": 0,
+            "time_to_first_token_seconds_count": self.counters["first"],
+            "time_to_first_token_seconds_sum": self.counters["ttft_ms"] / 1000,
+        }  # fmt: skip
+        return "".join(f'vllm:{k}{{engine="0",model_name="{self.model}"}} {float(v)}\n' for k, v in values.items())
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _HungUpError(Exception):
+    """The client closed the connection."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server_of: ScriptedServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.server_of._connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.server_of._connections.discard(self.connection)
+        super().finish()
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        owner = self.server_of
+        card = {"id": owner.model, "object": "model", "owned_by": "vllm", "root": owner.root, "parent": None,
+                "max_model_len": owner.max_model_len}  # fmt: skip
+        match self.path:
+            case "/health" | "/ping":
+                self._send(200 if owner.is_healthy else 503, "")
+            case "/version":
+                self._send(200, {"version": "0.32.0"})
+            case "/metrics":
+                self._send(200, owner._metrics())
+            case "/v1/models":
+                if self._is_allowed():
+                    self._send(200, {"object": "list", "data": [card]})
+            case path if (found := _WAIT.fullmatch(path)) and self.server_of.load is not None:
+                if self._is_allowed():
+                    with contextlib.suppress(OSError):
+                        self._send(owner.cache_status, owner._wait(found[1], after=int(found[2])))
+            case "/v1/ragcache/cached_paths" if owner.cached_paths is not None:
+                if self._is_allowed():
+                    self._stream_paths(owner.cached_paths)
+            case path if path.startswith("/v1/ragcache/tokenizer"):
+                if self._is_allowed():
+                    owner.tokenizer_questions.append(path.removeprefix("/v1/ragcache/"))
+                    self._hand_out(owner.tokenizer)
+            case path if path.startswith("/v1/ragcache/"):
+                if self._is_allowed():
+                    self._answer_of_the_cache(path.removeprefix("/v1/ragcache/"))
+            case _:
+                self._send(404, {"detail": "Not Found"})
+
+    def _answer_of_the_cache(self, question: str) -> None:
+        owner = self.server_of
+        answer = owner._cache_answer(question)
+        with contextlib.suppress(_HungUpError, OSError):
+            self._wait(owner.cache_wait_s)
+            if answer is None or owner.cache_status != 200:
+                self._send(404 if answer is None else owner.cache_status, {"detail": "Not Found"})
+            else:
+                self._send(200, answer)
+
+    def _hand_out(self, tokenizer: bytes | None) -> None:
+        offered_hash = self.server_of.offered_hash or hashlib.sha256(tokenizer or b"").hexdigest()
+        if tokenizer is None:
+            self._send(404, {"detail": "Not Found"})
+        elif self.path == "/v1/ragcache/tokenizer":
+            self._send(200, {"sha256": offered_hash, "num_bytes": len(tokenizer)})
+        elif self.path == f"/v1/ragcache/tokenizer/{offered_hash}":
+            self._send(200, tokenizer.decode())
+        else:
+            self._send(404, {"detail": "no tokenizer of that hash"})
+
+    def _stream_paths(self, lines: Sequence[JsonObject]) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(_HungUpError, OSError):
+            for line in lines:
+                self._chunk(json.dumps(line).encode() + b"\n")
+            self._wait(60.0)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+        if not self._is_allowed():
+            return
+        request, owner = Seen(self.path, body), self.server_of
+        if self.path in ("/v1/chat/completions", "/v1/completions"):
+            request_id = next(owner._ids)
+            owner._running.add(request_id)
+            try:
+                self._complete(request, request_id)
+            except (_HungUpError, OSError):
+                owner.aborted.append(request)
+                self.close_connection = True
+            finally:
+                owner._running.discard(request_id)
+        elif (found := _CONFIRM.fullmatch(self.path)) and owner.load is not None:
+            owner.cache_questions.append(self.path.removeprefix("/v1/ragcache/"))
+            if owner.cache_status == 200:
+                owner.confirmed.append(found[1])
+            self._send(204 if owner.cache_status == 200 else owner.cache_status, "")
+        else:
+            self._send(404, {"detail": "Not Found"})
+
+    def _is_allowed(self) -> bool:
+        key = self.server_of.api_key
+        allowed = key is None or not self.path.startswith("/v1") or self.headers.get("Authorization") == f"Bearer {key}"
+        if not allowed:
+            self._send(401, {"error": "Unauthorized"})
+        return allowed
+
+    def _complete(self, request: Seen, request_id: int) -> None:
+        answer = self.server_of._answer(request)
+        if isinstance(answer, Refusal):
+            error = {"message": answer.message, "type": answer.kind, "param": None, "code": answer.status}
+            self._send(answer.status, {"error": error})
+            return
+        pieces, finish_reason = cut_to_request(words_of(answer.text), request.body)
+        calls = [{"id": f"call-{request_id}-{i}", "type": "function",
+                  "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+                 for i, (name, arguments) in enumerate(answer.tool_calls)]  # fmt: skip
+        finish_reason = "tool_calls" if calls else finish_reason
+        is_chat = self.path == "/v1/chat/completions"
+        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
+        num_output_tokens = len(pieces) + sum(len(c["function"]) for c in calls)
+        usage = self.server_of._usage(request, answer, num_output_tokens, response_id)
+        head = {"id": response_id, "created": int(time.time()), "model": self.server_of.model}
+        self._wait(answer.wait_s)
+        if not request.body.get("stream"):
+            if answer.cut_after_tokens is not None:
+                raise _HungUpError
+            for _ in pieces[1:]:
+                self._wait(answer.token_wait_s)
+            text = "".join(pieces)
+            message = {"role": "assistant", "content": text if text or not calls else None, "tool_calls": calls}
+            shown: dict[str, Any] = {"message": message} if is_chat else {"text": text}
+            choice = {"index": 0, **shown, "logprobs": None, "finish_reason": finish_reason}
+            kind = "chat.completion" if is_chat else "text_completion"
+            self._send(200, {**head, "object": kind, "choices": [choice], "usage": usage, "kv_transfer_params": None})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for i, delta in enumerate(_deltas(pieces, calls, is_chat)):
+            if answer.cut_after_tokens is not None and i > answer.cut_after_tokens:
+                _shut(self.connection)
+                raise _HungUpError
+            if answer.error_after_tokens is not None and i > answer.error_after_tokens:
+                self._chunk(b'data: {"error": {"message": "out of room", "type": "ServerError", "code": 500}}\n\n')
+                break
+            self._wait(answer.token_wait_s if i else 0.0)
+            self._event({**head, "choices": [{"index": 0, **delta, "finish_reason": None}]}, is_chat)
+        last: JsonObject = {"delta": {}} if is_chat else {"text": ""}
+        self._event({**head, "choices": [{"index": 0, **last, "finish_reason": finish_reason}]}, is_chat)
+        if (request.body.get("stream_options") or {}).get("include_usage"):
+            self._event({**head, "choices": [], "usage": usage}, is_chat)
+        self._chunk(b"data: [DONE]\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _event(self, event: JsonObject, is_chat: bool) -> None:
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        self._chunk(f"data: {json.dumps({**event, 'object': kind})}\n\n".encode())
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _wait(self, seconds: float) -> None:
+        """Pass the time unless the client hangs up."""
+        readable, _, _ = select.select([self.connection], [], [], seconds)
+        if readable and not self.connection.recv(1, socket.MSG_PEEK):
+            raise _HungUpError
+
+    def _send(self, status: int, body: JsonObject | str) -> None:
+        data = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _deltas(pieces: Sequence[str], calls: Sequence[JsonObject], is_chat: bool) -> Iterator[JsonObject]:
+    if not is_chat:
+        yield from ({"text": piece} for piece in pieces)
+        return
+    yield {"delta": {"role": "assistant", "content": ""}}
+    yield from ({"delta": {"content": piece}} for piece in pieces)
+    for i, call in enumerate(calls):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        opening = {"id": call["id"], "type": "function", "index": i, "function": {"name": name, "arguments": ""}}
+        yield {"delta": {"tool_calls": [opening]}}
+        for part in (arguments[: len(arguments) // 2], arguments[len(arguments) // 2 :]):
+            yield {"delta": {"tool_calls": [{"index": i, "function": {"arguments": part}}]}}

@@ -1,0 +1,162 @@
+"""The engines that are compared: alike in all but what they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.bench.compare.options import AUTO_SHARES, BenchOptions, prepare
+from ragcache_core.bench.compare.peers import PEERS, Setup, usage
+from ragcache_core.bench.compare.results import Results
+from ragcache_core.bench.compare.sessions import tokens_by_tier
+from ragcache_core.client import Engine
+from ragcache_core.client.launch.vllm_offload import VLLMOffload
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
+from tests.support.scripted_server import THREE_TIERS, ScriptedServer
+
+SETUP = Setup("model", "float32", 40 << 20, 32, 2_048, vllm_args=("--seed", "1"))
+SMALL = BenchOptions(compare=("vllm", "ragcache"), seeds=1, requests=4, warm_up=2, rates=(1.0, 2.0), are_shares=False)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What ``Engine.launch`` was told, instead of an engine."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(Engine, "launch", lambda model, **settings: seen.append({"model": model, **settings}))
+    return seen
+
+
+def test_all_engines_get_the_same_model_memory_and_batches(launched: list[dict[str, Any]], tmp_path: Path) -> None:
+    for peer in PEERS.values():
+        peer.launch(SETUP, 64 << 20, tmp_path)
+    for settings in launched:
+        ours = isinstance(settings["cache"], CacheConfig)
+        assert settings["max_restarts"] == 0
+        assert (settings["cache"].kv_cache_bytes if ours else settings["kv_cache_memory_bytes"]) == 40 << 20
+        assert (settings["cache"].block_size if ours else settings["block_size"]) == 32
+    differ = ("cache", "kv_cache_memory_bytes", "block_size", "enable_prefix_caching")
+    alike = [{name: value for name, value in settings.items() if name not in differ} for settings in launched]
+    assert all(settings == alike[0] for settings in alike)
+    assert alike[0]["max_model_len"] == 2_048
+
+
+def test_each_engine_is_what_its_name_says(launched: list[dict[str, Any]], tmp_path: Path) -> None:
+    by_name = {}
+    for name, peer in PEERS.items():
+        peer.launch(SETUP, 64 << 20, tmp_path)
+        by_name[name] = launched[-1]
+    assert [by_name[name].get("enable_prefix_caching") for name in PEERS] == [False, True, True, True, None, None]
+    assert by_name["vllm"]["cache"] is None
+    assert by_name["vllm-host-lru"]["cache"] == VLLMOffload(64 << 20, "lru")
+    assert by_name["vllm-host-arc"]["cache"] == VLLMOffload(64 << 20, "arc")
+    assert by_name["ragcache"]["cache"] == by_name["ragcache-cache-aware"]["cache"]
+    assert by_name["ragcache"]["cache"] == CacheConfig(kv_cache_bytes=40 << 20, block_size=32, host_bytes=64 << 20)
+    assert [name for name, peer in PEERS.items() if peer.sends_documents] == ["ragcache", "ragcache-cache-aware"]
+    assert [name for name, peer in PEERS.items() if not peer.uses_host] == ["no-cache", "vllm"]
+
+
+def test_whoever_has_host_memory_has_the_disk_as_well(launched: list[dict[str, Any]], tmp_path: Path) -> None:
+    setup = replace(SETUP, disk_bytes=1 << 30)
+    PEERS["vllm-host-lru"].launch(setup, 64 << 20, tmp_path)
+    PEERS["ragcache"].launch(setup, 64 << 20, tmp_path)
+    assert launched[0]["cache"].directory == tmp_path
+    assert launched[1]["cache"].directory == tmp_path
+    assert launched[1]["cache"].disk_bytes == 1 << 30
+
+
+def test_the_usage_of_a_process_grows_with_what_it_does() -> None:
+    before = usage(os.getpid())
+    sum(i * i for i in range(2_000_000))
+    after = usage(os.getpid())
+    assert after.cpu_s > before.cpu_s
+    assert after.memory_bytes > 1 << 20
+
+
+def test_tokens_of_each_tier_are_read_from_ours_and_from_plain_vllm(demo_model: str) -> None:
+    with ScriptedServer(cache=THREE_TIERS) as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
+        assert tokens_by_tier(engine) == {"gpu": 4096, "host": 2048, "disk": 0}
+    with ScriptedServer() as server, Engine.connect(server.url, tokenizer=demo_model) as engine:
+        assert set(tokens_by_tier(engine)) == {"gpu", "host"}
+
+
+def test_memory_is_scaled_as_the_lengths_are(tmp_path: Path) -> None:
+    facts = prepare(SMALL).facts
+    assert facts["scale"] == 0.125
+    assert facts["kv_memory_bytes"] == 40 << 20
+    assert facts["host_memory_bytes"] == [64 << 20, 256 << 20, 1 << 30]
+    assert facts["max_model_len"] % 32 == 0
+    assert "api_key" not in facts
+
+
+def test_every_seed_has_requests_for_every_rate() -> None:
+    prepared = prepare(replace(SMALL, seeds=2, first_seed=7, rates=AUTO_SHARES, are_shares=True))
+    assert set(prepared.prompts) == {7, 8}
+    assert all(len(of_seed) == 2 + 4 * len(AUTO_SHARES) for of_seed in prepared.prompts.values())
+    assert prepared.prompts[7].request(0) != prepared.prompts[8].request(0)
+    assert prepared.prompts[7].request(0) == prepare(replace(SMALL, seeds=1, first_seed=7)).prompts[7].request(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"compare": ("vllm", "sglang")}, "no engine 'sglang'"),
+        ({"scale": 4.0}, "lower --scale"),
+        ({"scale": -1.0}, "above 0"),
+        ({"kv_memory": "1MiB"}, "raise --kv-memory"),
+        ({"kv_memory": "0"}, "the KV memory holds 0: .*raise --kv-memory"),
+        ({"kv_memory": "much"}, "--kv-memory is 'much'"),
+        ({"host_memory": ("1KiB",)}, "a block"),
+        ({"host_memory": ("256MiB", "64MiB")}, "ascending"),
+        ({"model": "nowhere/at/all"}, "cannot be read"),
+        ({"rates": (2.0, 1.0)}, "ascending"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_engine_starts(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(replace(SMALL, **change))
+
+
+def test_results_of_another_trace_or_version_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.jsonl"
+
+    def facts(num_tokens: int) -> Mapping[str, Any]:
+        write_trace(Trace.from_requests(TracedRequest(float(i), ("a",), (num_tokens,), 9, 1) for i in range(10)), path)
+        return prepare(replace(SMALL, trace=path)).facts
+
+    out = tmp_path / "out.json"
+    Results.open(out, facts(99), {}).write()
+    Results.open(out, facts(99), {}, resume=True)
+    with pytest.raises(ConfigError, match="measured with trace_sha256 = .* the same options, trace and version"):
+        Results.open(out, facts(98), {}, resume=True)
+    monkeypatch.setattr("ragcache_core.bench.compare.options.__version__", "0.0.0")
+    with pytest.raises(ConfigError, match=r"measured with ragcache_version = .*, not '0\.0\.0'"):
+        Results.open(out, facts(99), {}, resume=True)
+
+
+def test_a_trace_that_is_too_short_or_broken_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(Trace.from_requests(TracedRequest(float(i), ("a",), (99,), 9, 1) for i in range(9)), path)
+    with pytest.raises(ConfigError, match="has 9 requests, 10 are needed"):
+        prepare(replace(SMALL, trace=path))
+    assert len(prepare(replace(SMALL, trace=path, requests=3)).prompts[0]) == 8
+    path.write_text('{"t": 1}\n', encoding="utf-8")
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1"):
+        prepare(replace(SMALL, trace=path))
+
+
+def test_a_server_that_runs_is_measured_as_it_is(demo_model: str) -> None:
+    with ScriptedServer(max_model_len=200_000) as server:
+        prepared = prepare(replace(SMALL, engine=server.url, scale=0.125))
+        (peer,) = prepared.comparison.peers
+        assert (peer.name, peer.uses_host, peer.sends_documents) == ("server", False, False)
+        with prepared.open_engine(peer, 0, Path()) as engine:
+            assert engine.pid is None

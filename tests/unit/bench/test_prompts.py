@@ -1,0 +1,83 @@
+"""Prompts of a trace: exactly its tokens, the same for the same ids."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ragcache_core.bench.compare.prompts import TracedPrompts, scaled
+from ragcache_core.errors import ConfigError
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
+from ragcache_core.wire import decode_kv_transfer_params
+
+TRACE = Trace.from_requests(
+    [
+        TracedRequest(0.0, ("a", "b"), (100, 60), 9, 1),
+        TracedRequest(1.0, ("b", "a"), (60, 100), 9, 5),
+        TracedRequest(2.0, ("a",), (40,), 0, 2),
+        TracedRequest(3.0, (), (), 7, 1),
+    ]
+)
+
+
+def test_a_prompt_has_exactly_the_tokens_of_the_trace() -> None:
+    prompts = TracedPrompts(TRACE, 6_144, seed=0)
+    assert [len(prompts.request(i).token_ids) for i in range(4)] == [169, 169, 41, 7]  # a question is a token at least
+    assert [prompts.request(i).max_tokens for i in range(4)] == [1, 5, 2, 1]
+    assert [prompts.num_tokens(i) for i in range(4)] == [170, 174, 43, 8]
+
+
+def test_a_document_is_the_same_wherever_it_stands_and_a_shorter_one_is_its_beginning() -> None:
+    prompts = TracedPrompts(TRACE, 6_144, seed=0)
+    first, second, third = (prompts.request(i).token_ids for i in range(3))
+    assert first[:100] == second[60:160]
+    assert first[100:160] == second[:60]
+    assert third[:40] == first[:40]
+    assert TracedPrompts(TRACE, 6_144, seed=0).request(2).token_ids == third  # whatever was asked for before
+
+
+def test_questions_differ_by_request_and_by_seed() -> None:
+    prompts, others = TracedPrompts(TRACE, 6_144, seed=0), TracedPrompts(TRACE, 6_144, seed=1)
+    questions = [prompts.request(0).token_ids[160:], prompts.request(1).token_ids[160:]]
+    questions.append(others.request(0).token_ids[160:])
+    assert len(set(questions)) == 3
+    assert prompts.request(0).token_ids[:160] == others.request(0).token_ids[:160]
+
+
+@pytest.mark.parametrize("vocab_size", [64, 1_024, 32_000])
+def test_tokens_are_those_of_the_model(vocab_size: int) -> None:
+    token_ids = TracedPrompts(TRACE, vocab_size, seed=0).request(0).token_ids
+    assert 0 < min(token_ids) <= max(token_ids) < vocab_size
+    assert len(set(token_ids)) > 20
+
+
+def test_the_metadata_says_where_the_documents_are_in_the_order_shown() -> None:
+    prompts = TracedPrompts(TRACE, 6_144, seed=0)
+    request = prompts.request(0, order=["b", "a"])
+    assert request.params is not None
+    metadata = decode_kv_transfer_params(request.params, len(request.token_ids))
+    spans = [(s.doc_id, s.start, s.end) for s in metadata.segments if s.doc_id]
+    assert spans == [("b", 0, 60), ("a", 60, 160)]
+    assert metadata.is_reordered
+    assert request.token_ids[:60] == prompts.request(1).token_ids[:60]
+    plain = prompts.request(0, sends_documents=False)
+    assert plain.params is None
+    assert plain.token_ids == prompts.request(0).token_ids
+
+
+def test_answers_can_have_another_length() -> None:
+    assert TracedPrompts(TRACE, 6_144, seed=0, num_output_tokens=3).request(1).max_tokens == 3
+
+
+def test_a_scaled_trace_keeps_documents_times_and_answers() -> None:
+    small = scaled(TRACE, 1 / 8)
+    assert [r.doc_tokens for r in small] == [(12, 8), (8, 12), (5,), ()]
+    assert [r.question_tokens for r in small] == [1, 1, 1, 1]
+    assert [(r.arrival_s, r.doc_ids, r.output_tokens) for r in small] == [
+        (r.arrival_s, r.doc_ids, r.output_tokens) for r in TRACE
+    ]
+    assert scaled(TRACE, 1) is TRACE
+    for factor in (0, math.inf, math.nan):
+        with pytest.raises(ConfigError, match="above 0 and finite"):
+            scaled(TRACE, factor)

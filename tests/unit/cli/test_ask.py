@@ -1,0 +1,193 @@
+"""``ragcache ask`` against a scripted server, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
+from ragcache_core.retrieval import DocumentStore
+from ragcache_core.types import Document
+from tests.support.scripted_server import THREE_TIERS, Reply, ScriptedServer, Seen
+
+QUESTION = "Where does Mel end?"
+
+
+@pytest.fixture
+def server(demo_model: str) -> Iterator[ScriptedServer]:
+    with ScriptedServer(api_key="secret", root=demo_model) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ask") / "notes.store"
+    texts = {"zor.md": "Zor is a city.", "mel.txt": "Mel is a river.\nIt ends in Tar.", "tar.md": "Tar is a lake."}
+    with DocumentStore.create(path, index="flat") as made:
+        made.add(Document(doc_id, text) for doc_id, text in texts.items())
+    return path
+
+
+def ask(server: ScriptedServer, store: Path, *options: str, question: str = QUESTION, **settings: str) -> Result:
+    arguments = ["ask", question, "--store", str(store), "--url", server.url, *options]
+    return CliRunner(env={"RAGCACHE_API_KEY": "secret"}).invoke(cli, arguments, **settings)  # type: ignore[arg-type]
+
+
+def sent(server: ScriptedServer, number: int = -1) -> Seen:
+    return server.requests[number]
+
+
+def test_the_answer_goes_to_standard_output_and_what_it_cost_to_standard_error(
+    server: ScriptedServer, store: Path
+) -> None:
+    server.script(Reply("In Tar."))
+    result = ask(server, store)
+    assert (result.exit_code, result.stdout) == (0, "In Tar.\n")
+    assert "mel.txt" in result.stderr
+    assert "0 of them cached; first token after" in result.stderr
+
+
+def test_the_tiers_that_the_tokens_came_from_are_told(server: ScriptedServer, store: Path) -> None:
+    server.cache = THREE_TIERS
+    ask(server, store)
+    told = ask(server, store).stderr
+    counts = server._figures["cmpl-2"]
+    assert f"{counts['num_gpu_tokens']} from GPU, {counts['num_host_tokens']} from host" in told
+
+
+def test_the_prompt_carries_the_documents_and_their_spans(server: ScriptedServer, store: Path) -> None:
+    ask(server, store, "--k", "3", "--max-tokens", "7", "--temperature", "0.5")
+    body = sent(server).body
+    documents = body["kv_transfer_params"]["ragcache"]["documents"]
+    assert sorted(d["id"] for d in documents) == ["mel.txt", "tar.md", "zor.md"]
+    assert (body["max_tokens"], body["temperature"]) == (7, 0.5)
+    assert isinstance(body["prompt"][0], int)
+
+
+def test_json_is_one_object_with_everything(server: ScriptedServer, store: Path) -> None:
+    result = ask(server, store, "--json")
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"question", "answer", "finish_reason", "documents", "stats"}
+    assert answer["question"] == QUESTION
+    assert len(answer["documents"]) == 2
+    assert set(answer["documents"][0]) == {"id", "distance"}
+    distances = [document["distance"] for document in answer["documents"]]
+    assert distances == sorted(distances)
+    assert answer["stats"]["ttft_s"] > 0
+    assert result.stderr == ""
+
+
+def test_the_second_question_from_standard_input_finds_the_documents_cached(
+    server: ScriptedServer, store: Path
+) -> None:
+    result = ask(server, store, "--json", question="-", input=f"{QUESTION}\n\n  {QUESTION}\n")
+    first, second = (json.loads(line)["stats"] for line in result.stdout.splitlines())
+    assert first["num_cached_tokens"] == 0
+    assert second["num_cached_tokens"] > 0
+
+
+def test_a_streamed_answer_is_the_same_text(server: ScriptedServer, store: Path) -> None:
+    assert ask(server, store, "--stream").stdout == ask(server, store).stdout
+
+
+def test_documents_are_shown_on_request(server: ScriptedServer, store: Path) -> None:
+    result = ask(server, store, "--show-documents", "--k", "3")
+    assert "[mel.txt] distance " in result.stderr
+    assert "  It ends in Tar.\n" in result.stderr
+
+
+def test_the_layout_of_the_prompt_can_be_chosen(server: ScriptedServer, store: Path, demo_model: str) -> None:
+    options = [
+        "--static-prefix",
+        "Be brief.",
+        "--document-format",
+        "<{doc_id}> {text}",
+        "--question-format",
+        "Q {question}",
+    ]
+    assert ask(server, store, *options, "--k", "3").exit_code == 0
+    with Engine.connect(server.url, api_key="secret") as engine:
+        tokens = set(engine.tokenize("Be brief. <mel.txt> Mel is a river.")) - set(engine.tokenize("Mel is a river."))
+    assert tokens & set(sent(server).body["prompt"])
+
+
+def test_a_layout_without_its_placeholder_is_refused(server: ScriptedServer, store: Path) -> None:
+    result = ask(server, store, "--document-format", "Document")
+    assert result.exit_code == 1
+    assert "must hold {text} once" in result.stderr
+
+
+def test_the_key_comes_from_the_option_or_the_environment(server: ScriptedServer, store: Path) -> None:
+    result = ask(server, store, "--api-key", "wrong")
+    assert result.exit_code == 1
+    assert "pass the server's with --api-key" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "either --model"),
+        (["--model", "m", "--url", "http://u"], "either --model"),
+        (["--url", "http://u", "--json", "--stream"], "one of them"),
+        (["--url", "http://u", "--", "--max-model-len", "8"], "takes no options of vLLM"),
+        (["--url", "http://u", "--cache-config", "cache.toml"], "leave out --cache-config"),
+        (["--model", "m", "--", "--port=8"], "--port after '--'"),
+        (["--model", "m", "--", "--api_key", "8"], "--api-key after '--'"),
+        (["--model", "m", "what?"], "unexpected argument 'what?'"),
+        (["--model", "m", "--k", "0"], "0 is not in the range"),
+    ],
+)
+def test_options_that_contradict_each_other_are_wrong_usage(store: Path, options: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["ask", QUESTION, "--store", str(store), *options])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_store_that_cannot_answer_is_known_before_a_model_is_loaded(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(*_: object, **__: object) -> Engine:
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    result = CliRunner().invoke(cli, ["ask", QUESTION, "--store", str(store), "--model", "m", "--k", "4"])
+    assert result.exit_code == 1
+    assert "4 documents were asked for, the store holds 3: use a smaller --k" in result.stderr
+
+
+def test_a_store_of_one_document_answers_from_that_one(server: ScriptedServer, tmp_path: Path) -> None:
+    with DocumentStore.create(tmp_path / "one.store", index="flat") as made:
+        made.add([Document("mel.txt", "Mel is a river.")])
+    assert len(json.loads(ask(server, tmp_path / "one.store", "--json").stdout)["documents"]) == 1
+
+
+def test_an_engine_that_was_launched_is_closed_whatever_happens(
+    server: ScriptedServer, store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings: dict[str, object] = {}
+    closed = []
+
+    def launch(model: str, **given: object) -> Engine:
+        settings.update(given, model=model)
+        engine = Engine.connect(server.url, api_key="secret")
+        monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
+        monkeypatch.setattr(engine, "stream", interrupted)
+        return engine
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "launch", launch)
+    (tmp_path / "cache.toml").write_text('[cache]\nhost_bytes = "2GiB"\n')
+    arguments = ["ask", QUESTION, "--store", str(store), "--model", "m", "--cache-config", str(tmp_path / "cache.toml")]
+    assert CliRunner().invoke(cli, [*arguments, "--", "--max-model-len", "512"]).exit_code == 130
+    assert settings["cache"] == CacheConfig(host_bytes="2GiB")
+    assert settings["model"] == "m"
+    assert settings["extra_args"] == ("--max-model-len", "512")
+    assert len(closed) == 1

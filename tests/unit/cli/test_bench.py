@@ -1,0 +1,136 @@
+"""``ragcache bench``: its options, one clear error for each mistake, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.bench.compare.load_generator import Load
+from ragcache_core.cli import cli
+from tests.support.scripted_server import ScriptedServer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["bench", *arguments])
+
+
+def on(server: ScriptedServer, path: Path) -> list[str]:
+    """Return the arguments of a small load on a server that runs."""
+    amounts = ["--requests", "3", "--warm-up", "2", "--seeds", "2", "--rates", "50,100"]
+    return ["--engine", server.url, "--scale", "0.125", *amounts, "--output", str(path)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--rates", "fast"], 2, "'fast' is no list of numbers"),
+        (["--rates", "auto:a"], 2, "no list of numbers"),
+        (["--workload", "trivia"], 2, "'trivia' is not one of"),
+        (["--seeds", "0"], 2, "--seeds"),
+        (["--engine", "http://127.0.0.1:9", "--model", "m"], 2, "leave out --model"),
+        (["--compare", "vllm,sglang"], 1, "ragcache: error: there is no engine 'sglang'"),
+        (["--rates", "2,1"], 1, "ragcache: error: rates 2, 1: give finite numbers above 0 in ascending order"),
+        (["--rates", "0"], 1, "ragcache: error: rates 0"),
+        (["--rates", "1,inf"], 1, "ragcache: error: rates 1, inf: give finite numbers above 0"),
+        (["--rates", "auto:nan"], 1, "ragcache: error: rates nan: give finite numbers above 0"),
+        (["--scale", "0"], 1, "ragcache: error: lengths times 0: the scale must be above 0"),
+        (["--scale", "inf"], 1, "ragcache: error: lengths times inf: the scale must be above 0 and finite"),
+        (["--trace", "missing.jsonl"], 1, "missing.jsonl"),
+        (["--model", "/nowhere"], 1, "ragcache: error: the configuration of '/nowhere' cannot be read"),
+        (["--engine", "http://127.0.0.1:9"], 1, "ragcache: error: no engine answers at http://127.0.0.1:9"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:
+    done = bench("--output", str(tmp_path / "out.json"), *arguments)
+    assert done.exit_code == status, done.output
+    assert message in done.stderr
+    assert status == 2 or len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--output", "--html"])
+def test_a_file_that_cannot_be_written_or_is_read_is_refused_before_anything_runs(tmp_path: Path, option: str) -> None:
+    kept, trace = tmp_path / "kept.json", tmp_path / "trace.jsonl"
+    trace.write_text("{}\n")
+    for path, said in ((trace / "new.json", "no directory"), (trace, f"would overwrite {trace}")):
+        done = bench("--trace", str(trace), "--output", str(kept), option, str(path))
+        assert done.exit_code == 1
+        assert f"ragcache: error: {option} {path}" in done.stderr
+        assert said in done.stderr
+    assert trace.read_text() == "{}\n"
+    assert not kept.exists()
+
+
+def test_a_server_that_runs_is_put_under_load(tmp_path: Path) -> None:
+    with ScriptedServer(max_model_len=100_000) as server:
+        done = bench(*on(server, tmp_path / "out.json"), "--html", str(tmp_path / "report.html"))
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    keys = [(run["seed"], run["rate"], len(run["ttft_s"])) for run in report["runs"]]
+    assert keys == [(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3)]
+    assert report["runs"][0]["cpu_s"] is None
+    assert "At 50 requests/s" in done.stdout
+    assert (tmp_path / "report.html").is_file()
+    said = done.stderr.splitlines()
+    few = "ragcache: warning: 3 requests at each rate: a mean is that of one burst or another"
+    assert said[0].startswith(few)
+    assert said[1] == "ragcache: 2 engines to open one after the other, 16 requests: about 1 s"
+    assert any(line.startswith(few) for line in said[2:]), "beside the figures as well"
+
+
+def test_a_report_is_made_again_without_measuring(tmp_path: Path) -> None:
+    page = tmp_path / "again.html"
+    measured = ROOT / "docs" / "results" / "bench-compare-slo.json"
+    done = bench("report", str(measured), "--html", str(page))
+    assert done.exit_code == 0, done.output
+    assert re.search(r"vllm-host-arc +>= 9 +>= 2.07\n", done.stdout)
+    assert "ragcache: warning: one seed: there is no interval" in done.stderr
+    assert "\u2265 9" in page.read_text(encoding="utf-8")
+    summary = json.loads(bench("report", str(measured), "--json").stdout)["summary"]
+    assert [found["is_bound"] for found in summary["throughput_at_slo"]] == [False, False, False, True, True]
+    assert "is not the file of a comparison" in bench("report", str(ROOT / "docs/results/bench-chunks.json")).stderr
+
+
+def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replay, num_replayed = tmp_path / "out.json", Load.replay, 0
+
+    def interrupted(self: Load, *args: Any) -> Any:
+        nonlocal num_replayed
+        num_replayed += 1
+        if num_replayed == 3:
+            raise KeyboardInterrupt
+        return replay(self, *args)
+
+    with ScriptedServer(max_model_len=100_000) as server:
+        monkeypatch.setattr(Load, "replay", interrupted)
+        stopped = bench(*on(server, path))
+        monkeypatch.setattr(Load, "replay", replay)
+        kept = json.loads(path.read_text(encoding="utf-8"))["runs"]
+        refused = bench(*on(server, path))
+        resumed = bench(*on(server, path), "--resume")
+    assert stopped.exit_code == 130
+    assert "ragcache: 2 runs are finished: add --resume to go on" in stopped.stderr
+    assert "ragcache: interrupted" in stopped.stderr
+    assert [(run["seed"], run["rate"]) for run in kept] == [(0, 0), (0, 1)]
+    assert refused.exit_code == 1
+    assert "--resume goes on with it" in refused.stderr
+    assert resumed.exit_code == 0, resumed.output
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    assert runs[:2] == kept
+    assert [(run["seed"], run["rate"]) for run in runs[2:]] == [(1, 0), (1, 1)]
+
+
+def test_help_has_examples_and_room_for_commands() -> None:
+    done = bench("--help")
+    assert done.exit_code == 0
+    assert "ragcache bench --workload mmlu" in done.stdout
+    assert "--resume" in done.stdout

@@ -1,0 +1,185 @@
+"""What every command does alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import ragcache_core
+from ragcache_core._version import __version__
+from ragcache_core.cli import cli
+from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.commands.simulate import run as simulate
+from ragcache_core.cli.cures import _AS_TYPED, as_typed
+from ragcache_core.errors import EmptyStoreError, EngineStartError
+
+
+def invoke(raises: BaseException, *arguments: str) -> tuple[int, str, str]:
+    """Run a command that raises; return its exit status, standard output and standard error."""
+
+    @click.group(cls=Group)
+    def group() -> None: ...
+
+    @group.command(cls=Command)
+    def fail(as_json: bool) -> None:
+        raise raises
+
+    @group.command(cls=Command)
+    def other(as_json: bool) -> None: ...
+
+    result = CliRunner().invoke(group, ["fail", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_help_says_of_every_command_in_a_whole_line_what_it_does() -> None:
+    printed = CliRunner().invoke(cli, ["--help"]).stdout
+    listed = printed.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in listed] == sorted(cli.commands)
+    assert all(line.endswith(".") and not line.endswith("..") for line in listed)
+
+
+def test_an_error_is_one_line_on_standard_error_and_status_1() -> None:
+    assert invoke(EmptyStoreError("nothing there: add")) == (1, "", "ragcache: error: nothing there: add\n")
+
+
+def test_json_errors_are_an_object_on_standard_output_as_well() -> None:
+    status, out, err = invoke(EmptyStoreError("nothing there: add"), "--json")
+    assert json.loads(out) == {"error": {"type": "EmptyStoreError", "message": "nothing there: add"}}
+    assert (status, err) == (1, "ragcache: error: nothing there: add\n")
+
+
+def test_the_log_of_a_server_that_did_not_start_follows_its_error() -> None:
+    _, _, err = invoke(EngineStartError("it ended. Log x ends with\none\ntwo"))
+    assert err == "ragcache: error: it ended. Log x ends with\n  one\n  two\n"
+
+
+def test_the_systems_errors_are_reported_like_ours() -> None:
+    status, _, err = invoke(PermissionError(13, "Permission denied", "notes.store"))
+    assert (status, err) == (1, "ragcache: error: [Errno 13] Permission denied: 'notes.store'\n")
+
+
+def test_an_error_nobody_expected_says_its_kind_and_how_to_see_more() -> None:
+    status, _, err = invoke(KeyError("text"))
+    assert (status, err) == (1, "ragcache: error: unexpected KeyError: 'text' (--debug shows where)\n")
+
+
+def test_json_is_utf8_even_where_a_file_name_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"name": "caf\u00e9 \udcff"})
+    out = capsys.readouterr().out
+    assert out == '{"name": "caf\u00e9 \\udcff"}\n'
+    assert json.loads(out) == {"name": "caf\u00e9 \udcff"}
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
+    assert invoke(BrokenPipeError(32, "Broken pipe")) == (1, "", "")
+
+
+def test_debug_shows_the_traceback() -> None:
+    status, _, err = invoke(EmptyStoreError("nothing there"), "--debug")
+    assert status == 1
+    assert "Traceback" in err
+    assert err.endswith("ragcache: error: nothing there\n")
+
+
+def test_ctrl_c_is_status_130_and_sigterm_143() -> None:
+    assert invoke(KeyboardInterrupt()) == (130, "", "ragcache: interrupted\n")
+    before = signal.getsignal(signal.SIGTERM)
+
+    @click.group(cls=Group)
+    def group() -> None: ...
+
+    @group.command(cls=Command)
+    def wait(as_json: bool) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("SIGTERM did not end the command")
+
+    @group.command(cls=Command)
+    def other(as_json: bool) -> None: ...
+
+    assert CliRunner().invoke(group, ["wait"]).exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_command_that_cannot_be_understood_is_status_2() -> None:
+    result = CliRunner().invoke(cli, ["index", "--stroe", "x"])
+    assert result.exit_code == 2
+    assert "No such option" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["index", "ask", "serve", "stats"])
+def test_the_help_of_every_command_ends_with_examples_that_name_real_options(command: str) -> None:
+    text = CliRunner().invoke(cli, [command, "--help"], terminal_width=100).stdout
+    described, _, examples = text.partition("\nExamples:\n")
+    lines = examples.strip().splitlines()
+    assert len(lines) >= 2
+    assert all(line.strip().startswith(f"ragcache {command} ") for line in lines)
+    used = {flag for line in lines for flag in re.findall(r"(?<= )--[a-z-]+", line.split(" -- ")[0])}
+    assert used
+    assert all(re.search(rf"{flag}\b", described) for flag in used), used
+
+
+def test_the_help_names_every_command_and_every_exit_status() -> None:
+    text = " ".join(CliRunner().invoke(cli, ["--help"]).stdout.split())
+    for word in ("index", "ask", "serve", "stats", "--version", "0 done", "1 error", "2 wrong usage", "130", "143"):
+        assert word in text
+
+
+def test_the_version_is_the_packages() -> None:
+    assert __version__ in CliRunner().invoke(cli, ["--version"]).stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["index", "--help"], ["ask", "--help"], ["serve", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = f"""
+import sys
+sys.argv = ["ragcache", *{arguments!r}]
+try:
+    import runpy
+    runpy.run_module("ragcache_core", run_name="__main__")
+except SystemExit as exit:
+    assert exit.code == 0, exit.code
+heavy = {{"faiss", "torch", "vllm", "transformers", "sklearn", "numba", "openai", "numpy", "httpx"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    root = Path(ragcache_core.__file__).parent.parent
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "Usage:" in run.stdout
+
+
+def test_cures_of_the_library_are_given_as_options() -> None:
+    assert as_typed("3 were asked for: use a smaller k") == "3 were asked for: use a smaller --k"
+    assert as_typed("nothing to translate") == "nothing to translate"
+
+
+@pytest.mark.parametrize("phrase", _AS_TYPED)
+def test_every_cure_that_is_translated_is_still_one_of_the_librarys(phrase: str) -> None:
+    root = Path(ragcache_core.__file__).parent
+    sources = "".join(p.read_text() for p in root.rglob("*.py") if p.parent.name != "cli")
+    assert phrase in re.sub(r'"\n\s+f?"', "", sources)
+
+
+def commands(group: click.Group) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        if not isinstance(command, click.Group) or command.invoke_without_command:
+            yield command
+        if isinstance(command, click.Group):
+            yield from commands(command)
+
+
+@pytest.mark.parametrize("command", [*commands(cli), simulate], ids=lambda command: command.name)
+def test_json_is_a_flag_and_a_file_that_is_written_is_output(command: click.Command) -> None:
+    options = {name: param for param in command.params if isinstance(param, click.Option) for name in param.opts}
+    assert options["--json"].is_flag
+    assert "output" not in {param.name for name, param in options.items() if name != "--output"}
+    assert "--output" not in options or not options["--output"].is_flag

@@ -1,0 +1,150 @@
+"""``ragcache quality`` and ``ragcache calibrate``: what they ask, print, keep and refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.bench.quality import AskedAnswer, Way
+from ragcache_core.bench.quality.measuring import QualityRun
+from ragcache_core.chunk import choose_alpha
+from ragcache_core.cli import cli
+from ragcache_core.profiles.calibration import calibration_path, load_calibration
+
+LINE = {"question": "Who founded Zorval?", "answer": "Anna", "documents": ["Zorval is."], "kind": "single"}
+
+
+@pytest.fixture(autouse=True)
+def user_data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_data_dir", lambda name: str(tmp_path / "data" / name))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(json.dumps({**LINE, "kind": kind}) for kind in ("single", "two-hop")), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[QualityRun]:
+    """Every run that was asked for; of ten answers, as many are right as ten times the alpha, of 2 at most."""
+    seen: list[QualityRun] = []
+
+    def answers(
+        self: QualityRun, ways: Sequence[Way], *, begin: Callable[[Way], Callable[[int], object]]
+    ) -> Iterator[tuple[Way, list[AskedAnswer]]]:
+        seen.append(self)
+        for way in ways:
+            begin(way)(len(self.questions))
+            alpha = 1.0 if way.chunks is None else way.chunks.alpha or 0.0
+            right = round(8 * min(alpha, 1.0))
+            recomputed = 0 if way.chunks is None else round(10 * min(alpha, 2.0))
+            yield way, [AskedAnswer("single", "x", i < right, 1.0, 100, 50, 40, recomputed) for i in range(10)]
+
+    monkeypatch.setattr(QualityRun, "answers", answers)
+    return seen
+
+
+def run(command: str, model: str, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, [command, model, *arguments])
+
+
+def test_quality_prints_a_row_for_every_way(runs: list[QualityRun], demo_model: str, questions: str) -> None:
+    result = run("quality", demo_model, "--questions", questions, "--alphas", "0.5,2", "--max-tokens", "9")
+    assert result.exit_code == 0, result.output
+    head, *rows = result.stdout.splitlines()
+    assert "ROUGE-L" in head
+    assert [row.split("  ")[0] for row in rows] == ["single"] * 5
+    for row, way in zip(
+        rows, ["full recompute", "prefix caching", "naive reuse", "whole_chunks 0.5", "whole_chunks 2"], strict=True
+    ):
+        assert way in row
+    assert (len(runs[0].questions), runs[0].max_tokens) == (2, 9)
+
+
+def test_quality_says_the_same_as_json(runs: list[QualityRun], demo_model: str, questions: str) -> None:
+    result = run("quality", demo_model, "--questions", questions, "--selection", "cache_craft", "--json")
+    told = json.loads(result.stdout)
+    ways = [summary["way"] for summary in told["summaries"]]
+    assert ways[3:] == ["cache_craft 0.3", "cache_craft 0.6", "cache_craft 1", "cache_craft 2"]
+    assert told["summaries"][0]["exact_match"] == 0.8
+    assert runs
+
+
+def test_what_was_calibrated_is_kept_and_chooses_the_cheapest_alpha(
+    runs: list[QualityRun], demo_model: str, questions: str
+) -> None:
+    arguments = ["--questions", questions, "--alphas", "0.5,1,2", "--quality", "0.9"]
+    result = run("calibrate", demo_model, *arguments)
+    assert result.exit_code == 0, result.output
+    assert "alpha 1 keeps 100.0% of exact_match 0.800" in result.stdout
+    kept = load_calibration(calibration_path(demo_model, "whole_chunks"))
+    assert [(point.alpha, point.quality) for point in kept.points] == [(0.5, 0.5), (1.0, 1.0), (2.0, 1.0)]
+    assert choose_alpha(kept.points, 0.9).alpha == 1.0
+    assert json.loads(run("calibrate", demo_model, *arguments, "--json").stdout)["alpha"] == 1.0
+    assert runs
+
+
+def test_a_quality_that_no_alpha_reaches_is_said_and_what_was_measured_kept(
+    runs: list[QualityRun], demo_model: str, questions: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "kept.json"
+    arguments = ["--questions", questions, "--alphas", "0.25,0.5", "--output", str(path)]
+    result = run("calibrate", demo_model, *arguments)
+    assert result.exit_code == 1
+    assert "quality 0.98 is wanted; the best measured is 0.5 at alpha 0.5" in result.stderr
+    assert len(load_calibration(path).points) == 2
+    assert runs
+
+
+@pytest.mark.parametrize("command", ["quality", "calibrate"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--alphas", "1,x"], "is no list of numbers"),
+        (["--alphas=-1"], "is no list of numbers"),
+        (["--alphas", "nan"], "is no list of numbers"),
+        (["--selection", "best"], "best"),
+        (["--limit", "0"], "0"),
+        (["--max-recompute", "1.5"], "1.5"),
+        (["--max-recompute", "nan"], "'nan' is no number: give one of 0 to 1"),
+        (["--", "8192"], "unexpected argument '8192'"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_is_launched(
+    command: str, arguments: list[str], message: str, demo_model: str, questions: str, runs: list[QualityRun]
+) -> None:
+    result = run(command, demo_model, "--questions", questions, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not runs
+
+
+@pytest.mark.parametrize("quality", ["0", "1.5", "nan"])
+def test_a_quality_that_is_no_share_is_said_before_anything_is_launched(
+    quality: str, demo_model: str, questions: str, runs: list[QualityRun]
+) -> None:
+    result = run("calibrate", demo_model, "--questions", questions, "--quality", quality)
+    assert result.exit_code == 2
+    assert "Invalid value for '--quality'" in result.stderr
+    assert not runs
+
+
+@pytest.mark.parametrize("command", ["quality", "calibrate"])
+def test_questions_that_are_none_are_refused_in_a_line(command: str, demo_model: str, tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text("{}", encoding="utf-8")
+    result = run(command, demo_model, "--questions", str(path))
+    assert result.exit_code == 1
+    assert "line 1: it must have question, answer and documents" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["quality", "calibrate"])
+def test_the_help_ends_with_examples(command: str) -> None:
+    page = CliRunner().invoke(cli, [command, "--help"]).stdout
+    assert f"ragcache {command} examples/demo_model --questions questions.jsonl" in page

@@ -1,0 +1,193 @@
+"""``ragcache serve`` without a server: what it starts, says, watches and refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.errors import EngineDiedError
+
+
+@dataclass
+class FakeEngine:
+    """An engine that gives the readings it was told to, then what ends it."""
+
+    readings: list[int]
+    end: BaseException
+    base_url: str = "http://127.0.0.1:8000/v1"
+    api_key: str = "key"
+    model: str = "demo"
+    max_model_len: int = 2048
+    log_path: Path = Path("server.log")
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_closed: int = 0
+
+    def num_restarts(self) -> int:
+        if not self.readings:
+            raise self.end
+        return self.readings.pop(0)
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.num_closed += 1
+
+
+def run(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, *arguments: str) -> Result:
+    monkeypatch.setattr("ragcache_core.cli.commands.serve._POLL_S", 0.0)
+    monkeypatch.setattr(Engine, "launch", lambda model, **given: engine.settings.update(given, model=model) or engine)
+    return CliRunner().invoke(cli, ["serve", "demo", *arguments])
+
+
+def test_it_announces_itself_and_ends_cleanly_on_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([0, 0], KeyboardInterrupt())
+    result = run(monkeypatch, engine)
+    assert (result.exit_code, engine.num_closed) == (0, 1)
+    assert result.stdout.splitlines()[:2] == ["url            http://127.0.0.1:8000/v1", "api key        key"]
+    assert "ready" in result.stderr
+
+
+def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json").stdout)
+    assert set(announced) == {"url", "api_key", "model", "max_model_len", "log", "pid"}
+
+
+def test_a_restart_is_told_once_and_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([0, 1, 1, 2], EngineDiedError("the engine died: launch it again"))
+    result = run(monkeypatch, engine)
+    assert (result.exit_code, engine.num_closed) == (1, 1)
+    assert result.stderr.count("started again") == 2
+    assert result.stderr.endswith("ragcache: error: the engine died: launch it again\n")
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    options = ["--port", "0", "--api-key", "k", "--kv-cache-bytes", "1GiB", "--block-size", "32", "--max-restarts", "2"]
+    run(monkeypatch, engine, *options, "--", "--max-model-len", "2048", "--dtype=float32")
+    assert engine.settings["cache"] == CacheConfig(kv_cache_bytes="1GiB", block_size=32)
+    assert (engine.settings["port"], engine.settings["api_key"], engine.settings["max_restarts"]) == (None, "k", 2)
+    assert engine.settings["extra_args"] == ("--max-model-len", "2048", "--dtype=float32")
+
+
+def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
+    options += ["--frequency", "cached", "--max-cached-documents", "5", "--ghost-size", "0"]
+    options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2"]
+    options += ["--chunk-reuse", "selection=first_tokens, max-recompute=0.3,max_variants=2,is_default=false"]
+    run(monkeypatch, engine, *options, "--kv-cache-bytes", "1GiB", "--block-size", "32")
+    given = engine.settings["cache"]
+    assert given == CacheConfig(
+        kv_cache_bytes="1GiB",
+        block_size=32,
+        host_bytes="2GiB",
+        disk_bytes="3GiB",
+        directory="/kv",
+        policy="pgdsf",
+        frequency="cached",
+        max_cached_documents=5,
+        ghost_size=0,
+        queue="fifo",
+        queue_window=7,
+        max_prefill_bs=2,
+        chunk_reuse=ChunkReuse(selection="first_tokens", max_recompute=0.3, max_variants=2, is_default=False),
+    )
+    assert given.model_fields_set == set(CacheConfig.model_fields)
+
+
+def test_chunk_reuse_without_settings_has_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    run(monkeypatch, engine, "--chunk-reuse")
+    assert engine.settings["cache"] == CacheConfig(chunk_reuse=ChunkReuse())
+
+
+def test_options_win_over_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text('[cache]\nhost_bytes = "2GiB"\ndisk_bytes = "3GiB"\npolicy = "lru"\n')
+    engine = FakeEngine([], KeyboardInterrupt())
+    run(monkeypatch, engine, "--cache-config", str(file), "--policy", "lfu", "--cache-dir", "/kv")
+    assert engine.settings["cache"] == CacheConfig(host_bytes="2GiB", disk_bytes="3GiB", policy="lfu", directory="/kv")
+
+
+def test_an_error_in_the_file_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text('[cache]\nhost_bytes = "much"\n')
+    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--cache-config", str(file))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"ragcache: error: {file}: CacheConfig.host_bytes is 'much': ")
+
+
+def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([], KeyboardInterrupt())
+    run(monkeypatch, engine, "--no-cache")
+    assert engine.settings["cache"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--no-cache", "--block-size", "32"], 2, "leave out --block-size"),
+        (["--no-cache", "--chunk-reuse"], 2, "leave out --chunk-reuse"),
+        (["--chunk-reuse", "examples/demo"], 2, "write KEY=VALUE, as max_recompute=0.3"),
+        (["--chunk-reuse", "quality=2"], 1, "ChunkReuse.quality is 2"),
+        (["--no-cache", "--policy", "lru", "--cache-dir", "x"], 2, "leave out --cache-dir, --policy"),
+        (["--no-cache", "--cache-config", "x"], 2, "leave out --cache-config"),
+        (["--no-cache", "--ghost-size", "0"], 2, "leave out --ghost-size"),
+        (["--policy", "mru"], 2, "'mru' is not one of"),
+        (["--cache-config", "nowhere.toml"], 1, "nowhere.toml cannot be read"),
+        (["--host-bytes", "-1"], 1, "CacheConfig.host_bytes is '-1'"),
+        (["--disk-bytes", "1GiB", "--host-bytes", "0"], 1, "set --host-bytes or leave --disk-bytes out"),
+        (["--cache-dir", "/kv"], 1, "set --disk-bytes to keep documents on disk, or leave --cache-dir out"),
+        (["--cache-dir", ""], 1, "CacheConfig.directory is ''"),
+        (["--max-cached-documents", "0"], 1, "CacheConfig.max_cached_documents is 0"),
+        (["--ghost-size", "-1"], 1, "CacheConfig.ghost_size is -1"),
+        (["--", "--host", "0.0.0.0"], 2, "--host after '--'"),
+        (["--", "--disable-log-stats"], 2, "--disable-log-stats is refused"),
+        (["nonsense"], 2, "unexpected argument 'nonsense'"),
+        (["--kv-cache-bytes", "lots"], 1, "CacheConfig.kv_cache_bytes is 'lots'"),
+        (["--block-size", "0"], 1, "CacheConfig.block_size is 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], status: int, message: str
+) -> None:
+    result = run(monkeypatch, FakeEngine([], KeyboardInterrupt()), *options)
+    assert result.exit_code == status
+    assert message in result.stderr
+
+
+def test_a_dash_is_standard_output_for_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    for typed, path in {"-": "/dev/stdout", "/dev/stderr": "/dev/stderr", "server.log": "server.log"}.items():
+        engine = FakeEngine([], KeyboardInterrupt())
+        run(monkeypatch, engine, "--log", typed)
+        assert engine.settings["log_path"] == Path(path)
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded_with_the_option_to_choose(demo_model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli, ["serve", demo_model, "--port", str(port)])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"ragcache: error: port {port} of 127.0.0.1 cannot be used (")
+    assert line.endswith("choose another --port, or --port 0 for a free one")
+
+
+def test_without_vllm_it_says_in_one_line_how_to_install_it(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.launch.arguments.find_spec", lambda name: None)
+    result = CliRunner().invoke(cli, ["serve", demo_model, "--port", "0"])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("ragcache: error: vLLM is not installed here")

@@ -1,0 +1,178 @@
+"""``ragcache simulate``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.sim.options import SIMULATED_POLICIES
+from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+
+SUMMARY_KEYS = {
+    *("document_hit_rate", "token_hit_rate", "hits_by_tier", "mean_ttft_s", "p50_ttft_s", "p99_ttft_s"),
+    *("throughput_rps", "reordered_share", "max_overtaken", "swapped_out_tokens", "loaded_tokens"),
+    *("p50_decision_s", "p99_decision_s"),
+}
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    write_trace(make_trace(WORKLOADS["mmlu"], 200, seed=3), path)
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["simulate", *map(str, arguments)])
+
+
+def test_a_run_is_shown_as_a_table_and_written_as_json(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(trace, "--policy", "pgdsf", "--host-tokens", "131072", "--output", out)
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text())
+    assert data["options"]["policy"] == "pgdsf"
+    assert data["options"]["host_tokens"] == 131_072
+    assert set(data["summary"]) >= SUMMARY_KEYS
+    assert "requests" not in data
+    assert result.stdout.startswith("requests   200, ")
+    assert f"mean {data['summary']['mean_ttft_s']:.3f} s" in result.stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_every_request_has_a_record_if_asked(trace: Path) -> None:
+    result = run(trace, "--per-request", "--json", "--disk-tokens", "100000")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert len(data["requests"]) == 200
+    for record in data["requests"]:
+        assert record["ttft_s"] > 0.08
+        assert len(record["documents"]) == 2
+        assert set(record["documents"]) <= {"gpu", "host", "disk", "miss"}
+
+
+def test_reused_documents_are_counted_and_shown(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(trace, "--chunk-reuse", "0.3", "--chunk-share", "0.25", "--host-tokens", "200000", "--output", out)
+    assert result.exit_code == 0, result.output
+    summary = json.loads(out.read_text())["summary"]
+    counts = [summary[name] for name in ("chunk_reused_tokens", "chunk_recomputed_tokens")]
+    assert min(counts) > 0
+    assert "{:,} tokens reused, {:,} of theirs recomputed; 0.25 of host and disk".format(*counts) in result.stdout
+    assert "chunks" not in run(trace).stdout
+
+
+@pytest.mark.parametrize("policy", SIMULATED_POLICIES)
+def test_every_policy_can_be_simulated(trace: Path, policy: str) -> None:
+    assert run(trace, "--policy", policy).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu-tokens", "0"], ["--gpu-tokens is 0", "1 or more"]),
+        (["--host-tokens", "0", "--disk-tokens", "9"], ["--disk-tokens is 9", "set --host-tokens"]),
+        (["--policy", "belady", "--order", "cache_aware"], ["belady", "retrieval or canonical"]),
+        (["--cost-model", "h100-gpt"], ["--cost-model is 'h100-gpt'", "a10g-mistral-7b"]),
+        (["--warm-up", "200"], ["200", "lower --warm-up"]),
+        (["--output", "/dev/null/out.json"], ["/dev/null", "no directory"]),
+    ],
+)
+def test_what_cannot_work_is_one_line(trace: Path, arguments: list[str], words: list[str]) -> None:
+    result = run(trace, *arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("ragcache: error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_an_unknown_policy_is_refused_with_those_that_there_are(trace: Path) -> None:
+    result = run(trace, "--policy", "magic")
+    assert result.exit_code == 2
+    assert "'magic'" in result.stderr
+    assert "tournament" in result.stderr
+
+
+def test_a_broken_trace_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"t": 0, "docs": ["a"], "doc_tokens": [5], "question_tokens": 1, "output_tokens": 1}\n{"t": 1}\n')
+    result = run(path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"ragcache: error: {path}:2: ")
+
+
+def test_what_is_read_is_not_overwritten(trace: Path, tmp_path: Path) -> None:
+    before, link = trace.read_bytes(), tmp_path / "link.json"
+    link.symlink_to(trace)
+    for output in (trace, link):
+        result = run(trace, "--output", output)
+        assert result.exit_code == 1
+        assert f"--output {output} would overwrite {trace}, which is read: name another file" in result.stderr
+    assert trace.read_bytes() == before
+
+
+def test_records_need_a_place(trace: Path) -> None:
+    result = run(trace, "--per-request")
+    assert result.exit_code == 2
+    assert "--output OUT" in result.stderr
+
+
+def test_a_profile_that_ends_too_early_is_extended_or_refused_as_asked(trace: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    seconds = [[0.03, 0.1], [0.04, 0.12]]
+    times = {"format": 1, "cached_tokens": [0, 512], "new_tokens": [32, 512], "seconds": seconds}
+    profile.write_text(json.dumps(times))
+    extended = run(trace, "--cost-model", profile)
+    assert extended.exit_code == 0
+    assert "512 cached and 512 new tokens" in extended.stderr
+    assert "assumed tokens_per_gib 8,192, host_gib_per_s 11.5, disk_gib_per_s 2" in extended.stderr
+    assert "assumed" not in run(trace, "--cost-model", profile, "--host-tokens", "0").stderr
+    refused = run(trace, "--cost-model", profile, "--beyond", "refuse")
+    assert refused.exit_code == 1
+    assert "512 cached and 512 new tokens" in refused.stderr
+
+
+def test_help_names_the_defaults_and_the_sweep() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "ragcache simulate mmlu.jsonl" in result.stdout
+    assert "simulate sweep" in result.stdout
+    assert "a10g-mistral-7b" in result.stdout
+    assert run("sweep", "--help").stdout != result.stdout
+
+
+def test_an_interrupted_run_leaves_one_line_and_its_status(tmp_path: Path) -> None:
+    path, out = tmp_path / "long.jsonl", tmp_path / "out.json"
+    one = TracedRequest(0.0, ("a", "b"), (10, 10), 1, 1)
+    write_trace(Trace.from_requests([one] * 2_000), path)
+    command = [sys.executable, "-c", _INTERRUPTED, "simulate", str(path), "--output", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 130
+    assert done.stderr.strip() == "ragcache: interrupted"
+    assert done.stdout == ""
+    assert not out.exists()
+
+
+_INTERRUPTED = f"""
+import os
+import ragcache_core.sim.simulator as simulator
+from ragcache_core.cli import main
+simulate = simulator.simulate
+def interrupted(trace, options, *, progress, keeps_requests):
+    def told(num_requests):
+        os.kill(os.getpid(), {signal.SIGINT:d})
+    return simulate(trace, options, progress=told, keeps_requests=keeps_requests)
+simulator.simulate = interrupted
+main()
+"""

@@ -1,0 +1,189 @@
+"""``ragcache trace``: traces made, imported and looked at from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.cli.commands.trace import make
+from ragcache_core.sim.traces.trace import read_trace
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+
+
+def trace(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli, ["trace", *map(str, arguments)])
+
+
+def make_one(folder: Path, *options: str) -> Result:
+    return trace("make", "--workload", "mmlu", "--requests", "200", *options, "--output", folder / "made.jsonl")
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_workload_can_be_made(tmp_path: Path, workload: str) -> None:
+    path = tmp_path / "made.jsonl.gz"
+    result = trace("make", "--workload", workload, "--requests", "50", "--seed", "7", "--output", path)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert read_trace(path) == make_trace(WORKLOADS[workload], 50, 7)
+
+
+def test_the_choice_of_workloads_is_the_generators() -> None:
+    (option,) = (parameter for parameter in make.params if parameter.name == "workload")
+    assert list(getattr(option.type, "choices", ())) == list(WORKLOADS)
+
+
+def test_options_change_the_workload(tmp_path: Path) -> None:
+    result = make_one(tmp_path, "--documents", "50", "--k", "3", "--rate", "4", "--mean-tokens", "100", "--seed", "2")
+    assert result.exit_code == 0, result.output
+    changed = replace(
+        WORKLOADS["mmlu"], num_documents=50, documents_per_request=3, requests_per_s=4.0, mean_tokens=100.0
+    )
+    assert read_trace(tmp_path / "made.jsonl") == make_trace(changed, 200, 2)
+
+
+def test_the_same_command_makes_the_same_bytes(tmp_path: Path) -> None:
+    made = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        assert make_one(tmp_path / name, "--seed", "4").exit_code == 0
+        made.append((tmp_path / name / "made.jsonl").read_bytes())
+    assert made[0] == made[1]
+
+
+def test_a_trace_goes_to_standard_output_if_no_file_is_named(tmp_path: Path) -> None:
+    assert make_one(tmp_path).exit_code == 0
+    result = trace("make", "--workload", "mmlu", "--requests", "200")
+    assert result.stdout == (tmp_path / "made.jsonl").read_text()
+    assert "give --output FILE" in trace("make", "--workload", "mmlu", "--requests", "2", "--json").stderr
+
+
+def test_json_says_what_was_made(tmp_path: Path) -> None:
+    said = json.loads(make_one(tmp_path, "--json", "--k", "1").stdout)
+    assert said["output"] == str(tmp_path / "made.jsonl")
+    assert said["workload"]["documents_per_request"] == 1
+    assert said["summary"]["num_requests"] == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--k", "0"], "--k is 0: it must be a whole number from 1 to 100"),
+        (["--k", "5", "--documents", "3"], "raise --documents, or lower --k"),
+        (["--rate", "-1"], "--rate is -1.0"),
+        (["--workload", "mlu"], "'mlu' is not one of"),
+        (["--requests", "0"], "0 is not in the range"),
+    ],
+)
+def test_options_that_cannot_be_are_wrong_usage(tmp_path: Path, options: list[str], message: str) -> None:
+    result = make_one(tmp_path, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    result = make_one(tmp_path / "none")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"ragcache: error: {tmp_path / 'none' / 'made.jsonl'}: the trace cannot be written")
+    assert result.stderr.count("\n") == 1
+
+
+def test_progress_is_only_drawn_on_a_terminal(tmp_path: Path) -> None:
+    ours, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    command = [sys.executable, "-m", "ragcache_core", "trace", "make", "--workload", "drift", "--requests", "3000"]
+    command += ["--output", str(tmp_path / "made.jsonl")]
+    done = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, text=True, check=False)
+    drawn = os.read(ours, 10_000)
+    os.close(terminal)
+    os.close(ours)
+    assert done.returncode == 0
+    assert b"drawing" in drawn
+    assert b"writing" in drawn
+
+
+def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"t": 1, "docs": ["a", "b"], "doc_tokens": [10, 30], "question_tokens": 5, "output_tokens": 1}\n'
+        '{"t": 2, "docs": ["a", "c"], "doc_tokens": [10, 50], "question_tokens": 7, "output_tokens": 3}\n'
+        '{"t": 4, "docs": ["c"], "doc_tokens": [50], "question_tokens": 9, "output_tokens": 2}\n'
+    )
+    assert json.loads(trace("show", path, "--json").stdout) == {
+        "trace": str(path), "num_requests": 3, "duration_s": 4.0, "requests_per_s": 0.75, "num_documents": 3,
+        "num_retrievals": 5, "documents_per_request": 5 / 3, "mean_document_tokens": 30.0,
+        "median_prompt_tokens": 59.0, "mean_prompt_tokens": 57.0, "max_prompt_tokens": 67,
+        "mean_question_tokens": 7.0, "mean_output_tokens": 2.0, "top_share": 0.4,
+        "repeated_retrievals": pytest.approx(0.4), "repeated_prefix": pytest.approx(0.2),
+    }  # fmt: skip
+    lines = trace("show", path).stdout.splitlines()
+    assert lines[0].split() == ["requests", "3"]
+    assert lines[2].split(maxsplit=1) == ["documents", "3 asked for 5 times"]
+    assert any("40.0% of retrievals" in line for line in lines)
+
+
+def test_a_request_that_retrieves_nothing_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"t": 0, "docs": [], "doc_tokens": [], "question_tokens": 5, "output_tokens": 1}\n')
+    said = json.loads(trace("show", path, "--json").stdout)
+    assert (said["num_retrievals"], said["top_share"], said["requests_per_s"]) == (0, 0.0, None)
+
+
+def test_a_broken_trace_is_one_error_with_its_line(tmp_path: Path) -> None:
+    assert make_one(tmp_path).exit_code == 0
+    path = tmp_path / "made.jsonl"
+    lines = path.read_text().splitlines()
+    lines[99] = lines[99].replace('"docs"', '"dogs"')
+    path.write_text("\n".join(lines))
+    result = trace("show", path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"ragcache: error: {path}:100: 'docs' is missing")
+    assert result.stderr.count("\n") == 1
+    assert json.loads(trace("show", path, "--json").stdout)["error"]["type"] == "TraceError"
+
+
+@pytest.mark.parametrize("read", ["log.jsonl", "lengths.json"])
+def test_an_import_does_not_overwrite_what_it_reads(tmp_path: Path, read: str) -> None:
+    log, lengths = tmp_path / "log.jsonl", tmp_path / "lengths.json"
+    log.write_text('{"t": 5, "docs": ["a"]}\n')
+    lengths.write_text('{"a": 70}')
+    before = (tmp_path / read).read_bytes()
+    result = trace("import", log, "--lengths", lengths, "--output", tmp_path / read)
+    assert result.exit_code == 1
+    assert "which is read: name another file" in result.stderr
+    assert (tmp_path / read).read_bytes() == before
+
+
+def test_a_log_is_imported(tmp_path: Path) -> None:
+    log, lengths, output = tmp_path / "log.jsonl", tmp_path / "lengths.json", tmp_path / "trace.jsonl"
+    log.write_text('{"timestamp": 8, "docs": ["a", "b"]}\n{"event": "started"}\n{"timestamp": 7.5, "docs": ["b"]}\n')
+    lengths.write_text('{"a": 70}')
+    result = trace(
+        "import", log, "--lengths", lengths, "--mean-tokens", "9", "--output-tokens", "4", "--output", output
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{output}: 2 requests for 2 documents\n"
+    assert "passed over: lines about something else 1, speculative requests 0\n" in result.stderr
+    imported = read_trace(output)
+    assert imported.arrival_s.tolist() == [0.0, 0.5]
+    assert imported[1].doc_tokens == (70, 9)
+    assert imported.output_tokens.tolist() == [4, 4]
+
+
+def test_a_log_of_another_format_than_named_has_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"timestamp": 8, "docs": ["a", "b"]}\n')
+    result = trace("import", log, "--format", "vllm", "--output", tmp_path / "trace.jsonl", "--json")
+    assert result.exit_code == 1
+    assert "no line of the log says what was retrieved" in json.loads(result.stdout)["error"]["message"]
+    assert not (tmp_path / "trace.jsonl").exists()

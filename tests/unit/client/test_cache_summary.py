@@ -1,0 +1,57 @@
+"""Both frameworks' handlers say the same in one line."""
+
+from uuid import uuid4
+
+from langchain_core.messages import AIMessage
+from langchain_core.outputs import ChatGeneration, LLMResult
+
+from ragcache_core.client.stats.cache_summary import CacheSummary
+from ragcache_core.stats import DocumentStats, RequestStats
+from ragcache_integrations.langchain import CacheStatsCallbackHandler
+from ragcache_integrations.langchain.events import SPECULATION_EVENT
+from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler
+from ragcache_integrations.llamaindex.events import SpeculationEvent
+
+FIRST = RequestStats(1200, 0, 8, 0.08, 0.2, (DocumentStats("sun", 900, 0),))
+AGAIN = RequestStats(
+    1200, 1152, 8, 0.02, 0.1, (DocumentStats("sun", 900, 900),), num_gpu_tokens=1024, num_host_tokens=128,
+    num_disk_tokens=0,
+)  # fmt: skip
+
+
+def test_both_handlers_print_the_same_line() -> None:
+    callbacks, events = CacheStatsCallbackHandler(), CacheStatsEventHandler()
+    for stats in (FIRST, AGAIN):
+        message = AIMessage("The sun.", response_metadata={"ragcache": stats.to_dict()})
+        callbacks.on_llm_end(LLMResult(generations=[[ChatGeneration(message=message)]]), run_id=uuid4())
+        events.handle(CacheStatsEvent.from_stats(stats, model="any", span_id=None))
+    for kind, hidden_s in (("start", None), ("confirm", None), ("settle", 0.25)):
+        told = {"event": kind, "hidden_search_s": hidden_s}
+        callbacks.on_custom_event(SPECULATION_EVENT, told, run_id=uuid4())
+        events.handle(
+            SpeculationEvent(
+                query="?",
+                kind=kind,
+                stage=0,
+                document_ids=(),
+                search_s=0.5,
+                hidden_search_s=hidden_s,  # type: ignore[arg-type]
+            )
+        )
+    line = (
+        "2 requests, 1,152 of 2,400 prompt tokens cached (48%: 1,024 GPU, 128 host, 0 disk), first token after 50 ms "
+        "on average, 0.250 s of searching hidden"
+    )
+    assert callbacks.summary() == events.summary()
+    assert str(callbacks) == str(events) == line
+    assert repr(callbacks) == f"<CacheStatsCallbackHandler: {line}>"
+    assert repr(events) == f"<CacheStatsEventHandler: {line}>"
+    assert callbacks.summary().documents["sun"].num_cached_tokens == 900
+
+
+def test_a_line_says_nothing_of_what_did_not_happen() -> None:
+    assert str(CacheSummary()) == "0 requests, 0 of 0 prompt tokens cached (0%)"
+    summary = CacheSummary(num_requests=1, num_prompt_tokens=10, num_reused_chunks=2, num_unfinished=1)
+    assert str(summary) == (
+        "1 request, 0 of 10 prompt tokens cached (0%), 2 documents reused approximately, 1 unfinished"
+    )

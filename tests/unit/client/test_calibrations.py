@@ -1,0 +1,161 @@
+"""What was measured of chunk reuse: on disk, at a launch, and in the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core import CacheConfig, ChunkReuse
+from ragcache_core.chunk import AlphaPoint
+from ragcache_core.client.launch import launch
+from ragcache_core.client.launch.arguments import cache_arguments, check_worker
+from ragcache_core.errors import ConfigError
+from ragcache_core.profiles.calibration import (
+    Calibration,
+    calibration_path,
+    find_calibration,
+    load_calibration,
+    save_calibration,
+)
+from ragcache_core.types import ChunkReuseRequest
+from ragcache_core.vllm_plugin.settings import ChunkSettings, PluginSettings
+
+POINTS = (AlphaPoint(0.5, 0.7, 0.1, 20), AlphaPoint(1.0, 0.9, 0.2, 20), AlphaPoint(2.0, 0.95, 0.4, 20))
+CALIBRATION = Calibration("model-1", "whole_chunks", 1.0, "2030-01-01T00:00:00+00:00", POINTS)
+
+
+@pytest.fixture(autouse=True)
+def _data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_data_dir", lambda name: str(tmp_path / name))
+
+
+def transfer_config(cache: CacheConfig, **settings: Any) -> dict[str, Any]:
+    arguments = cache_arguments(cache, engine_id="ragcache-1-2-ab", **settings)
+    read: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    return read
+
+
+# On disk
+
+
+def test_what_is_saved_is_found_and_loaded() -> None:
+    assert find_calibration("org/model", "whole_chunks") is None
+    save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
+    path = find_calibration("org/model", "whole_chunks")
+    assert path is not None
+    assert load_calibration(path) == CALIBRATION
+    assert find_calibration("org/model", "random") is None
+    assert find_calibration("org/other", "whole_chunks") is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        json.dumps({**CALIBRATION.to_dict(), "format": 99}).encode(),
+        json.dumps({**CALIBRATION.to_dict(), "selection": "best"}).encode(),
+        json.dumps({**CALIBRATION.to_dict(), "max_recompute": 2}).encode(),
+        json.dumps({**CALIBRATION.to_dict(), "points": [{"alpha": 1}]}).encode(),
+        json.dumps({**CALIBRATION.to_dict(), "points": [{"alpha": -1, "quality": 1, "recomputed": 0}]}).encode(),
+    ],
+)
+def test_a_damaged_file_is_refused_with_the_cure(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "c.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"c\.json cannot be used .*: run 'ragcache calibrate' again"):
+        load_calibration(tmp_path / "c.json")
+
+
+# At a launch
+
+
+def test_a_quality_that_nobody_measured_is_refused_at_launch() -> None:
+    with pytest.raises(ConfigError, match="run 'ragcache calibrate', or give alpha"):
+        launch._alphas("org/model", ChunkReuse(quality=0.9))
+    assert launch._alphas("org/model", ChunkReuse(alpha=0.9)) == ()
+    assert launch._alphas("org/model", None) == ()
+
+
+def test_a_quality_that_no_alpha_reaches_is_refused_at_launch() -> None:
+    save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
+    assert launch._alphas("org/model", ChunkReuse(quality=0.9)) == POINTS
+    with pytest.raises(ConfigError, match="the best measured is 0.95 at alpha 2"):
+        launch._alphas("org/model", ChunkReuse(quality=0.99))
+
+
+def test_what_was_measured_with_another_budget_does_not_count() -> None:
+    save_calibration(CALIBRATION, calibration_path("org/model", "whole_chunks"))
+    with pytest.raises(ConfigError, match=r"max_recompute is 0\.3, .* was measured with 1"):
+        launch._alphas("org/model", ChunkReuse(quality=0.9, max_recompute=0.3))
+    assert launch._alphas("org/model", ChunkReuse(max_recompute=0.3)) == ()
+
+
+def test_memory_is_shared_between_chunks_and_exact_documents_within_what_was_given(tmp_path: Path) -> None:
+    cache = CacheConfig(
+        host_bytes=1001, disk_bytes=2001, directory=tmp_path, chunk_reuse=ChunkReuse(share=0.25, quality=0.9)
+    )
+    transfer = transfer_config(cache, alphas=POINTS)
+    extra = transfer["kv_connector_extra_config"]
+    chunks = PluginSettings.from_extra_config(extra).chunk_reuse
+    assert chunks == ChunkSettings(host_bytes=250, disk_bytes=500, directory=tmp_path, quality=0.9, points=POINTS)
+    assert extra["cpu_bytes_to_use"] == 751
+    assert extra["secondary_tiers"][0]["capacity_bytes"] == 1501
+    assert transfer["kv_connector"] == "ChunkRAGCacheConnector"
+
+
+def test_all_of_the_memory_may_be_for_chunks() -> None:
+    transfer = transfer_config(CacheConfig(host_bytes=1000, chunk_reuse=ChunkReuse(share=1.0)))
+    assert transfer["kv_connector"] == "ChunkDocumentConnector"
+    assert "spec_name" not in transfer["kv_connector_extra_config"]
+
+
+def test_without_chunk_reuse_a_launch_says_no_word_of_it() -> None:
+    arguments = cache_arguments(CacheConfig(host_bytes=1000), engine_id="ragcache-1-2-ab")
+    assert "chunk" not in " ".join(arguments)
+    assert arguments[arguments.index("--worker-cls") + 1] == "ragcache_core.vllm_plugin.offload.worker.QuietWorker"
+    with_it = cache_arguments(CacheConfig(host_bytes=1000, chunk_reuse={}), engine_id="ragcache-1-2-ab")
+    assert with_it[with_it.index("--worker-cls") + 1] == "ragcache_core.vllm_plugin.chunks.worker.RAGCacheWorker"
+
+
+@pytest.mark.parametrize("given", [["--worker-cls", "mine"], ["--worker-cls=mine"], ["--worker_cls", "mine"]])
+def test_another_worker_beside_chunk_reuse_is_refused(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        check_worker(CacheConfig(chunk_reuse={}), given)
+    check_worker(CacheConfig(), given)
+    check_worker(None, given)
+
+
+# In the engine
+
+
+def test_a_request_gets_the_alpha_it_asks_for_or_the_engines() -> None:
+    settings = ChunkSettings(host_bytes=1, alpha=0.4, points=POINTS)
+    assert settings.alpha_for(ChunkReuseRequest()) == 0.4
+    assert settings.alpha_for(ChunkReuseRequest(alpha=3.0)) == 3.0
+    assert settings.alpha_for(ChunkReuseRequest(quality=0.9)) == 1.0
+    assert settings.alpha_for(ChunkReuseRequest(selection="random")) == 1.0, "the engine's is of another selection"
+    assert ChunkSettings(host_bytes=1).alpha_for(ChunkReuseRequest()) == 1.7
+    assert ChunkSettings(host_bytes=1).alpha_for(ChunkReuseRequest(selection="cache_craft")) == 1.0
+    assert ChunkSettings(host_bytes=1, quality=0.7, points=POINTS).alpha_for(ChunkReuseRequest()) == 0.5
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ChunkReuseRequest(quality=0.99),
+        ChunkReuseRequest(quality=0.9, selection="random"),
+        ChunkReuseRequest(quality=0.9, max_recompute=0.1),
+    ],
+)
+def test_a_quality_that_was_not_measured_so_is_answered_exactly(asked: ChunkReuseRequest) -> None:
+    assert ChunkSettings(host_bytes=1, points=POINTS).alpha_for(asked) is None
+
+
+@pytest.mark.parametrize("raw", [{}, {"host_bytes": 1, "qualty": 1}, {"host_bytes": 1, "quality": 0.9}, 7])
+def test_settings_that_this_version_does_not_know_are_a_config_error(raw: object) -> None:
+    with pytest.raises(ConfigError, match="ragcache"):
+        PluginSettings.from_extra_config({"ragcache": {"chunk_reuse": raw}})

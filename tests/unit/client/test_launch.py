@@ -1,0 +1,214 @@
+"""What a launch decides before its server starts, and what is not decided again when the server is started again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
+from ragcache_core.client.launch.launch import launch_server
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.memory import Memory
+from ragcache_core.runtime import shared_memory
+from ragcache_core.runtime.shared_memory import new_engine_id
+
+GIB = 1 << 30
+
+
+class Owner:
+    """A machine on which servers are started, and what each start was given; ``again`` starts the last one again,
+    ``end`` ends it."""
+
+    def __init__(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory = Memory(64 * GIB, 8 * GIB)
+        self.arguments: list[list[str]] = []
+        self.environments: list[dict[str, str]] = []
+        self.again: Callable[[], object] = lambda: None
+        self.end: Callable[[], object] = lambda: None
+        self._model = model
+        for name, replacement in {
+            "ragcache_core.config.read_memory": lambda: self.memory,
+            "ragcache_core.config._free_shared": lambda memory: memory.available,
+            "ragcache_core.client.launch.launch.ServerProcess": self._start,
+            "ragcache_core.client.launch.launch.Supervisor": self._supervise,
+        }.items():
+            monkeypatch.setattr(name, replacement)
+
+    def launch(self, cache: CacheConfig, **vllm_args: object) -> None:
+        launch_server(
+            self._model,
+            cache=cache,
+            host="127.0.0.1",
+            port=None,
+            api_key=None,
+            tokenizer=None,
+            startup_timeout_s=1.0,
+            max_restarts=1,
+            log_path=Path("log"),
+            progress=None,
+            env=None,
+            extra_args=(),
+            cancel=None,
+            vllm_args=vllm_args,
+        )
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        arguments = self.arguments[-1]
+        config = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+        extra: dict[str, Any] = config["kv_connector_extra_config"]
+        return extra
+
+    def _start(self, arguments: list[str], *, env: dict[str, str], log_path: Path) -> None:
+        self.arguments.append(arguments)
+        self.environments.append(env)
+
+    def _supervise(self, start: Callable[[], object], *_: object, **settings: Any) -> SimpleNamespace:
+        start()
+        self.again, self.end = start, settings["on_end"]
+        return SimpleNamespace()
+
+
+@pytest.fixture
+def owner(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> Owner:
+    return Owner(demo_model, monkeypatch)
+
+
+def test_host_memory_that_is_not_free_is_refused_at_the_launch_and_starts_nothing(owner: Owner) -> None:
+    with pytest.raises(ConfigError, match=r"host_bytes is 9\.0GiB, .* 8\.0GiB of it free"):
+        owner.launch(CacheConfig(host_bytes="9GiB"))
+    assert owner.arguments == []
+
+
+def test_a_server_that_is_started_again_keeps_what_it_was_given_whatever_is_free_by_then(owner: Owner) -> None:
+    owner.launch(CacheConfig(host_bytes="8GiB"))
+    owner.memory = Memory(64 * GIB, 0)  # its region is still there
+    owner.again()
+    assert owner.arguments[0] == owner.arguments[1]
+    assert owner.extra_config["cpu_bytes_to_use"] == 8 * GIB
+
+
+def test_a_second_engine_on_one_directory_starts_nothing_until_the_first_has_ended(
+    owner: Owner, tmp_path: Path
+) -> None:
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path)
+    owner.launch(cache)
+    end_first = owner.end
+    with pytest.raises(EngineStartError, match=f"{tmp_path} is the cache directory of another engine .* stop that one"):
+        owner.launch(CacheConfig(host_bytes="2GiB", disk_bytes="1GiB", directory=tmp_path, policy="lru"))
+    assert len(owner.arguments) == 1
+    end_first()
+    owner.launch(cache)
+    assert len(owner.arguments) == 2
+
+
+def test_engines_that_may_keep_different_kv_share_a_directory(owner: Owner, tmp_path: Path) -> None:
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path)
+    owner.launch(cache)
+    owner.launch(cache, dtype="bfloat16")
+    owner.launch(cache, max_model_len=512)
+    owner.launch(CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", directory=tmp_path, block_size=64))
+    owner.launch(CacheConfig(host_bytes="1GiB"))
+    assert len(owner.arguments) == 5
+
+
+def test_changed_weights_are_another_launch(demo_model: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    before = launch_digest(str(model), CacheConfig(), [], {})
+    assert launch_digest(str(model), CacheConfig(), [], {"VLLM_API_KEY": "k", "PATH": "/bin"}) == before
+    assert launch_digest(str(model), CacheConfig(), [], {"VLLM_PP_LAYER_PARTITION": "1,2"}) != before
+    os.utime(next(model.glob("*.safetensors")), ns=(1, 1))
+    assert launch_digest(str(model), CacheConfig(), [], {}) != before
+
+
+def test_a_fork_of_the_owner_does_not_keep_its_lock(tmp_path: Path) -> None:
+    lock = DirectoryLock(tmp_path, "launch")
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def live_on() -> None:
+        theirs.send("forked")
+        theirs.recv()
+
+    child = context.Process(target=live_on)
+    child.start()
+    try:
+        assert ours.recv() == "forked"
+        os.close(lock._descriptor)  # as the death of the owner would
+        DirectoryLock(tmp_path, "launch").release()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.launch.arguments.find_spec", lambda name: None)
+    with pytest.raises(EngineStartError, match=r"vLLM is not installed here.*ragcache\[gpu\].*make setup.*elsewhere"):
+        owner.launch(CacheConfig())
+    assert owner.arguments == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_optional"), [({}, True), ({"host_bytes": "1GiB"}, False), ({"disk_bytes": "1GiB"}, False)]
+)
+def test_an_engine_may_do_without_host_memory_only_where_nobody_chose_it_and_nothing_needs_it(
+    owner: Owner, tmp_path: Path, settings: dict[str, object], is_optional: bool
+) -> None:
+    directory = {"directory": tmp_path} if "disk_bytes" in settings else {}
+    owner.launch(CacheConfig(**settings, **directory))
+    assert owner.extra_config["cpu_bytes_to_use"] == GIB
+    assert owner.extra_config["is_host_optional"] is is_optional
+
+
+def test_what_an_engine_left_whose_owner_died_is_free_before_memory_is_counted(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as dead:
+        left = tmp_path / f"vllm_offload_{new_engine_id(dead.pid)}.mmap"
+        dead.communicate()
+    ours = tmp_path / f"vllm_offload_{new_engine_id(os.getpid())}.mmap"
+    left.touch()
+    ours.touch()
+    monkeypatch.setattr(
+        "ragcache_core.client.launch.launch.sweep_shared_memory",
+        lambda: shared_memory.sweep_shared_memory(folder=tmp_path),
+    )
+    monkeypatch.setattr("ragcache_core.config.read_memory", lambda: Memory(64 * GIB, (2 - left.exists()) * GIB))
+    owner.launch(CacheConfig(host_bytes="2GiB"))
+    assert (left.exists(), ours.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_engine_that_is_about_to_end_is_waited_for_before_its_memory_is_missed(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Its owner was killed, and it has not noticed yet."""
+    looks = 0
+
+    def read() -> Memory:
+        nonlocal looks
+        looks += 1
+        return Memory(64 * GIB, 2 * GIB if ends and looks > 4 else GIB)
+
+    monkeypatch.setattr("ragcache_core.config.read_memory", read)
+    monkeypatch.setattr("ragcache_core.client.launch.launch._LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr("ragcache_core.client.launch.launch._ENDING_S", 30.0 if ends else 0.1)
+    monkeypatch.setattr("ragcache_core.client.launch.launch.sweep_shared_memory", lambda: [Path("left")])
+    if ends:
+        owner.launch(CacheConfig(host_bytes="2GiB"))
+    else:
+        with pytest.raises(ConfigError, match=r"host_bytes is 2\.0GiB"):
+            owner.launch(CacheConfig(host_bytes="2GiB"))
+    assert looks > 4

@@ -1,0 +1,464 @@
+"""The small rooms of the client: arguments, failures, metrics, plan, progress, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+
+from ragcache_core.client import Engine, ModelTokenizer
+from ragcache_core.client.generation import AnswerReader
+from ragcache_core.client.http.errors import translate_errors, translated
+from ragcache_core.client.http.transport import Health
+from ragcache_core.client.launch.arguments import (
+    cache_arguments,
+    check_extra_args,
+    check_model,
+    new_log_path,
+    server_environment,
+    vllm_arguments,
+)
+from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
+from ragcache_core.client.launch.progress import STAGES, LoadProgress
+from ragcache_core.client.prompts.request_plan import (
+    RememberedDocuments,
+    RequestPlan,
+    is_text_only,
+    merge_bodies,
+    plan_chat,
+    server_renders,
+)
+from ragcache_core.client.prompts.tokenizer import checked_tokenizer
+from ragcache_core.client.server_info import Handshake
+from ragcache_core.client.stats.server_metrics import parse_metrics
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import (
+    ConfigError,
+    EngineAuthError,
+    EngineDiedError,
+    EngineError,
+    EngineStartError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    PromptError,
+    PromptTooLongError,
+    RAGCacheError,
+    RequestRejectedError,
+    TokenizerUnavailableError,
+)
+from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
+from ragcache_core.types import Document, SegmentKind
+from tests.support.scripted_server import ScriptedServer
+
+
+def test_python_arguments_become_the_servers_flags() -> None:
+    given = {"max_model_len": 2048, "enforce_eager": True, "enable_prefix_caching": False, "seed": None}
+    given |= {"hf_overrides": {"a": 1}, "served_model_name": ("x", "y")}
+    assert vllm_arguments(given) == [
+        *("--max-model-len", "2048", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--hf-overrides", '{"a": 1}', "--served-model-name", "x", "y"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["model", "host", "port", "api_key", "kv_transfer_config"])
+def test_an_argument_with_a_door_of_its_own_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.*use "):
+        vllm_arguments({name: "x"})
+
+
+@pytest.mark.parametrize("argument", ["--port", "--api-key=x", "--kv-transfer-config"])
+def test_a_raw_argument_with_a_door_of_its_own_is_refused(argument: str) -> None:
+    check_extra_args(["--max-model-len", "2048", "--portal"])
+    with pytest.raises(ConfigError, match=f"{argument} cannot be passed"):
+        check_extra_args([argument])
+
+
+@pytest.mark.parametrize("argument", ["--disable-log-stats", "--disable_log_stats"])
+def test_what_takes_away_the_statistics_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"{argument} is refused: .* leave it out"):
+        check_extra_args([argument])
+    with pytest.raises(ConfigError, match="disable_log_stats=True is refused: .* leave it out"):
+        vllm_arguments({"disable_log_stats": True})
+    assert vllm_arguments({"disable_log_stats": False}) == ["--no-disable-log-stats"]
+    check_extra_args(["--no-disable-log-stats"])
+
+
+def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
+    assert cache_arguments(None, engine_id="me") == []
+    cache = CacheConfig(kv_cache_bytes="1GiB", block_size=16, host_bytes=0, policy="lru", ghost_size=7)
+    arguments = cache_arguments(cache, engine_id="me")
+    connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert connector["kv_connector_module_path"] == "ragcache_core.vllm_plugin.connector"
+    assert connector["engine_id"] == "me"
+    settings = connector["kv_connector_extra_config"]["ragcache"]
+    assert (settings["policy"], settings["keeps_frequency"], settings["ghost_size"]) == ("lru", True, 7)
+    assert arguments[-4:] == ["--kv-cache-memory-bytes", str(1 << 30), "--block-size", "16"]
+
+
+def test_the_tiers_below_the_gpu_have_the_sizes_that_were_chosen(tmp_path: Path) -> None:
+    cache = CacheConfig(host_bytes="1GiB", disk_bytes="2GiB", directory=tmp_path)
+    arguments = cache_arguments(cache, engine_id="me")
+    extra = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert extra["cpu_bytes_to_use"] == 1 << 30
+    (disk,) = extra["secondary_tiers"]
+    assert (disk["directory"], disk["capacity_bytes"]) == (str(tmp_path), 2 << 30)
+    without = json.loads(cache_arguments(CacheConfig(host_bytes=0), engine_id="me")[1])["kv_connector_extra_config"]
+    assert {"cpu_bytes_to_use", "secondary_tiers"}.isdisjoint(without)
+
+
+@pytest.mark.parametrize(
+    ("cache", "default"),
+    [(CacheConfig(), str(1 << 30)), (CacheConfig(kv_cache_bytes="2GiB"), None), (None, str(1 << 30))],
+)
+def test_a_cpu_server_is_told_how_much_memory_to_take_where_nobody_said(
+    cache: CacheConfig | None, default: str | None
+) -> None:
+    environment = server_environment("key", cache, {"MORE": "1"}, engine_id="me")
+    assert environment.get(CPU_KV_CACHE_BYTES_ENV) == default
+    assert (environment["VLLM_API_KEY"], environment["MORE"]) == ("key", "1")
+    assert environment.get("VLLM_CPU_NUM_OF_RESERVED_CPU") == (None if cache is None else "1")
+    asked = server_environment("key", cache, {"VLLM_CPU_NUM_OF_RESERVED_CPU": "3"}, engine_id="me")
+    assert asked["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "3"
+
+
+def test_old_logs_make_room_for_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platformdirs.user_log_dir", lambda name: str(tmp_path / name))
+    (tmp_path / "ragcache").mkdir()
+    for i in range(60):
+        (tmp_path / "ragcache" / f"engine-20250101-{i:06}-8000.log").touch()
+    path = new_log_path(8000)
+    path.touch()
+    kept = sorted(p.name for p in path.parent.iterdir())
+    assert len(kept) == 50
+    assert kept[0] == "engine-20250101-000011-8000.log"
+    assert kept[-1] == path.name
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    for model, said in [
+        (tmp_path / "none", "there is no model at"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "folder", "no config.json"),
+    ]:
+        with pytest.raises(EngineStartError, match=said):
+            check_model(str(model))
+    check_model("organisation/name")
+
+
+def test_launching_a_missing_model_starts_nothing() -> None:
+    with pytest.raises(EngineStartError, match="there is no model at './nowhere'"):
+        Engine.launch("./nowhere")
+
+
+def test_a_taken_port_is_refused_with_a_cure(demo_model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineStartError, match=f"port {port} .*choose another port"):
+            Engine.launch(demo_model, port=port)
+    check_port_free("127.0.0.1", free_port("127.0.0.1"))
+
+
+@pytest.mark.parametrize("port", [-1, 70_000])
+def test_an_impossible_port_is_refused(port: int) -> None:
+    with pytest.raises(EngineStartError, match="choose another port"):
+        check_port_free("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
+def test_a_host_that_is_no_address_of_this_machine_is_not_taken_for_a_taken_port(host: str) -> None:
+    with pytest.raises(EngineStartError, match=f"host '{host}' is no address of this machine .*: use 127"):
+        check_port_free(host, 8000)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "nonsense", "http://[bad"])
+def test_an_unreachable_server_is_reported_with_its_address(url: str) -> None:
+    with pytest.raises(EngineUnreachableError, match="is the server running"):
+        Engine.connect(url, timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        httpx.Response(200, html="<p>hello"),
+        httpx.Response(200, json={"data": []}),
+        httpx.Response(200, json=[]),
+        httpx.Response(200, json={"data": [{"id": "m"}]}),
+        httpx.Response(200, json={"data": [{"id": "m", "max_model_len": 0}]}),
+        httpx.Response(404),
+    ],
+)
+def test_what_is_not_a_vllm_server_is_refused(page: httpx.Response) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        page.request = request
+        return page
+
+    http = httpx.Client(transport=httpx.MockTransport(answer))
+    with pytest.raises(EngineError, match="no vLLM server"):
+        Handshake(http, "http://x/v1", "key").model_card()
+
+
+def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> None:
+    reader = AnswerReader(RequestPlan())
+    with pytest.raises(EngineDiedError, match="ended in the middle"):
+        reader.stats()
+
+
+def test_an_engine_tells_its_restarts_until_it_stays_dead(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = SimpleNamespace(num_restarts=2, health=lambda: Health.READY, why_gone=lambda: "it died three times")
+    with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
+        assert engine.num_restarts() == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_supervisor", owner)
+            assert engine.num_restarts() == 2
+            owner.health = lambda: Health.GONE
+            with pytest.raises(EngineDiedError, match="it died three times"):
+                engine.num_restarts()
+
+
+def test_a_server_whose_log_was_removed_has_no_last_words(tmp_path: Path) -> None:
+    process = ServerProcess(["--help"], env={}, log_path=tmp_path / "log")
+    try:
+        process.log_path.unlink()
+        assert process.log_text() == ""
+        assert "logged nothing" in process.last_words()
+    finally:
+        process.kill()
+    process.kill()
+    assert process.returncode is not None
+
+
+def test_a_new_log_is_its_owners_alone_and_one_that_is_there_is_whose_it_was(tmp_path: Path) -> None:
+    (tmp_path / "collected").touch()
+    (tmp_path / "collected").chmod(0o640)
+    before = os.umask(0)
+    try:
+        for log_path in (tmp_path / "logs" / "new", tmp_path / "collected"):
+            ServerProcess(["--help"], env={}, log_path=log_path).kill()
+    finally:
+        os.umask(before)
+    found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert found == {"logs": 0o700, "new": 0o600, "collected": 0o640}
+
+
+def test_the_last_words_of_a_server_end_where_the_next_traceback_begins(tmp_path: Path) -> None:
+    process = ServerProcess(["--help"], env={}, log_path=tmp_path / "log")
+    try:
+        process.log_path.write_text("ValueError: it is 1: raise it\nTraceback (most recent call last):\n  File x\n")
+        assert process.last_words() == f"ValueError: it is 1: raise it (log: {process.log_path})"
+    finally:
+        process.kill()
+
+
+REQUEST = httpx.Request("POST", "http://host:1/v1/completions")
+
+
+def _status(kind: type[openai.APIStatusError], status: int, message: str) -> openai.APIStatusError:
+    return kind(message, response=httpx.Response(status, request=REQUEST), body=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (openai.APITimeoutError(REQUEST), EngineTimeoutError),
+        (openai.APIConnectionError(request=REQUEST), EngineUnreachableError),
+        (httpx.ConnectError("refused", request=REQUEST), EngineUnreachableError),
+        (httpx.ReadTimeout("slow", request=REQUEST), EngineTimeoutError),
+        (httpx.RemoteProtocolError("cut"), EngineDiedError),
+        (_status(openai.AuthenticationError, 401, "Unauthorized"), EngineAuthError),
+        (_status(openai.BadRequestError, 400, "maximum context length is 2048 tokens"), PromptTooLongError),
+        (_status(openai.BadRequestError, 400, "temperature must be positive"), RequestRejectedError),
+        (_status(openai.NotFoundError, 404, "The model `x` does not exist."), RequestRejectedError),
+        (_status(openai.InternalServerError, 500, "EngineCore encountered an issue."), EngineDiedError),
+        (_status(openai.InternalServerError, 500, "a bug"), EngineError),
+        (openai.APIError("EngineDeadError", REQUEST, body=None), EngineDiedError),
+    ],
+)
+def test_errors_of_the_connection_become_ours(error: Exception, ours: type[RAGCacheError]) -> None:
+    with pytest.raises(ours) as raised, translate_errors():
+        raise error
+    assert type(raised.value) is ours
+
+
+def _gave_up(body: dict[str, object]) -> openai.InternalServerError:
+    request = httpx.Request("POST", "http://host:1/v1/chat/completions", json=body)
+    message = "Error code: 500 - {'error': {'message': 'Internal server error'}}"
+    return openai.InternalServerError(message, response=httpx.Response(500, request=request), body=None)
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+    ],
+)
+def test_an_answer_that_no_token_goes_on_with_is_told_from_other_failures(constraint: dict[str, object]) -> None:
+    error = translated(_gave_up({"messages": [], **constraint}))
+    assert type(error) is EngineError
+    assert "follow a grammar" in str(error)
+    assert "LLMSingleSelector" in str(error)
+
+
+@pytest.mark.parametrize("body", [{}, {"tool_choice": "auto"}, {"tool_choice": "none", "tools": []}])
+def test_other_failures_keep_the_servers_words(body: dict[str, object]) -> None:
+    assert "grammar" not in str(translated(_gave_up(body)))
+
+
+def test_our_own_error_below_the_sdk_comes_out_again() -> None:
+    def fail() -> None:
+        try:
+            raise EngineDiedError("gave up")
+        except EngineDiedError as cause:
+            raise openai.APIConnectionError(request=REQUEST) from cause
+
+    with pytest.raises(EngineDiedError, match="gave up"), translate_errors():
+        fail()
+
+
+def test_other_errors_pass_unchanged() -> None:
+    with pytest.raises(KeyError), translate_errors():
+        raise KeyError("x")
+
+
+def test_metrics_are_summed_over_engines() -> None:
+    page = "\n".join(
+        [
+            "# TYPE vllm:num_requests_running gauge",
+            'vllm:num_requests_running{engine="0"} 2.0',
+            'vllm:num_requests_running{engine="1"} 3.0',
+            "# TYPE vllm:prefix_cache_hits_total counter",
+            'vllm:prefix_cache_hits_total{engine="0"} 64.0',
+            "# TYPE vllm:time_to_first_token_seconds histogram",
+            'vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf"} 4.0',
+            'vllm:time_to_first_token_seconds_count{engine="0"} 4.0',
+            'vllm:time_to_first_token_seconds_sum{engine="0"} 0.5',
+            'vllm:time_to_first_token_seconds_bucket{engine="1",le="+Inf"} 1.0',
+            'vllm:time_to_first_token_seconds_count{engine="1"} 1.0',
+            'vllm:time_to_first_token_seconds_sum{engine="1"} 0.25',
+            "# TYPE vllm:kv_cache_usage_perc gauge",
+            'vllm:kv_cache_usage_perc{engine="0"} 0.25',
+            'vllm:kv_cache_usage_perc{engine="1"} 0.75',
+        ]
+    )
+    stats = parse_metrics(page + "\n", num_restarts=1)
+    assert (stats.num_running, stats.num_prefix_hit_tokens, stats.kv_cache_usage) == (5, 64, 0.5)
+    assert stats.num_restarts == 1
+    assert (stats.num_first_tokens, stats.mean_ttft_s) == (5, 0.15)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: str) -> ModelTokenizer:
+    return ModelTokenizer(demo_model)
+
+
+def test_offsets_of_the_models_tokenizer_cover_the_text(tokenizer: ModelTokenizer) -> None:
+    text = tokenizer.render([{"role": "user", "content": "Document: Zorval is a company."}])
+    tokenized = tokenizer.encode(text)
+    assert "Document: Zorval is a company." in text
+    assert len(tokenized.token_ids) == len(tokenized.offsets)
+    shown = "".join(text[a:b] for a, b in tokenized.offsets)
+    assert shown.replace(" ", "") == text.replace(" ", "").replace("\n", "")
+
+
+def test_a_folder_without_tokenizer_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerUnavailableError, match="pass tokenizer="):
+        ModelTokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_disagrees_with_the_server_is_not_used(tokenizer: ModelTokenizer) -> None:
+    checked = checked_tokenizer(lambda: tokenizer, lambda _: [1, 2, 3])
+    assert isinstance(checked, TokenizerUnavailableError)
+    assert "other ones than the server's 3" in str(checked)
+    assert checked_tokenizer(lambda: tokenizer, lambda _: None) is tokenizer
+
+
+def test_a_template_that_refuses_messages_is_a_prompt_error(demo_model: str) -> None:
+    picky = ModelTokenizer(demo_model, chat_template="{{ raise_exception('no system here') }}")
+    with pytest.raises(PromptError, match="no system here"):
+        picky.render([{"role": "system", "content": "x"}])
+
+
+def test_documents_of_a_chat_are_found_by_their_text(tokenizer: ModelTokenizer) -> None:
+    messages = [{"role": "user", "content": "Document: Zorval is a company.\n\nQuestion: What is Zorval?"}]
+    plan = plan_chat(tokenizer, messages, [("z", "Zorval is a company."), ("y", "not there")], max_model_len=2048)
+    assert [s.doc_id for s in plan.segments if s.kind is SegmentKind.DOCUMENT] == ["z"]
+    sent = plan.extra_body["kv_transfer_params"]
+    assert sent["prompt_token_ids"] == list(tokenizer.encode(tokenizer.render(messages)).token_ids)
+    assert [d["id"] for d in sent["ragcache"]["documents"]] == ["z"]
+
+
+def test_a_chat_that_does_not_fit_is_refused_before_it_is_sent(tokenizer: ModelTokenizer) -> None:
+    with pytest.raises(PromptTooLongError, match="holds 8"):
+        plan_chat(tokenizer, [{"role": "user", "content": "word " * 20}], [], max_model_len=8)
+
+
+@pytest.mark.parametrize(
+    ("message", "text_only"),
+    [
+        ({"role": "user", "content": "x"}, True),
+        ({"role": "assistant", "content": "x", "tool_calls": None}, True),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, False),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, False),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, False),
+        ({"role": "assistant", "content": None}, False),
+    ],
+)
+def test_only_plain_text_is_tokenised_at_the_client(message: Mapping[str, object], text_only: bool) -> None:
+    assert is_text_only([message]) is text_only
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_server"),
+    [
+        ({}, False),
+        ({"temperature": 0, "tools": None, "extra_body": {"ignore_eos": True}}, False),
+        ({"tools": []}, True),
+        ({"tools": [{"type": "function"}]}, True),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, True),
+        ({"reasoning_effort": "low"}, True),
+    ],
+)
+def test_settings_that_change_the_prompt_leave_it_to_the_server(
+    settings: Mapping[str, object], by_server: bool
+) -> None:
+    assert server_renders([{"role": "user", "content": "x"}], settings) is by_server
+
+
+def test_bodies_are_merged_with_their_transfer_parameters() -> None:
+    one, other = {"a": 1, "kv_transfer_params": {"x": 1}}, {"a": 2, "kv_transfer_params": {"y": 2}}
+    assert merge_bodies(one, None, other) == {"a": 2, "kv_transfer_params": {"x": 1, "y": 2}}
+
+
+def test_usage_without_details_counts_as_nothing_cached() -> None:
+    stats = RequestPlan().stats({"prompt_tokens": 9, "completion_tokens": 2}, ttft_s=None, total_s=1.0)
+    assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_computed_tokens) == (9, 0, 9)
+    assert RequestPlan().stats(None, ttft_s=None, total_s=1.0).num_prompt_tokens == 0
+
+
+def test_remembered_documents_are_bounded_and_the_latest_come_first() -> None:
+    remembered = RememberedDocuments(capacity=2)
+    remembered.add([Document("a", "A"), Document("b", "B")])
+    remembered.add([Document("a", "A")])
+    remembered.add([Document("c", "C")], shown=lambda d: f"<{d.text}>")
+    assert remembered.shown() == [("c", "<C>"), ("a", "A")]
+
+
+def test_progress_tells_each_stage_once() -> None:
+    stages: list[str] = []
+    with LoadProgress.of(stages.append) as progress:
+        for log in ["", "Resolved architecture: X", "Resolved architecture: X", "x Starting to load model y"]:
+            progress.update(log)
+    assert stages == [STAGES[0][0], STAGES[1][0], STAGES[3][0]]

@@ -1,0 +1,110 @@
+"""A server's log in a file, in a pipe, on a terminal and on this process's own streams."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.client.launch.process import ServerProcess
+from ragcache_core.client.launch.server_log import ServerLog, is_stream
+from tests.support.waiting import until
+
+SERVER = """
+import sys
+from pathlib import Path
+from ragcache_core.client.launch import process
+
+process.SERVER_MODULE = "this"  # prints a text of its own and ends
+server = process.ServerProcess([], env={}, log_path=Path(sys.argv[1]))
+server.wait()
+assert "Beautiful is better" in server.log_text()
+assert server.last_words().endswith(f"(log: {sys.argv[1]})")
+server.stop()
+print("done", flush=True)
+"""
+
+
+def run(log: str, **streams: object) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-c", SERVER, log], timeout=60, check=False, **streams)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("log", ["/dev/stdout", "/dev/stderr", "/dev/fd/1"])
+def test_a_standard_stream_that_is_a_pipe_gets_the_log_and_the_last_words_are_known(log: str) -> None:
+    done = run(log, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr if log == "/dev/stderr" else done.stdout
+    assert b"Beautiful is better" in said
+    assert done.stdout.endswith(b"done\n")
+
+
+def test_a_file_that_is_standard_output_keeps_what_both_of_them_wrote(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        out.write(b"before\n")
+        out.flush()
+        assert run("/dev/stdout", stdout=out, stderr=subprocess.PIPE).returncode == 0
+    text = (tmp_path / "out").read_text()
+    assert text.startswith("before\nThe Zen of Python")
+    assert text.endswith("done\n")
+
+
+def test_a_terminal_gets_the_log() -> None:
+    ours, terminal = pty.openpty()
+    said = bytearray()
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 4096):
+                said.extend(data)
+        except OSError:
+            pass  # the terminal's other end was closed
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    done = run("/dev/stdout", stdout=terminal, stderr=subprocess.PIPE)
+    os.close(terminal)
+    reader.join()
+    os.close(ours)
+    assert done.returncode == 0, done.stderr
+    assert b"Beautiful is better" in said
+
+
+def test_a_named_pipe_gets_the_log_and_a_reader_who_leaves_stops_nobody(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    assert is_stream(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    log = ServerLog(fifo)
+    os.write(log.descriptor, b"first\n")
+    assert until(lambda: log.text() == "first\n")
+    assert os.read(reader, 100) == b"first\n"
+    os.close(reader)
+    for _ in range(64):  # more than a pipe holds
+        os.write(log.descriptor, b"x" * 4096)
+    os.write(log.descriptor, b"ValueError: 1\n")
+    log.hand_over()
+    assert log.text(is_over=True).endswith("ValueError: 1\n")
+    assert len(log.text()) <= 1 << 18
+
+
+def test_a_file_keeps_earlier_runs_and_tells_of_its_own_only(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "server.log"
+    for number in range(2):
+        log = ServerLog(path)
+        os.write(log.descriptor, f"run {number}\n".encode())
+        log.hand_over()
+        assert log.text() == f"run {number}\n"
+    assert path.read_text() == "run 0\nrun 1\n"
+    assert not is_stream(path)
+
+
+def test_a_log_that_cannot_be_written_is_refused_with_a_cure(tmp_path: Path) -> None:
+    from ragcache_core.errors import EngineStartError
+
+    with pytest.raises(EngineStartError, match="cannot write the server's log .*; set log_path"):
+        ServerProcess([], env={}, log_path=tmp_path)

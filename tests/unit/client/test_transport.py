@@ -1,0 +1,303 @@
+"""The retrying transports: what is sent again, when, and what is not. Both transports keep one contract."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from ragcache_core.client.http.transport import SENT_ONCE, AsyncRetryingTransport, Health, RetryingTransport
+from ragcache_core.errors import EngineClosedError, EngineDiedError
+
+DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace","code":500}}'
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+def _reply(handler: BaseHTTPRequestHandler, status: int, body: bytes, kind: str = "application/json") -> None:
+    handler.send_response(status)
+    handler.send_header("content-type", kind)
+    handler.send_header("content-length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def engine_dead(handler: BaseHTTPRequestHandler) -> None:
+    """Answer as vLLM's server does when its engine process is gone."""
+    _reply(handler, 500, DEAD)
+
+
+def engine_dead_in_stream(handler: BaseHTTPRequestHandler) -> None:
+    """Answer a stream whose first event is the engine's death."""
+    _reply(handler, 200, b"data: " + DEAD + b"\n\ndata: [DONE]\n\n", "text/event-stream")
+
+
+def cut(handler: BaseHTTPRequestHandler) -> None:
+    """Close the connection without an answer."""
+    handler.connection.close()
+
+
+def cut_in_the_middle(handler: BaseHTTPRequestHandler) -> None:
+    """Promise more than is sent."""
+    handler.send_response(200)
+    handler.send_header("content-type", "text/event-stream")
+    handler.send_header("content-length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b"data: first\n\n")
+    handler.wfile.flush()
+    handler.connection.close()
+
+
+def fine(handler: BaseHTTPRequestHandler) -> None:
+    """Answer."""
+    _reply(handler, 200, b"data: token\n\n", "text/event-stream")
+
+
+def our_mistake(handler: BaseHTTPRequestHandler) -> None:
+    """Answer with an ordinary server error."""
+    _reply(handler, 500, b'{"error":{"message":"a bug"}}')
+
+
+class FakeServer:
+    """An HTTP server that gives the scripted answers one after the other, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.script: list[Answer] = []
+        self.bodies: list[bytes] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                outer.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+                self.close_connection = True
+                outer.script.pop(0)(self)
+
+            def log_message(self, *args: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/completions"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+class FakeWatch:
+    """A server's owner that restarts it (or finds it alive, or gives it up) as soon as it is suspected."""
+
+    def __init__(self, finds: Health | str) -> None:
+        self.finds = finds
+        self.run = 1
+        self.suspected: list[int] = []
+        self._health = Health.READY
+        self._alive = False
+
+    def health(self) -> Health:
+        return self._health
+
+    def suspect(self, run: int) -> None:
+        self.suspected.append(run)
+        if self.finds == "restarts":
+            self.run += 1
+        elif self.finds == "is alive":
+            self._alive = True
+        else:
+            self._health = Health.GONE
+
+    def seen_alive_since(self, monotonic_s: float) -> bool:
+        return self._alive
+
+    def why_gone(self) -> str:
+        return "the engine died and stays dead"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.close()
+
+
+Ask = Callable[[FakeServer, FakeWatch | None], bytes]
+
+
+def ask_blocking(server: FakeServer, watch: FakeWatch | None) -> bytes:
+    with httpx.Client(transport=RetryingTransport(watch)) as client:
+        return client.post(server.url, content=b"prompt").raise_for_status().content
+
+
+def ask_async(server: FakeServer, watch: FakeWatch | None) -> bytes:
+    async def run() -> bytes:
+        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch)) as client:
+            return (await client.post(server.url, content=b"prompt")).raise_for_status().content
+
+    return asyncio.run(run())
+
+
+both = pytest.mark.parametrize("ask", [ask_blocking, ask_async])
+
+
+@both
+@pytest.mark.parametrize("death", [engine_dead, engine_dead_in_stream, cut])
+def test_a_request_before_its_first_token_is_sent_again_after_a_restart(
+    server: FakeServer, ask: Ask, death: Answer
+) -> None:
+    server.script, watch = [death, fine], FakeWatch("restarts")
+    assert ask(server, watch) == b"data: token\n\n"
+    assert server.bodies == [b"prompt", b"prompt"]
+    assert watch.suspected == [1]
+
+
+@both
+def test_a_broken_connection_to_a_living_server_is_tried_again(server: FakeServer, ask: Ask) -> None:
+    server.script = [cut, fine]
+    assert ask(server, FakeWatch("is alive")) == b"data: token\n\n"
+
+
+@both
+def test_a_server_that_keeps_breaking_is_not_asked_forever(server: FakeServer, ask: Ask) -> None:
+    server.script = [cut] * 10
+    with pytest.raises(httpx.RemoteProtocolError):
+        ask(server, FakeWatch("is alive"))
+    assert len(server.bodies) == 4
+
+
+@both
+def test_a_server_that_stays_dead_is_reported_with_its_reason(server: FakeServer, ask: Ask) -> None:
+    server.script = [engine_dead]
+    with pytest.raises(EngineDiedError, match="stays dead"):
+        ask(server, FakeWatch("stays dead"))
+
+
+@both
+def test_nothing_is_sent_again_after_the_first_token(server: FakeServer, ask: Ask) -> None:
+    server.script, watch = [cut_in_the_middle, fine], FakeWatch("restarts")
+    with pytest.raises(httpx.RemoteProtocolError):
+        ask(server, watch)
+    assert len(server.bodies) == 1
+    assert watch.suspected == []
+
+
+@both
+def test_an_ordinary_server_error_is_not_taken_for_a_death(server: FakeServer, ask: Ask) -> None:
+    server.script, watch = [our_mistake], FakeWatch("restarts")
+    with pytest.raises(httpx.HTTPStatusError):
+        ask(server, watch)
+    assert watch.suspected == []
+
+
+class NeverBack(FakeWatch):
+    """A server's owner whose restart takes forever."""
+
+    def suspect(self, run: int) -> None:
+        self.suspected.append(run)
+        self._health = Health.RESTARTING
+
+
+def test_waiting_for_a_restart_ends_with_the_requests_own_timeout(server: FakeServer) -> None:
+    server.script, watch = [cut, cut], NeverBack("never")
+    with (
+        httpx.Client(transport=RetryingTransport(watch), timeout=0.2) as client,
+        pytest.raises(httpx.ReadTimeout, match=r"not back after 0\.2 s"),
+    ):
+        client.post(server.url, content=b"prompt")
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch), timeout=0.2) as client:
+            await client.post(server.url, content=b"prompt")
+
+    watch._health = Health.READY
+    with pytest.raises(httpx.ReadTimeout):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("death", [engine_dead, engine_dead_in_stream, cut])
+def test_a_request_that_is_worth_one_try_neither_waits_nor_raises_suspicion(server: FakeServer, death: Answer) -> None:
+    server.script, watch = [death, death, fine, fine], FakeWatch("restarts")
+    with (
+        httpx.Client(transport=RetryingTransport(watch)) as client,
+        pytest.raises(httpx.RemoteProtocolError),
+    ):
+        client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch)) as client:
+            await client.post(server.url, content=b"prompt", extensions=SENT_ONCE)
+
+    with pytest.raises(httpx.RemoteProtocolError):
+        asyncio.run(ask())
+    assert len(server.bodies) == 2
+    assert watch.suspected == []
+
+
+@both
+def test_without_an_owner_nothing_is_sent_again(server: FakeServer, ask: Ask) -> None:
+    server.script = [cut, fine]
+    with pytest.raises(httpx.RemoteProtocolError):
+        ask(server, None)
+
+
+def test_one_async_client_serves_several_event_loops(server: FakeServer) -> None:
+    server.script = [fine, fine, fine]
+    client = httpx.AsyncClient(transport=AsyncRetryingTransport())
+
+    async def ask() -> int:
+        return (await client.post(server.url, content=b"prompt")).status_code
+
+    assert [asyncio.run(ask()) for _ in range(3)] == [200, 200, 200]
+    asyncio.run(client.aclose())
+
+
+def test_a_fork_uses_no_connection_of_its_parent() -> None:
+    peers: list[object] = []
+
+    class Echo(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # keeps its connections
+
+        def do_POST(self) -> None:
+            peers.append(self.client_address)
+            _reply(self, 200, self.rfile.read(int(self.headers["content-length"])))
+
+        def log_message(self, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    serving.start()
+    closed = RetryingTransport()
+    closed.close()
+    try:
+        with httpx.Client(transport=RetryingTransport(), base_url=f"http://127.0.0.1:{server.server_port}") as client:
+            assert client.post("/", content=b"before").content == b"before"
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    is_closed = closed._inner is None
+                    status = 0 if is_closed and client.post("/", content=b"child").content == b"child" else 2
+                finally:
+                    os._exit(status)
+            assert os.waitpid(pid, 0)[1] == 0
+            assert client.post("/", content=b"parent").content == b"parent"
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    before, child, parent = peers
+    assert child != before
+    assert parent == before
+
+
+def test_a_closed_transport_says_so(server: FakeServer) -> None:
+    transport = RetryingTransport()
+    transport.close()
+    with pytest.raises(EngineClosedError, match="launch or connect again"):
+        httpx.Client(transport=transport).post(server.url, content=b"prompt")

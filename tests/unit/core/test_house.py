@@ -1,0 +1,236 @@
+"""The house: imports run one way, only the plugin imports vLLM, and what is public is documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+import ragcache_core
+
+ROOT = Path(__file__).resolve().parents[3]
+
+WORDS = ["_version", "types", "errors", "memory", "private_files", "config", "stats", "wire", "prompt"]
+FLOORS: dict[str, list[str]] = {
+    "words": [f"ragcache_core.{name}" for name in WORDS],
+    "algorithms": [
+        f"ragcache_core.{name}" for name in ("policy", "tree", "chunk", "queueing", "ordering", "speculation")
+    ],
+    "simulation": ["ragcache_core.sim"],
+    "machine": [f"ragcache_core.{name}" for name in ("chunkstore", "ingest", "retrieval", "runtime", "profiles")],
+    "client": ["ragcache_core.client"],
+    "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
+    "top": ["ragcache_core.cli", "ragcache_core.bench"],
+}
+"""Folders from the ground up; one imports its own floor and those below."""
+
+FOREIGN: dict[str, list[str]] = {
+    "words": ["numpy", "faiss", "httpx", "openai", "transformers"],
+    "algorithms": ["numpy", "faiss", "httpx", "openai", "transformers"],
+    "simulation": ["faiss", "httpx", "openai", "transformers"],
+    "machine": ["httpx", "openai", "transformers", "langchain_core", "llama_index"],
+    "client": ["faiss", "sklearn", "scipy", "numba", "transformers", "langchain_core", "llama_index"],
+    "integrations": ["faiss", "sklearn", "scipy", "numba", "transformers"],
+    "top": [],
+}
+"""Packages that a floor works without."""
+
+_BLOCKED = """
+import importlib, importlib.abc, sys
+blocked, modules = {blocked!r}, {modules!r}
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if any(name == b or name.startswith(b + '.') for b in blocked):
+            raise ImportError(f'{{name}} is above this floor')
+sys.meta_path.insert(0, Blocker())
+for module in modules:
+    importlib.import_module(module)
+"""
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_a_floor_imports_with_everything_above_it_blocked(floor: str) -> None:
+    names = list(FLOORS)
+    above = [folder for name in names[names.index(floor) + 1 :] for folder in FLOORS[name]]
+    blocked = [*above, *FOREIGN[floor], "vllm", "torch", "ragcache_core.vllm_plugin"]
+    if floor == "top":
+        blocked = ["vllm", "torch"]
+    if floor == "integrations":  # the frameworks may import torch where it is installed; we do not
+        blocked.remove("torch")
+    modules = [name for folder in FLOORS[floor] for name in _modules(folder)]
+    code = _BLOCKED.format(blocked=blocked, modules=modules)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _modules(name: str) -> list[str]:
+    """Return the name of a module, or of a package and all that it holds."""
+    source = ROOT / Path(*name.split("."))
+    if not source.is_dir():
+        return [name]
+    return sorted(_name(path) for path in source.rglob("*.py") if path.name != "__main__.py")
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(path: Path) -> set[str]:
+    """Return the modules that a file imports, wherever in it; of ``from package import name`` both readings."""
+    return _imported(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _imported(nodes: Iterable[ast.AST]) -> set[str]:
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _imported_at_once(body: Iterable[ast.stmt]) -> set[str]:
+    """Return the modules that are imported when a file is, and not only for its types."""
+    found = _imported(body)
+    for node in body:
+        if isinstance(node, ast.Try | ast.If) and "TYPE_CHECKING" not in ast.unparse(node):
+            found |= _imported_at_once(node.body)
+    return found
+
+
+SOURCES = sorted(
+    p
+    for folder in ("ragcache_core", "ragcache_integrations", "kernels", "examples")
+    for p in (ROOT / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_the_plugin_imports_vllm_and_nothing_imports_the_plugin(path: Path) -> None:
+    if "vllm_plugin" in path.parts:
+        return
+    imported = _imports(path)
+    assert not {name for name in imported if name == "vllm" or name.startswith("vllm.")}
+    assert not {name for name in imported if name.startswith("ragcache_core.vllm_plugin")}
+
+
+def test_the_plugin_takes_nothing_of_the_client_and_the_product_nothing_of_the_tests() -> None:
+    for path in SOURCES:
+        if "examples" not in path.parts:
+            assert not {name for name in _imports(path) if name.split(".")[0] == "tests"}, path
+        if "vllm_plugin" in path.parts:
+            above = ("ragcache_core.client", "ragcache_core.cli", "ragcache_core.bench", "ragcache_integrations")
+            assert not {name for name in _imports(path) if name.startswith(above)}, path
+
+
+def test_no_imports_go_in_circles() -> None:
+    graph = {}
+    for path in SOURCES:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        graph[_name(path)] = _imported_at_once(body)
+    order = TopologicalSorter({name: imported & graph.keys() - {name} for name, imported in graph.items()})
+    order.prepare()  # raises CycleError, with the circle
+
+
+def test_no_folder_has_more_than_sixteen_modules() -> None:
+    sizes = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert [folder for folder, size in sizes.items() if size > 16 and "ragcache_core" in folder.parts] == []
+
+
+def test_unpickling_happens_nowhere() -> None:
+    for path in SOURCES:
+        assert not {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"} & _imports(path), path
+        assert "allow_pickle=True" not in path.read_text(encoding="utf-8"), path
+
+
+PUBLIC: dict[str, set[str]] = {
+    "ragcache_core": {
+        *("CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
+        *("Document", "DocumentStats", "DocumentUse", "EngineStats", "PromptLayout", "PromptSegment"),
+        *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "__version__"),
+    },
+    "ragcache_core.client": {
+        *("Engine", "Generation", "GenerationChunk", "ModelTokenizer", "RequestPlan", "translate_errors"),
+    },
+    "ragcache_core.retrieval": {
+        *("DocumentStore", "Embedder", "IndexOptions", "LangChainEmbedder", "LlamaIndexEmbedder", "MiniLMEmbedder"),
+        *("PrecomputedEmbedder", "ShardedStore", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
+        *("as_embedder", "as_source", "one_stage"),
+    },
+    "ragcache_integrations.langchain": {
+        *("CacheStatsCallbackHandler", "CacheSummary", "ChatRAGCache", "DocumentHits", "RAGCacheRetriever"),
+        *("SpeculativeRAG", "StagedFAISS", "TfidfSvdEmbeddings", "format_documents", "prompt_from_layout", "to_core"),
+        *("TraceCallbackHandler", "to_langchain"),
+    },
+    "ragcache_integrations.llamaindex": {
+        *("CacheStatsEvent", "CacheStatsEventHandler", "CacheSummary", "DocumentHits"),
+        *("RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
+        *("RetrievalStageEvent", "SpeculationEvent", "StagedFAISSVectorStore", "TfidfSvdEmbedding"),
+        *("TraceEventHandler", "document_from_node", "node_from_document"),
+    },
+}
+"""The names that users may rely on. Removing one is a breaking change; adding one belongs in the CHANGELOG."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_package_exports_exactly_its_public_names(name: str) -> None:
+    module = importlib.import_module(name)
+    assert set(module.__all__) == PUBLIC[name]
+    assert all(hasattr(module, exported) for exported in module.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_public_has_a_docstring(name: str) -> None:
+    module = importlib.import_module(name)
+    undocumented = []
+    for exported in module.__all__:
+        value = getattr(module, exported)
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        own = vars(value).items() if inspect.isclass(value) else ()
+        members = {m: getattr(value, m) for m, x in own if not m.startswith(("_", "model_")) and _is_documentable(x)}
+        undocumented += [f"{exported}.{m}" for m, x in members.items() if not inspect.getdoc(x)]
+        undocumented += [] if inspect.getdoc(value) else [exported]
+    assert undocumented == []
+
+
+def _is_documentable(member: object) -> bool:
+    return inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
+
+
+def test_every_module_imports_and_says_what_it_is() -> None:
+    for info in pkgutil.walk_packages(ragcache_core.__path__, "ragcache_core."):
+        source = ROOT / Path(*info.name.split("."))
+        path = source / "__init__.py" if info.ispkg else source.with_suffix(".py")
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), info.name
+
+
+def test_the_version_is_set_in_one_place() -> None:
+    from importlib.metadata import version
+
+    assert version("ragcache") == ragcache_core.__version__
+    assert f'"{ragcache_core.__version__}"' not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_the_kernel_shelf_does_not_shadow_the_package_called_kernels() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert importlib.util.find_spec("ragcache_kernels") is not None
+
+
+def test_random_tests_try_the_same_examples_in_every_run_where_ci_is_set() -> None:
+    settings = hypothesis.settings()
+    assert settings.derandomize == bool(os.environ.get("CI"))
+    assert settings.print_blob
+    assert 'export CI="${CI:-true}"' in (ROOT / ".ci" / "run").read_text()

@@ -1,0 +1,149 @@
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from langchain_core.callbacks import UsageMetadataCallbackHandler
+from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.runnables import RunnableLambda
+
+from ragcache_core import Document
+from ragcache_core.errors import RAGCacheError
+from ragcache_core.sim.traces.trace import read_trace
+from ragcache_integrations.langchain import CacheStatsCallbackHandler, CacheSummary, ChatRAGCache, TraceCallbackHandler
+from tests.support.scripted_server import THREE_TIERS, Refusal, ScriptedServer
+
+SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
+QUESTIONS = [f"{SUN.text} What is planet number {i}?" for i in range(8)]
+
+
+def config(*handlers: CacheStatsCallbackHandler) -> Any:
+    return {"callbacks": list(handlers)}
+
+
+def test_sums_are_those_of_the_runs(llm: ChatRAGCache) -> None:
+    handler = CacheStatsCallbackHandler()
+    for question in QUESTIONS:
+        llm.invoke(question, config(handler), documents=[SUN])
+
+    summary, stats = handler.summary(), [s for _, s in handler.runs]
+    assert summary.num_requests == len(stats) == len({run_id for run_id, _ in handler.runs}) == len(QUESTIONS)
+    assert summary.num_prompt_tokens == sum(s.num_prompt_tokens for s in stats)
+    assert summary.num_cached_tokens == sum(s.num_cached_tokens for s in stats) > 0
+    assert summary.num_output_tokens == sum(s.num_output_tokens for s in stats)
+    assert summary.num_computed_tokens == summary.num_prompt_tokens - summary.num_cached_tokens
+    assert summary.hit_rate == summary.num_cached_tokens / summary.num_prompt_tokens
+    assert summary.ttft_s == ()
+    sun = summary.documents["sun"]
+    assert sun.num_requests == len(QUESTIONS)
+    assert 0 < sun.num_cached_tokens < sun.num_tokens
+    assert f"{len(QUESTIONS)} requests" in repr(handler)
+
+
+def test_tokens_by_tier_and_bytes_are_summed_up(llm: ChatRAGCache, server: ScriptedServer) -> None:
+    server.cache = THREE_TIERS
+    handler = CacheStatsCallbackHandler()
+    for question in QUESTIONS:
+        llm.invoke(question, config(handler))
+    list(llm.stream(QUESTIONS[0], config(handler)))
+
+    summary, stats = handler.summary(), [s for _, s in handler.runs]
+    assert summary.num_gpu_tokens + summary.num_host_tokens + summary.num_disk_tokens == summary.num_cached_tokens
+    assert summary.num_disk_tokens == sum(s.num_disk_tokens or 0 for s in stats) > 0
+    assert summary.num_loaded_bytes == sum(s.num_loaded_bytes or 0 for s in stats) > 0
+    assert summary.num_stored_bytes == sum(s.num_stored_bytes or 0 for s in stats) > 0
+    assert summary.queue_s == (0.001,) * len(stats)
+    assert len(summary.ttft_s) == len(stats)
+    assert f"{summary.num_gpu_tokens} GPU, {summary.num_host_tokens} host" in repr(handler)
+
+
+async def test_every_way_to_run_a_chain_is_seen(llm: ChatRAGCache) -> None:
+    handler = CacheStatsCallbackHandler()
+    chain = RunnableLambda[str, list[HumanMessage]](lambda question: [HumanMessage(question)]) | llm
+    chain.invoke("one", config(handler))
+    await chain.ainvoke("one", config(handler))
+    chain.batch(["one", "two"], config(handler))
+    await chain.abatch(["one", "two"], config(handler))
+    list(chain.stream("one", config(handler)))
+    [c async for c in chain.astream("one", config(handler))]
+    [e async for e in chain.astream_events("one", config(handler), version="v2")]
+
+    summary = handler.summary()
+    assert summary.num_requests == 9
+    assert len(summary.ttft_s) == 3
+    assert summary.num_unfinished == 0
+
+
+def test_the_usage_handler_of_langchain_sums_cached_tokens(llm: ChatRAGCache) -> None:
+    handler, usage = CacheStatsCallbackHandler(), UsageMetadataCallbackHandler()
+    llm.invoke(QUESTIONS[0], {"callbacks": [handler, usage]})
+    list(llm.stream(QUESTIONS[1], {"callbacks": [handler, usage]}))
+    summed = usage.usage_metadata["scripted-model"]
+    assert summed["input_token_details"]["cache_read"] == handler.summary().num_cached_tokens > 0
+    assert summed["input_tokens"] == handler.summary().num_prompt_tokens
+
+
+def test_one_handler_may_be_shared_by_threads_and_event_loops(llm: ChatRAGCache) -> None:
+    handler = CacheStatsCallbackHandler()
+
+    def ask(i: int) -> object:
+        if i % 2:
+            return asyncio.run(llm.ainvoke("hello", config(handler)))
+        return llm.invoke("hello", config(handler))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(24)))
+    assert handler.summary().num_requests == 24
+
+
+def test_failed_and_closed_runs_are_counted_apart(llm: ChatRAGCache, server: ScriptedServer) -> None:
+    handler = CacheStatsCallbackHandler()
+    server.script(Refusal(400, "no"))
+    with pytest.raises(RAGCacheError):
+        llm.invoke("hello", config(handler))
+    chunks = cast("Generator[AIMessageChunk]", llm.stream("one two three four five", config(handler)))
+    next(chunks)
+    chunks.close()
+
+    assert handler.summary() == CacheSummary(num_unfinished=2)
+
+
+def test_a_model_of_somebody_else_has_no_statistics() -> None:
+    handler = CacheStatsCallbackHandler()
+    handler.on_llm_end(LLMResult(generations=[[ChatGeneration(message=HumanMessage("hi"))]]), run_id=None)  # type: ignore[arg-type]
+    assert handler.summary() == CacheSummary(num_unfinished=1)
+    assert handler.summary().hit_rate == 0.0
+
+
+def test_reset_forgets_everything_and_runs_are_bounded(llm: ChatRAGCache) -> None:
+    handler = CacheStatsCallbackHandler(num_runs_kept=2)
+    for _ in range(3):
+        llm.invoke("hello", config(handler))
+    assert len(handler.runs) == 2
+    assert handler.summary().num_requests == 3
+    handler.reset()
+    assert handler.summary() == CacheSummary()
+    assert handler.runs == []
+
+
+async def test_the_requests_of_a_chain_are_recorded_as_a_trace_without_text(
+    llm: ChatRAGCache, server: ScriptedServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    server.script(Refusal(400, "no"))
+    with TraceCallbackHandler(path) as recording:
+        config: Any = {"callbacks": [recording]}
+        with pytest.raises(RAGCacheError):
+            llm.invoke(QUESTIONS[0], config, documents=[SUN])
+        answers = [llm.invoke(QUESTIONS[1], config, documents=[SUN]), await llm.ainvoke("Who?", config)]
+        assert list(llm.stream(QUESTIONS[2], config, documents=[SUN]))
+    trace = list(read_trace(path))
+    assert [request.doc_ids for request in trace] == [("sun",), (), ("sun",)]
+    for request, answer in zip(trace, answers, strict=False):
+        assert answer.usage_metadata is not None
+        assert sum(request.doc_tokens) + request.question_tokens == answer.usage_metadata["input_tokens"]
+        assert request.output_tokens == answer.usage_metadata["output_tokens"]
+    assert "planet" not in path.read_text()

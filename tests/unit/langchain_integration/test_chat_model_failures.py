@@ -1,0 +1,130 @@
+"""Closed streams, cancelled tasks, and errors of the server."""
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import cast
+
+import pytest
+from langchain_core.messages import AIMessageChunk
+
+from ragcache_core.client import Engine
+from ragcache_core.errors import (
+    EngineAuthError,
+    EngineDiedError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    PromptTooLongError,
+    RAGCacheError,
+    RequestRejectedError,
+)
+from ragcache_integrations.langchain import ChatRAGCache
+from tests.support.scripted_server import ENGINE_DEAD, Refusal, Reply, ScriptedServer
+
+ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
+
+Eventually = Callable[[Callable[[], bool]], bool]
+
+
+# Closing early
+
+
+def test_closing_a_stream_ends_the_request_in_the_engine(
+    llm: ChatRAGCache, server: ScriptedServer, eventually: Eventually
+) -> None:
+    server.script(ENDLESS)
+    chunks = cast("Generator[AIMessageChunk]", llm.stream("count"))
+    while not next(chunks).content:
+        pass
+    assert server.num_running == 1
+    chunks.close()
+    assert eventually(lambda: server.num_running == 0)
+
+
+async def test_leaving_an_asynchronous_stream_ends_the_request_in_the_engine(
+    llm: ChatRAGCache, server: ScriptedServer, eventually: Eventually
+) -> None:
+    server.script(ENDLESS)
+    async for chunk in llm.astream("count"):
+        if chunk.content:
+            break
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_cancelling_a_task_ends_its_request_in_the_engine(
+    llm: ChatRAGCache, server: ScriptedServer, eventually: Eventually, streamed: bool
+) -> None:
+    server.script(Reply("never", wait_s=60))
+
+    async def ask() -> None:
+        if streamed:
+            async for _ in llm.astream("count"):
+                pass
+        else:
+            await llm.ainvoke("count")
+
+    task = asyncio.create_task(ask())
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+
+
+# Errors
+
+
+def test_a_wrong_key_is_an_engine_auth_error(server: ScriptedServer) -> None:
+    with pytest.raises(EngineAuthError):
+        ChatRAGCache(base_url=server.base_url, api_key="wrong").invoke("hello")
+
+
+def test_a_server_that_is_not_there_is_an_engine_unreachable_error() -> None:
+    with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:1"):
+        ChatRAGCache(base_url="http://127.0.0.1:1", model="a-model").invoke("hello")
+
+
+ANSWERS: dict[str, tuple[Reply | Refusal, type[RAGCacheError]]] = {
+    "a refused request": (Refusal(400, "top_k must be positive"), RequestRejectedError),
+    "a prompt that the server finds too long": (
+        Refusal(400, "This model's maximum context length is 8 tokens. However, your prompt contains 9"),
+        PromptTooLongError,
+    ),
+    "an engine that died": (ENGINE_DEAD, RAGCacheError),
+    "a connection that broke": (Reply("one two three four", cut_after_tokens=2), EngineDiedError),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_errors_of_the_server_become_ours_in_every_way_to_ask(
+    llm: ChatRAGCache, server: ScriptedServer, name: str
+) -> None:
+    answer, expected = ANSWERS[name]
+    server.rules = [lambda _: answer]
+
+    async def read() -> None:
+        async for _ in llm.astream("hello"):
+            pass
+
+    with pytest.raises(expected):
+        list(llm.stream("hello"))
+    with pytest.raises(expected):
+        await read()
+    if "broke" in name:
+        expected = RAGCacheError
+    with pytest.raises(expected):
+        llm.invoke("hello")
+    with pytest.raises(expected):
+        await llm.ainvoke("hello")
+
+
+def test_a_question_that_does_not_fit_is_refused_before_it_is_sent(llm: ChatRAGCache, server: ScriptedServer) -> None:
+    with pytest.raises(PromptTooLongError, match="2048"):
+        llm.invoke("word " * 4000)
+    assert server.requests == []
+
+
+def test_an_answer_that_takes_too_long_is_an_engine_timeout_error(engine: Engine, server: ScriptedServer) -> None:
+    server.script(Reply("late", wait_s=60))
+    with pytest.raises(EngineTimeoutError):
+        ChatRAGCache(engine=engine, timeout=0.05).invoke("hello")

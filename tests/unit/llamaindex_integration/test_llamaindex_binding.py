@@ -1,0 +1,123 @@
+"""The beginning of a prompt from LlamaIndex's own templates, and learned from its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from llama_index.core import ChatPromptTemplate, PromptTemplate
+from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import BasePromptTemplate, RichPromptTemplate
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.prompts.default_prompts import DEFAULT_TEXT_QA_PROMPT
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.llms.openai.utils import to_openai_message_dicts
+
+from ragcache_core.client import Engine
+from ragcache_core.errors import ConfigError
+from ragcache_core.prompt import PromptLayout, RenderedPrompt, render_chat
+from ragcache_core.types import Document, SegmentKind
+from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, node_from_document
+from tests.unit.llamaindex_integration.test_llamaindex_query_engine import ListRetriever
+
+STATIC = "Answer the question from the documents, and say no more than they do. Be brief, and do not guess."
+DOCUMENTS = [
+    Document("sun", "The sun is a star, and every planet goes around it."),
+    Document("moon", "The moon goes around the earth once in a month."),
+    Document("mars", "Mars is red, and two small moons go around it."),
+]
+NODES = [NodeWithScore(node=node_from_document(d), score=1.0) for d in DOCUMENTS]
+QUESTION = "What goes around the earth in a month?"
+WORDS = st.sampled_from(["Zor", "sun", " ", "?", "\n", "é", "月", "12", ",", "{x}", "moons"])
+QUESTIONS = st.lists(WORDS, min_size=1, max_size=8).map("".join).filter(lambda text: bool(text.strip()))
+USER = "Context:\n{context_str}\n\nQuestion: {query_str}"
+NAMES = {"context": "context_str", "question": "query_str"}
+MAPPED = PromptTemplate(
+    f"{STATIC} {{docs}} Question: {{ask}}", template_var_mappings={"context_str": "docs", "query_str": "ask"}
+)
+
+TEMPLATES: dict[str, BasePromptTemplate] = {
+    "string": PromptTemplate(USER),
+    "chat": ChatPromptTemplate([ChatMessage(role="system", content=STATIC), ChatMessage(role="user", content=USER)]),
+    "documents in the system message": ChatPromptTemplate.from_messages(
+        [("system", f"{STATIC}\n{{context_str}}"), ("user", "Question: {query_str}")]
+    ),
+    "several messages": ChatPromptTemplate.from_messages(
+        [("system", STATIC), ("user", "Question: Who is there?"), ("assistant", "Nobody."), ("user", USER)]
+    ),
+    "partial": PromptTemplate(f"{{tone}} {USER}").partial_format(tone="Be kind."),
+    "mapped": MAPPED,
+    "rich": RichPromptTemplate(
+        "{% chat role='user' %}Context: {{ context_str }}\nQuestion: {{ query_str }}{% endchat %}"
+    ),
+    "LlamaIndex's own": DEFAULT_TEXT_QA_PROMPT,
+    "LlamaIndex's own choice": DEFAULT_TEXT_QA_PROMPT_SEL,
+}
+
+
+def format_nodes(nodes: Sequence[NodeWithScore]) -> str:
+    return "\n\n".join(node.node.get_content() for node in nodes)
+
+
+def sent(engine: Engine, template: BasePromptTemplate, question: str) -> RenderedPrompt:
+    """The prompt as the LLM sends it."""
+    messages: Any = template.format_messages(context_str=format_nodes(NODES), query_str=question)
+    plain: Any = to_openai_message_dicts(messages)
+    return render_chat(engine.tokenizer, plain, [(d.doc_id, d.text) for d in DOCUMENTS])
+
+
+def check(prefix: RenderedPrompt | None, whole: RenderedPrompt) -> None:
+    assert prefix is not None
+    assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
+    documents = [s for s in whole.segments if s.kind is SegmentKind.DOCUMENT]
+    shown = [(s.doc_id, s.start) for s in prefix.segments if s.kind is SegmentKind.DOCUMENT]
+    assert shown == [(s.doc_id, s.start) for s in documents]
+    assert [doc_id for doc_id, _ in shown] == [d.doc_id for d in DOCUMENTS]
+    assert len(prefix.token_ids) >= documents[-1].end - 1
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(question=QUESTIONS)
+def test_the_prefix_of_a_template_is_the_beginning_of_what_is_sent(scripted: Engine, name: str, question: str) -> None:
+    bound = scripted.bind_prompt(TEMPLATES[name], format_nodes, **NAMES)
+    assert not bound.is_question_first
+    check(bound.prefix(NODES, DOCUMENTS), sent(scripted, TEMPLATES[name], question))
+
+
+def test_a_question_before_the_documents_is_said_once(scripted: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatPromptTemplate.from_messages([("system", STATIC), ("user", "{query_str}\n\n{context_str}")])
+    bound = scripted.bind_prompt(template, format_nodes, **NAMES)
+    assert bound.is_question_first
+    prefix = bound.prefix(NODES, DOCUMENTS)
+    assert prefix is not None
+    assert prefix.token_ids == sent(scripted, template, QUESTION).token_ids[: len(prefix.token_ids)]
+    (record,) = [r for r in caplog.records if r.name.startswith("ragcache")]
+    assert "'query_str' before the documents" in record.getMessage()
+
+
+def test_the_names_of_the_template_are_in_the_error(scripted: Engine) -> None:
+    with pytest.raises(ConfigError, match=r"no variable 'context', it has \['context_str', 'query_str'\]"):
+        scripted.bind_prompt(TEMPLATES["chat"], format_nodes)
+
+
+@pytest.mark.parametrize("layout", [PromptLayout(STATIC), PromptLayout(STATIC, document_format="[{doc_id}] {text}.")])
+def test_a_query_engine_teaches_its_layout_and_a_bound_one_agrees(
+    scripted: Engine, llm: RAGCacheLLM, layout: PromptLayout
+) -> None:
+    scripted.remember_documents(DOCUMENTS[:2], query=QUESTION)
+    query_engine = RAGCacheQueryEngine(
+        ListRetriever(*(TextNode(id_=d.doc_id, text=d.text) for d in DOCUMENTS[:2])), llm, layout=layout
+    )
+    query_engine.query(QUESTION)
+    learned = scripted.bound_prompt
+    assert learned is not None
+    whole = layout.render(scripted.tokenizer, DOCUMENTS, "Which one is red?")
+    for prompt in (learned, scripted.bind_prompt(layout)):
+        prefix = prompt.prefix(NODES, DOCUMENTS)
+        assert prefix is not None
+        assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
+        assert [s.doc_id for s in prefix.segments if s.doc_id] == [d.doc_id for d in DOCUMENTS]

@@ -1,0 +1,156 @@
+"""RAGCacheLLM when its reader leaves early, and when the server does not answer as it should."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+
+import pytest
+from llama_index.core.instrumentation.events.exception import ExceptionEvent
+from llama_index.core.tools import FunctionTool
+
+from ragcache_core.errors import (
+    EngineAuthError,
+    EngineDiedError,
+    EngineUnreachableError,
+    PromptTooLongError,
+    RequestRejectedError,
+)
+from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM
+from tests.support.scripted_server import Refusal, Reply, ScriptedServer
+from tests.unit.llamaindex_integration.conftest import EventLog
+from tests.unit.llamaindex_integration.ways import (
+    MESSAGES,
+    QUESTION,
+    STREAMED,
+    Ask,
+    acomplete,
+    astream_chat,
+    every_way,
+    wait_until_idle,
+)
+
+
+def add(first: int, second: int) -> int:
+    """Add two numbers."""
+    return first + second
+
+
+LONG_ANSWER = Reply("word " * 1000, token_wait_s=0.01)
+
+
+async def test_closing_a_stream_early_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    for stream in (llm.stream_chat(MESSAGES), llm.stream_complete(QUESTION)):
+        server.script(LONG_ANSWER)
+        gc.disable()  # closing must not depend on the collector
+        try:
+            next(stream)
+            assert server.num_running == 1
+            stream.close()
+            wait_until_idle(server)
+        finally:
+            gc.enable()
+
+
+async def test_closing_an_async_stream_early_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    for stream in (await llm.astream_chat(MESSAGES), await llm.astream_complete(QUESTION)):
+        server.script(LONG_ANSWER)
+        gc.disable()
+        try:
+            await anext(stream)
+            assert server.num_running == 1
+            await stream.aclose()
+            wait_until_idle(server)
+        finally:
+            gc.enable()
+
+
+async def test_reader_that_walks_away_cancels_the_request(
+    llm: RAGCacheLLM, server: ScriptedServer, event_log: EventLog
+) -> None:
+    server.script(LONG_ANSWER)
+    for _ in llm.stream_chat(MESSAGES):
+        break
+    wait_until_idle(server)
+    assert event_log.of(ExceptionEvent)  # the log holds the stream's frames, and the request was cancelled all the same
+    assert not event_log.of(CacheStatsEvent)
+
+
+async def test_async_reader_that_walks_away_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.script(LONG_ANSWER)
+    async for _ in await llm.astream_chat(MESSAGES):
+        break
+    async with asyncio.timeout(5):
+        while server.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_cancelled_task_cancels_the_request(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    for ask in (acomplete, astream_chat):
+        server.script(Reply("late", wait_s=5))
+        asking = asyncio.create_task(ask(llm))
+        async with asyncio.timeout(5):
+            while not server.num_running:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        wait_until_idle(server)
+
+
+async def test_next_request_works_after_a_cancelled_one(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.script(LONG_ANSWER)
+    stream = await llm.astream_chat(MESSAGES)
+    await anext(stream)
+    await stream.aclose()
+    assert (await astream_chat(llm))[0] == f"You said: {QUESTION}"
+
+
+async def test_stream_that_nobody_reads_asks_nothing(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    llm.stream_chat(MESSAGES).close()
+    await (await llm.astream_chat(MESSAGES)).aclose()
+    assert not server.requests
+
+
+@every_way
+async def test_server_that_is_gone_is_reported_as_unreachable(ask: Ask, llm: RAGCacheLLM) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    llm.api_base = address
+    with pytest.raises(EngineUnreachableError, match=address.removesuffix("/v1")):
+        await ask(llm)
+
+
+@every_way
+async def test_wrong_key_is_reported(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.api_key = "another"
+    with pytest.raises(EngineAuthError):
+        await ask(llm)
+
+
+@every_way
+async def test_refusal_is_reported_in_the_servers_words(ask: Ask, llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    server.script(Refusal(400, "temperature must be lower than the sun's"))
+    with pytest.raises(RequestRejectedError, match="lower than the sun's"):
+        await ask(llm)
+
+
+async def test_prompt_that_is_too_long_is_refused_before_it_is_sent(llm: RAGCacheLLM, server: ScriptedServer) -> None:
+    with pytest.raises(PromptTooLongError, match="2048"):
+        llm.complete("word " * 3000)
+    assert not server.requests
+
+
+async def test_prompt_with_tools_that_is_too_long_is_refused_by_the_server(llm: RAGCacheLLM) -> None:
+    with pytest.raises(PromptTooLongError, match="2048"):
+        llm.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="word " * 3000)
+
+
+@pytest.mark.parametrize("ask", STREAMED)
+async def test_connection_that_breaks_in_an_answer_is_reported(
+    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer
+) -> None:
+    server.script(Reply("one two three four", cut_after_tokens=2))
+    with pytest.raises(EngineDiedError):
+        await ask(llm)

@@ -1,0 +1,268 @@
+"""RAGCacheRetriever over document stores and vector stores: nodes, stages, events, and what the engine is told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent, RetrievalStartEvent
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
+
+from ragcache_core.client import Engine
+from ragcache_core.client.pipeline.result import similarities
+from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.prompt import PromptLayout
+from ragcache_core.retrieval import DocumentStore
+from ragcache_core.retrieval.shards import ShardedStore
+from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_integrations.llamaindex import (
+    RAGCacheLLM,
+    RAGCacheQueryEngine,
+    RAGCacheRetriever,
+    RetrievalStageEvent,
+    SpeculationEvent,
+    StagedFAISSVectorStore,
+    TfidfSvdEmbedding,
+)
+from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_source import ScriptedSource, Stage
+from tests.unit.llamaindex_integration.conftest import EventLog
+
+TEXTS = {
+    "zor": "The lighthouse of Zor is kept by Mel Anvik since the great flood came over the northern cape.",
+    "mel": "Mel Anvik is a pilot who was born in Nalna and keeps birds on the roof of the old harbour house.",
+    "sea": "The sea around the cape is rough in winter and no boat leaves the harbour before the month of May.",
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DocumentStore]:
+    with DocumentStore.create(tmp_path / "store", metric="ip") as store:
+        store.add(Document(name, text, {"page": i}) for i, (name, text) in enumerate(TEXTS.items()))
+        yield store
+
+
+async def both_ways(retriever: RAGCacheRetriever, query: str | QueryBundle) -> list[NodeWithScore]:
+    """Return the retrieved nodes; sync (also under a running loop) and async find the same."""
+    nodes = await retriever.aretrieve(query)
+    assert retriever.retrieve(query) == nodes
+    assert await asyncio.to_thread(retriever.retrieve, query) == nodes
+    return nodes
+
+
+async def test_retrieves_the_nearest_documents_as_nodes(store: DocumentStore) -> None:
+    first, second = await both_ways(RAGCacheRetriever(store), "Who is a pilot born in Nalna?")
+    assert (first.node.node_id, first.node.get_content()) == ("mel", TEXTS["mel"])
+    assert first.node.metadata == {"page": 1}
+    assert first.score is not None
+    assert second.score is not None
+    assert first.score > second.score
+    assert store.search("Who is a pilot born in Nalna?", 2).scores == (first.score, second.score)
+
+
+async def test_fewer_documents_than_asked_for_are_all_returned(store: DocumentStore, tmp_path: Path) -> None:
+    assert len(await both_ways(RAGCacheRetriever(store, similarity_top_k=10), "sea")) == 3
+    with DocumentStore.create(tmp_path / "empty") as empty:
+        assert await both_ways(RAGCacheRetriever(empty), "sea") == []
+
+
+async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> None:
+    last = MetadataFilters(filters=[MetadataFilter(key="page", operator=FilterOperator.GT, value=1)])
+    for searched in (store, ShardedStore([store])):
+        for query in ("Who is a pilot?", QueryBundle("Who?", embedding=store.embedder.embed_query("pilot").tolist())):
+            retriever = RAGCacheRetriever(searched, filters=last, similarity_top_k=3)
+            assert [n.node.node_id for n in await both_ways(retriever, query)] == ["sea"]
+    with pytest.raises(ConfigError, match="ScriptedSource.* is no store"):
+        RAGCacheRetriever(ScriptedSource(()), filters=last)
+    with pytest.raises(ConfigError, match="pass LlamaIndex's MetadataFilters"):
+        RAGCacheRetriever(store, filters={"page": 1})
+
+
+@pytest.mark.parametrize("unknown", ["filter", "search_kwargs", "top_k"])
+def test_arguments_of_another_framework_are_refused_with_the_right_names(store: DocumentStore, unknown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"knows no {unknown}: .* similarity_top_k, .* filters="):
+        RAGCacheRetriever(store, **{unknown: {"tenant": "a"}})
+
+
+def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None:
+    with pytest.raises(ConfigError, match="similarity_top_k is 0"):
+        RAGCacheRetriever(store, similarity_top_k=0)
+    with pytest.raises(SearchError, match="ask something"):
+        RAGCacheRetriever(store).retrieve(" ")
+    with pytest.raises(SearchError, match="stages"):
+        RAGCacheRetriever(store, stages=(0.5, 0.2)).retrieve("sea")
+    with pytest.raises(ConfigError, match="document_order is 'best': choose one of retrieval, canonical, cache_aware"):
+        RAGCacheRetriever(store, document_order="best")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="stages is 4, but ScriptedSource cuts its search itself"):
+        RAGCacheRetriever(ScriptedSource((Stage("moon"),)), stages=4)
+
+
+@pytest.mark.parametrize("scores", [(-3.0, -1.0, 0.0, 2.0), (2.0, 0.5, -1.0), (0.25, 4.0)])
+def test_scores_of_any_source_become_similarities_in_its_order(scores: tuple[float, ...]) -> None:
+    found = similarities(scores, None)
+    assert found == sorted(set(found), reverse=True)
+    assert len(found) == len(scores)
+
+
+async def test_every_stage_is_published(tmp_path: Path, event_log: EventLog) -> None:
+    rng = np.random.default_rng(0)
+    with DocumentStore.create(
+        tmp_path / "big", index="flat", embedder=TfidfSvdEmbedding(list(TEXTS.values()))
+    ) as store:
+        vectors = rng.standard_normal((4000, 128)).astype(np.float32)
+        store.add([Document(f"d{i}", f"document {i}") for i in range(4000)], embeddings=vectors)
+        retriever = RAGCacheRetriever(store, similarity_top_k=5, stages=4)
+        for is_async in (False, True):
+            event_log.events.clear()
+            query = QueryBundle("which?", embedding=vectors[17].tolist())
+            nodes = await retriever.aretrieve(query) if is_async else retriever.retrieve(query)
+            stages = event_log.of(RetrievalStageEvent)
+            assert [e.stage for e in stages] == [0, 1, 2, 3]
+            assert [e.is_final for e in stages] == [False, False, False, True]
+            assert all(len(e.document_ids) == len(e.scores) <= 5 and e.query == "which?" for e in stages)
+            assert list(stages[-1].document_ids) == [n.node.node_id for n in nodes]
+            assert list(stages[-1].scores) == [n.score for n in nodes]
+            assert nodes[0].node.node_id == "d17"
+            assert len({e.span_id for e in stages}) == 1
+            assert stages[0].span_id is not None
+            (start,), (end,) = event_log.of(RetrievalStartEvent), event_log.of(RetrievalEndEvent)
+            order = [event_log.events.index(e) for e in (start, *stages, end)]
+            assert order == sorted(order)
+
+
+def test_engine_recognises_what_was_retrieved(
+    store: DocumentStore, scripted: Engine, llm: RAGCacheLLM, server: ScriptedServer
+) -> None:
+    nodes = RAGCacheRetriever(store, scripted).retrieve("Who is a pilot born in Nalna?")
+    llm.complete(f"{nodes[0].node.get_content()} {nodes[1].node.get_content()} So who is a pilot?")
+    assert [d["id"] for d in server.requests[-1].documents] == [n.node.node_id for n in nodes]
+
+
+def test_engine_recognises_documents_in_llamaindexes_own_query_engine(
+    store: DocumentStore, scripted: Engine, llm: RAGCacheLLM, server: ScriptedServer
+) -> None:
+    retriever = RAGCacheRetriever(store, scripted, similarity_top_k=3)
+    engine = RetrieverQueryEngine.from_args(retriever, llm=llm, response_mode=ResponseMode.COMPACT)
+    engine.query("Who is a pilot?")
+    (request,) = server.requests
+    assert {d["id"] for d in request.documents} == set(TEXTS)
+
+
+async def test_nodes_that_llamaindex_embedded_are_found_with_its_model(tmp_path: Path, llm: RAGCacheLLM) -> None:
+    embed_model = TfidfSvdEmbedding(list(TEXTS.values()), dimension=16)
+    vector_store = StagedFAISSVectorStore(tmp_path / "store")
+    VectorStoreIndex(
+        [TextNode(id_=name, text=text, metadata={"kind": "x"}) for name, text in TEXTS.items()],
+        storage_context=StorageContext.from_defaults(vector_store=vector_store),
+        embed_model=embed_model,
+    )
+    retriever = RAGCacheRetriever(vector_store, embed_model=embed_model)
+    nodes = await both_ways(retriever, "Who is a pilot born in Nalna?")
+    assert nodes[0].node.node_id == "mel"
+    assert nodes[0].node.metadata == {"kind": "x"}
+    with pytest.raises(ConfigError, match="embed_model"):
+        RAGCacheRetriever(vector_store).retrieve("pilot")
+    response = await RAGCacheQueryEngine(retriever, llm).aquery("Who is a pilot born in Nalna?")
+    assert "Document: kind: x\n\nMel Anvik is a pilot" in str(response)
+    vector_store.close()
+
+
+# Sources, and what the engine does meanwhile
+
+
+async def test_shards_are_searched_as_one_store(tmp_path: Path) -> None:
+    embedder = TfidfSvdEmbedding(list(TEXTS.values()), dimension=16)
+    with (
+        DocumentStore.create(tmp_path / "one", metric="l2", embedder=embedder) as one,
+        DocumentStore.create(tmp_path / "other", metric="l2", embedder=embedder) as other,
+    ):
+        one.add([Document("zor", TEXTS["zor"]), Document("sea", TEXTS["sea"])])
+        other.add([Document("mel", TEXTS["mel"])])
+        nodes = await both_ways(RAGCacheRetriever(ShardedStore([one, other]), similarity_top_k=10), "a pilot of Nalna")
+        assert [nodes[0].node.node_id, {n.node.node_id for n in nodes}] == ["mel", set(TEXTS)]
+        scores = [n.score or 0.0 for n in nodes]
+        assert 1.0 >= scores[0] > scores[1] > scores[2] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [((0.0, 1.0), [1.0, 0.5]), ((3.0, 2.0), [3.0, 2.0]), ((math.nan, math.nan), [None, None]), ((), [None, None])],
+)
+async def test_any_source_of_stages_is_searched_and_its_scores_grow_with_nearness(
+    scores: tuple[float, ...], expected: list[float | None]
+) -> None:
+    class Source:
+        async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+            yield RetrievalUpdate((Document("a", query), Document("b", str(k))), scores, 0, is_final=True)
+
+    nodes = await both_ways(RAGCacheRetriever(Source(), similarity_top_k=7), "Who?")
+    assert [n.node.get_content() for n in nodes] == ["Who?", "7"]
+    assert [n.score for n in nodes] == expected
+
+
+def test_what_cannot_be_searched_in_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no source of stages"):
+        RAGCacheRetriever(object())  # type: ignore[arg-type]  (refused)
+    with pytest.raises(ConfigError, match="leave embed_model out"):
+        RAGCacheRetriever(ScriptedSource(()), embed_model=TfidfSvdEmbedding(["one text", "another text"]))
+
+
+async def test_documents_come_in_the_order_that_is_asked_for(scripted: Engine) -> None:
+    for engine in (None, scripted):
+        source = ScriptedSource((Stage("sun moon mars"), Stage("sun mars moon")))
+        nodes = await both_ways(
+            RAGCacheRetriever(source, engine, similarity_top_k=3, document_order="canonical"), "Who?"
+        )
+        assert [(n.node.node_id, n.score) for n in nodes] == [("mars", 0.5), ("moon", 1 / 3), ("sun", 1.0)]
+        source = ScriptedSource((Stage("sun mars moon"),))
+        retriever = RAGCacheRetriever(source, engine, similarity_top_k=3, document_order="canonical", keep_first=True)
+        nodes = await both_ways(retriever, "Who?")
+        assert [n.node.node_id for n in nodes] == ["sun", "mars", "moon"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_the_beginning_of_a_bound_prompt_is_prefilled_during_the_search(
+    is_async: bool, scripted: Engine, server: ScriptedServer, idle: None, event_log: EventLog
+) -> None:
+    stages = Stage("mars"), Stage("moon", once=lambda: len(server.requests) == 1)
+    source = ScriptedSource((*stages, Stage("moon", once=lambda: len(server.requests) == 2)))
+    retriever = RAGCacheRetriever(source, scripted, prompt=scripted.bind_prompt(PromptLayout()))
+    nodes = await retriever.aretrieve("Who?") if is_async else retriever.retrieve("Who?")
+    assert [n.node.node_id for n in nodes] == ["moon"]
+    assert [[d["id"] for d in r.documents] for r in server.requests] == [["mars"], ["moon"]]
+    assert {(r.path, r.body["max_tokens"]) for r in server.requests} == {("/v1/completions", 1)}
+    assert [e.kind for e in event_log.of(SpeculationEvent)][-1] == "confirm"
+
+    server.clear()
+    retriever = RAGCacheRetriever(ScriptedSource((Stage("mars"), Stage("moon"))), scripted, speculate=False)
+    await both_ways(retriever, "Who?")
+    assert not server.requests
+
+
+async def test_the_embedding_of_a_query_is_part_of_the_search(store: DocumentStore) -> None:
+    is_over = threading.Event()
+
+    class StuckEmbedding(TfidfSvdEmbedding):
+        def _get_query_embedding(self, query: str) -> list[float]:
+            is_over.wait(30.0)
+            return super()._get_query_embedding(query)
+
+        async def _aget_query_embedding(self, query: str) -> list[float]:
+            return await asyncio.to_thread(self._get_query_embedding, query)
+
+    stuck = StuckEmbedding(list(TEXTS.values()))
+    retriever = RAGCacheRetriever(store, embed_model=stuck, search_timeout_s=0.05)
+    for retrieve in (partial(asyncio.to_thread, retriever.retrieve), retriever.aretrieve):
+        with pytest.raises(SearchTimeoutError):
+            await retrieve("Who is a pilot?")
+    is_over.set()

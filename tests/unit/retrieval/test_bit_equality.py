@@ -1,0 +1,230 @@
+"""The last stage is the unmodified index's answer, ids and distances, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import faiss
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.retrieval import base
+from ragcache_core.retrieval.base import Cancellation, Ids, IndexOptions, StagedIndex, Vectors
+from ragcache_core.retrieval.index.choice import build_index
+from ragcache_core.retrieval.index.flat import FlatIndex
+from ragcache_core.retrieval.index.hnsw import HNSWIndex
+from ragcache_core.retrieval.index.ivf import IVFIndex
+
+KINDS = {
+    "flat": {"kind": "flat"},
+    "ivf": {"kind": "ivf"},
+    "ivf-sq8": {"kind": "ivf", "encoding": "sq8"},
+    "ivf-pq": {"kind": "ivf", "encoding": "pq"},
+    "hnsw": {"kind": "hnsw"},
+}
+
+cuts = st.lists(st.floats(0.01, 0.99), max_size=6, unique=True).map(lambda some: (*sorted(some), 1.0))
+
+
+def make_vectors(rng: np.random.Generator, num_vectors: int, dimension: int, ties: str) -> Vectors:
+    """Return vectors that tie never, often (few values) or always (copies of a few)."""
+    if ties == "none":
+        vectors = rng.standard_normal((num_vectors, dimension))
+    elif ties == "few values":
+        vectors = rng.integers(-1, 2, (num_vectors, dimension))
+    else:
+        vectors = rng.standard_normal((5, dimension))[rng.integers(0, 5, num_vectors)]
+    return vectors.astype(np.float32)
+
+
+def native_search(index: StagedIndex, query: Vectors, k: int) -> tuple[Ids, Vectors]:
+    """Ask Faiss itself, with the parameters that the index names."""
+    if isinstance(index, HNSWIndex):
+        params = faiss.SearchParametersHNSW(efSearch=index.ef(k))
+        live = index.ids()
+        if len(live) < index.native.ntotal:
+            selector = faiss.IDSelectorBatch(live)
+            params.sel = selector
+        scores, ids = index.native.search(query[None], k, params=params)
+    else:
+        scores, ids = index.native.search(query[None], k)
+    return ids[0], scores[0]
+
+
+def assert_last_stage_is_native(index: StagedIndex, query: Vectors, k: int, at: tuple[float, ...]) -> int:
+    expected_ids, expected_scores = native_search(index, query, k)
+    found = expected_ids >= 0
+    stages = list(index.stages(query, k, at, Cancellation()))
+    assert [stage.is_final for stage in stages] == [False] * (len(stages) - 1) + [True]
+    last = stages[-1].neighbors
+    np.testing.assert_array_equal(last.ids, expected_ids[found])
+    assert last.scores.tobytes() == expected_scores[found].tobytes()
+    once = index.search(query, k)
+    np.testing.assert_array_equal(once.ids, expected_ids[found])
+    assert once.scores.tobytes() == expected_scores[found].tobytes()
+    return len(stages)
+
+
+@pytest.mark.parametrize("ties", ["none", "few values", "copies"])
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_last_stage_is_bit_equal_to_the_unmodified_index(kind: str, metric: str, ties: str, data: Any) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    least = 256 if kind == "ivf-pq" else 1
+    num_vectors = data.draw(st.integers(least, 700), label="num_vectors")
+    dimension = data.draw(st.sampled_from([1, 4, 7, 16, 33]), label="dimension")
+    extra: dict[str, Any] = {}
+    if kind.startswith("ivf"):
+        extra["nlist"] = data.draw(st.integers(1, min(40, num_vectors)), label="nlist")
+        extra["nprobe"] = data.draw(st.integers(1, 60), label="nprobe")
+    if kind == "hnsw":
+        extra = {"hnsw_m": 8, "ef_construction": 16, "ef_search": data.draw(st.sampled_from([1, 5, 16, 64, 300]))}
+    vectors = make_vectors(rng, num_vectors, dimension, ties)
+    first = data.draw(st.integers(0, 1000), label="first id")
+    ids = first + np.cumsum(rng.integers(1, 4, num_vectors)).astype(np.int64)
+    index = build_index(ids, vectors, IndexOptions(metric=metric, **KINDS[kind], **extra))  # type: ignore[arg-type]
+
+    removed = data.draw(st.sampled_from([0.0, 0.1, 0.19]), label="removed")
+    gone = ids[rng.random(num_vectors) < removed][: num_vectors // 5]
+    if len(gone) and len(gone) < num_vectors:
+        index = index.without(gone) or index
+    if data.draw(st.booleans(), label="added to"):
+        more = make_vectors(rng, 9, dimension, ties)
+        index = index.with_added(ids[-1] + 1 + np.arange(9, dtype=np.int64), more)
+
+    for _ in range(4):
+        k = data.draw(st.integers(1, min(130, len(index))), label="k")
+        query = vectors[rng.integers(num_vectors)] if rng.random() < 0.5 else make_vectors(rng, 1, dimension, ties)[0]
+        assert_last_stage_is_native(index, query, k, data.draw(cuts, label="cuts"))
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_hnsw_is_really_searched_in_stages_and_not_by_the_fallback(metric: Any) -> None:
+    rng = np.random.default_rng(0)
+    vectors = make_vectors(rng, 2000, 16, "none")
+    index = HNSWIndex.build(np.arange(2000), vectors, IndexOptions(kind="hnsw", metric=metric))
+    assert index.is_staged
+    assert assert_last_stage_is_native(index, vectors[3], 5, (0.05, 0.15, 0.4, 1.0)) >= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wide_search_ends_in_the_number_of_stages_asked_for(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    vectors = make_vectors(rng, 3000, 8, "none")
+    index = build_index(np.arange(3000), vectors, IndexOptions(nprobe=40, **KINDS[kind]))  # type: ignore[arg-type]
+    assert 3 <= assert_last_stage_is_native(index, vectors[7], 5, (0.05, 0.15, 0.4, 1.0)) <= 4
+
+
+def test_hnsw_without_its_kernels_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragcache_core.retrieval.index import graph_steps
+
+    monkeypatch.setattr(graph_steps, "_KERNELS", {False: ("no_such_symbol", "nor_this")})
+    graph_steps.compiled.cache_clear()
+    try:
+        vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
+        index = HNSWIndex.build(np.arange(500), vectors, IndexOptions(kind="hnsw"))
+        assert not index.is_staged
+        assert assert_last_stage_is_native(index, vectors[0], 5, (0.1, 1.0)) == 1
+    finally:
+        graph_steps.compiled.cache_clear()
+
+
+def test_hnsw_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragcache_core.retrieval.index import traversal
+
+    monkeypatch.setattr(traversal.Run, "scores", property(lambda run: run._distances * np.float32(1.0000001)))
+    vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
+    index = HNSWIndex.build(np.arange(500), vectors, IndexOptions(kind="hnsw"))
+    assert not index.is_staged
+
+
+def test_ivf_that_fails_its_self_check_is_searched_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragcache_core.retrieval.index import ivf
+
+    vectors = make_vectors(np.random.default_rng(0), 500, 8, "none")
+    index = build_index(np.arange(500), vectors, IndexOptions(nlist=8, nprobe=8))
+    for broken in (0, 1024):  # a Faiss that starts the heap anew, and ours
+        monkeypatch.setattr(ivf, "_NO_HEAP_INIT", broken)
+        ivf._replays_exactly.cache_clear()
+        assert assert_last_stage_is_native(index, vectors[0], 5, (0.3, 1.0)) == (2 if broken else 1)
+
+
+def test_ivf_of_another_kind_is_searched_in_one_stage() -> None:
+    vectors = make_vectors(np.random.default_rng(0), 2000, 16, "none")
+    native = faiss.index_factory(16, "IVF16,PQ8x4fs")
+    native.train(vectors)
+    native.add(vectors)
+    index = IVFIndex(native, IndexOptions(nlist=16, nprobe=8), 2000)
+    assert assert_last_stage_is_native(index, vectors[0], 5, (0.1, 0.5, 1.0)) == 1
+
+
+def test_the_index_itself_is_left_as_it_was_by_staged_searches() -> None:
+    vectors = make_vectors(np.random.default_rng(0), 1000, 8, "none")
+    index = build_index(np.arange(1000), vectors, IndexOptions())
+    list(index.stages(vectors[0], 5, (0.1, 1.0), Cancellation()))
+    assert index.native.parallel_mode == 0
+    assert index.native.ntotal == 1000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cancelled_search_ends_without_a_last_stage(kind: str) -> None:
+    vectors = make_vectors(np.random.default_rng(0), 3000, 8, "none")
+    options = IndexOptions(nprobe=40, **KINDS[kind])  # type: ignore[arg-type]
+    index = build_index(np.arange(3000), vectors, options)
+    cancel = Cancellation()
+    stages = index.stages(vectors[0], 5, (0.05, 0.15, 0.4, 1.0), cancel)
+    assert not next(stages).is_final
+    cancel.cancel()
+    assert not any(stage.is_final for stage in stages)
+
+
+def test_flat_asks_the_index_itself_where_documents_tie_at_the_last_place() -> None:
+    """Replaying these rows block by block would keep other ids than one pass does."""
+    scores = [5, -1, -1, 0, 0, 0, 1]
+    vectors = np.array([[s] for s in scores], np.float32)
+    index = FlatIndex.build(np.arange(7), vectors, IndexOptions(kind="flat", metric="ip"))
+    assert_last_stage_is_native(index, np.ones(1, np.float32), 3, (3 / 7, 1.0))
+
+
+def test_visited_marks_survive_the_wrap_of_their_epoch() -> None:
+    vectors = make_vectors(np.random.default_rng(0), 400, 8, "none")
+    index = HNSWIndex.build(np.arange(400), vectors, IndexOptions(kind="hnsw"))
+    assert index.is_staged
+    table = index._traversal.take_table()
+    table.epoch = np.iinfo(np.uint16).max - 2
+    index._traversal.return_table(table)
+    for query in vectors[:6]:
+        assert_last_stage_is_native(index, query, 5, (0.1, 1.0))
+    assert index._traversal.take_table().epoch < 10
+
+
+@pytest.mark.parametrize(
+    "stages", [0, -1, True, 1.5, (), (0.5,), (0.5, 0.5, 1.0), (0.0, 1.0), (0.5, 1.1), "ab", ("a",)]
+)
+def test_impossible_stages_are_refused(stages: Any) -> None:
+    from ragcache_core.errors import SearchError
+
+    with pytest.raises(SearchError, match="stages is"):
+        base.stage_cuts(stages, 1e12)
+
+
+def test_stage_cuts_are_geometric_and_leave_out_what_is_not_worth_a_stage() -> None:
+    assert base.stage_cuts(None, 1e9) == base.DEFAULT_CUTS
+    assert base.stage_cuts(None, 1e5) == (1.0,)
+    assert base.stage_cuts(None, 2e7) == (0.4, 1.0)
+    assert base.stage_cuts(1, 1e9) == (1.0,)
+    assert base.stage_cuts(4, 0) == pytest.approx((0.05, 0.1357, 0.3684, 1.0), abs=1e-3)
+    assert base.stage_cuts((0.2, 1), 0) == (0.2, 1.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 2000), cuts, st.integers(1, 50))
+def test_cut_points_increase_and_end_with_all_the_work(total: int, at: tuple[float, ...], least: int) -> None:
+    points = base.cut_points(at, total, min(least, total))
+    assert points[-1] == total
+    assert points == sorted(set(points))
+    assert points[0] >= min(least, total)

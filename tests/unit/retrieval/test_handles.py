@@ -1,0 +1,217 @@
+"""What happens around a handle: another folder, a fork, an interrupt, a busy writer, no threads left."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragcache_core import errors
+from ragcache_core.retrieval import DocumentStore
+from ragcache_core.retrieval.storage import manifest, opening
+from ragcache_core.retrieval.storage.documents import SegmentFile
+
+from .conftest import make_documents
+
+
+def test_a_store_of_a_relative_path_stays_where_it_is_when_the_process_changes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with DocumentStore.create("store", index="flat") as made:
+        monkeypatch.chdir(tmp_path / "b")
+        made.add(make_documents(5))
+        assert made.path == tmp_path / "a" / "store"
+    monkeypatch.chdir(tmp_path / "a")
+    with DocumentStore.open("store") as opened:
+        monkeypatch.chdir(tmp_path / "b")
+        opened.add(make_documents(5, first=5))
+    assert not list((tmp_path / "b").iterdir())
+    with DocumentStore.open(tmp_path / "a" / "store", read_only=True) as reader:
+        assert len(reader) == 10
+
+
+FORKING = """
+import os, sys
+from ragcache_core import errors
+from ragcache_core.retrieval import DocumentStore
+from ragcache_core.types import Document
+
+folder = sys.argv[1]
+store = DocumentStore.create(folder, index="flat")
+store.add([Document(f"d{i}", f"text {i}") for i in range(9)])
+child = os.fork()
+if not child:
+    calls = (
+        lambda: store.add([Document("child", "text")]),
+        lambda: store.delete(["d0"]),
+        lambda: store.search("text", 1),
+        lambda: store.get(["d0"]),
+        lambda: "d0" in store,
+    )
+    num_refused = 0
+    for call in calls:
+        try:
+            call()
+        except errors.StoreError as error:
+            num_refused += "opened before a fork: open it again" in str(error)
+    store.close()
+    try:
+        DocumentStore.open(folder)
+    except errors.StoreLockedError:
+        os._exit(10 + num_refused)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+store.add([Document("parent", "text")])
+try:
+    DocumentStore.open(folder)
+except errors.StoreLockedError:
+    print("still locked")
+store.close()
+with DocumentStore.open(folder) as store:
+    print(len(store))
+"""
+
+
+def test_a_forked_child_cannot_use_the_handle_and_closing_it_there_leaves_the_lock_to_the_parent(folder: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKING, str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.stdout.split("\n")[:3] == ["15", "still locked", "10"], result.stderr
+
+
+def test_an_interrupted_close_frees_the_lock_and_a_second_close_waits_for_the_threads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DocumentStore.create(folder, index="flat")
+    store.add(make_documents(5))
+    is_free = threading.Event()
+    running = store._threads.submit(lambda: is_free.wait(60))
+    with monkeypatch.context() as patched:
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(store._threads, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.close()
+    with pytest.raises(errors.StoreError, match="was closed"):
+        store.add(make_documents(1, first=5))
+    with DocumentStore.open(folder) as other:
+        other.add(make_documents(5, first=5))
+        threading.Timer(0.1, is_free.set).start()
+        store.close()
+        assert running.done()
+        with pytest.raises(errors.StoreLockedError):
+            DocumentStore.open(folder)
+    store.close()
+    with DocumentStore.open(folder, read_only=True) as reader:
+        assert len(reader) == 10
+
+
+def change_before_each_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_changes: int
+) -> Callable[[], DocumentStore]:
+    """Return what opens a store whose files are replaced between the manifest and them, so many times."""
+    writer = DocumentStore.create(folder, index="flat")
+    writer.add(make_documents(3))
+    real, changes = SegmentFile.open, iter(range(num_changes))
+
+    def late(path: Path, entry: Any) -> SegmentFile:
+        if not writer._is_changing and (i := next(changes, None)) is not None:
+            writer.put(make_documents(3, first=i))
+        return real(path, entry)
+
+    def read() -> DocumentStore:
+        monkeypatch.setattr(SegmentFile, "open", late)
+        try:
+            return DocumentStore.open(folder, read_only=True)
+        finally:
+            monkeypatch.setattr(SegmentFile, "open", real)
+            writer.close()
+
+    return read
+
+
+def test_a_reader_waits_for_a_pause_of_a_busy_writer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with change_before_each_read(folder, monkeypatch, 20)() as reader:
+        assert len(reader) == 22
+
+
+def test_a_writer_that_never_pauses_is_not_called_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_PATIENCE_S", 0.2)
+    with pytest.raises(errors.StoreError, match="changed too fast: try again") as raised:
+        change_before_each_read(folder, monkeypatch, 10**6)()
+    assert not isinstance(raised.value, errors.StoreCorruptError)
+
+
+def test_damage_is_reported_at_once_even_when_patience_is_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DocumentStore.create(folder, index="flat") as store:
+        store.add(make_documents(3))
+    next(folder.glob("documents-*")).write_bytes(b"x")
+    monkeypatch.setattr(opening, "_PATIENCE_S", -1.0)
+    with pytest.raises(errors.StoreCorruptError):
+        DocumentStore.open(folder, read_only=True)
+
+
+def test_a_committed_add_succeeds_where_no_thread_can_prepare_the_index(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DocumentStore.create(folder, index="hnsw") as store:
+
+        def no_thread(work: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store._threads._executor, "submit", no_thread)
+            store.add(make_documents(5))
+        assert len(store) == 5
+
+        async def last() -> list[str]:
+            async for update in store.search_staged("the miller", 3, stages=2):
+                found = [document.doc_id for document in update.documents]
+            return found
+
+        assert asyncio.run(last()) == [d.doc_id for d in store.search("the miller", 3).documents]
+
+
+@pytest.mark.parametrize("again", ["add", "delete", "close"])
+def test_changing_the_store_from_a_progress_callback_is_refused(store: DocumentStore, again: str) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "add": lambda: store.add(make_documents(1, first=99)),
+        "delete": lambda: store.delete(["doc-0"]),
+        "close": store.close,
+    }
+    with pytest.raises(errors.StoreError, match="is being changed by this very call"):
+        store.add(make_documents(2, first=50), progress=lambda *_: calls[again]())
+    assert len(store) == 20
+    store.add(make_documents(2, first=50))
+    assert len(store) == 22
+
+
+def test_the_folders_that_create_makes_are_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(manifest, "flush_folder", flushed.append)
+    DocumentStore.create(tmp_path / "a" / "store").close()
+    assert {tmp_path, tmp_path / "a"} <= set(flushed)
+
+
+def test_hnsw_answers_as_the_unmodified_index_does_with_the_documented_ef(folder: Path) -> None:
+    import faiss
+
+    with DocumentStore.create(folder, index="hnsw", ef_search=4, hnsw_m=4, word_weight=0) as store:
+        store.add(make_documents(200))
+        vector = np.asarray(store.embedder.embed_query("the miller"), np.float32)
+        for k in (2, 20):
+            graph = faiss.downcast_index(store.faiss_index.index)
+            params = faiss.SearchParametersHNSW(efSearch=max(4, k))
+            scores, _ = graph.search(vector[None], k, params=params)
+            assert store.search("the miller", k).scores == tuple(scores[0].tolist())

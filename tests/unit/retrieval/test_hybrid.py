@@ -1,0 +1,262 @@
+"""Searches by words and vectors: one exact score, whatever the store's history, its shards or the stage."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import re
+import sqlite3
+from collections import Counter
+from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.retrieval import DocumentStore, ShardedStore, TfidfSvdEmbedder
+from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.storage.manifest import MANIFEST_NAME
+from ragcache_core.retrieval.words import Postings, WordMatches, WordWeights, count_words, pack_words
+from ragcache_core.types import Document, RetrievalUpdate
+
+from .conftest import make_documents
+
+QUESTIONS = ("Who is the baker of Aro?", "Person41", "doc-7", "does anybody know Person3", "quokka", "the the")
+
+
+class Letters:
+    """A dense embedder of a user's own."""
+
+    name = "letters"
+    dimension = 26
+
+    def embed_documents(self, texts: list[str]) -> Any:
+        return [self.embed_query(text) for text in texts]
+
+    def embed_query(self, text: str) -> Any:
+        return [1.0 + text.lower().count(letter) for letter in "abcdefghijklmnopqrstuvwxyz"]
+
+
+def answer(update: RetrievalUpdate) -> list[tuple[str, float]]:
+    return list(zip((d.doc_id for d in update.documents), update.scores, strict=True))
+
+
+async def staged(store: Any, query: str, k: int, stages: Any) -> list[RetrievalUpdate]:
+    async with aclosing(store.search_staged(query, k, stages=stages)) as updates:
+        return [update async for update in updates]
+
+
+def true_scores(store: DocumentStore, query: str, weight: float) -> dict[str, float]:
+    """Return each document's score by the definition, computed with dictionaries."""
+
+    def words(text: str) -> Counter[str]:
+        return Counter(re.findall(r"\w+", text.casefold()))
+
+    documents = store.get(store.ids())
+    counts = {}
+    for document in documents:
+        counts[document.doc_id] = words(document.text)
+        for word in words(document.doc_id):
+            counts[document.doc_id][word] += 2
+    frequency = Counter(word for count in counts.values() for word in count)
+    asked = words(query)
+
+    def idf(word: str) -> float:
+        return math.log((1 + len(documents)) / (1 + frequency[word])) + 1
+
+    def length(count: Counter[str]) -> float:
+        return math.sqrt(sum((number * idf(word)) ** 2 for word, number in count.items()))
+
+    question = np.asarray(store.embedder.embed_query(query), np.float64)
+    found = {}
+    for document in documents:
+        count = counts[document.doc_id]
+        by_words = sum(asked[word] * count[word] * idf(word) ** 2 for word in asked) / (length(count) * length(asked))
+        vector = np.asarray(store.embedder.embed_documents([document.text])[0], np.float64)
+        cosine = vector @ question / (np.linalg.norm(vector) * np.linalg.norm(question) or 1.0)
+        found[document.doc_id] = float(weight * by_words + (1 - weight) * cosine)
+    return found
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_scores_are_the_weighted_mean_of_both_cosines(folder: Path, metric: Metric) -> None:
+    with DocumentStore.create(folder, index="flat", metric=metric, embedder=Letters(), word_weight=0.6) as store:
+        store.add(make_documents(30))
+        store.delete(["doc-4", "doc-29"])
+        store.put([Document("doc-8", "A quokka sleeps; a quokka eats.")])
+        for query in QUESTIONS:
+            true = true_scores(store, query, 0.6)
+            update = store.search(query, len(store))  # all are candidates
+            expected = sorted(true.values(), reverse=True)
+            told = [score if metric == "ip" else 1 - score / 2 for score in update.scores]
+            np.testing.assert_allclose(told, expected, atol=1e-6)
+            np.testing.assert_allclose(told, [true[d.doc_id] for d in update.documents], atol=1e-6)
+
+
+@pytest.mark.parametrize("stages", [None, 1, 4, (0.1, 0.3, 1.0)])
+@pytest.mark.parametrize("index", ["flat", "ivf", "hnsw"])
+def test_the_last_stage_is_the_plain_search_bit_for_bit(folder: Path, index: Any, stages: Any) -> None:
+    with DocumentStore.create(folder, index=index, nprobe=20) as store:
+        store.add(make_documents(700))
+        store.delete([f"doc-{i}" for i in range(0, 90, 3)])
+        for query in QUESTIONS:
+            updates = asyncio.run(staged(store, query, 5, stages))
+            plain = store.search(query, 5)
+            assert (updates[-1].documents, updates[-1].scores) == (plain.documents, plain.scores)
+            assert [update.is_final for update in updates] == [False] * (len(updates) - 1) + [True]
+            for update in updates:
+                assert list(update.scores) == sorted(update.scores)
+        if stages == 4 and index != "hnsw":
+            assert len(updates) == 4
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_stores_history_does_not_matter(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    documents = make_documents(40)
+    embedder = TfidfSvdEmbedder(16).fit([d.text for d in documents])
+    folder = tmp_path_factory.mktemp("stores")
+    cuts = sorted(data.draw(st.sets(st.integers(1, 39), max_size=6)))
+    gone = data.draw(st.lists(st.sampled_from([d.doc_id for d in documents]), unique=True, max_size=20))
+    with ExitStack() as stack:
+        one = stack.enter_context(DocumentStore.create(folder / "one", embedder=embedder, index="flat"))
+        one.add([document for document in documents if document.doc_id not in gone])
+        store = stack.enter_context(DocumentStore.create(folder / "parts", embedder=embedder, index="flat"))
+        for begin, end in zip([0, *cuts], [*cuts, 40], strict=True):
+            store.add(documents[begin:end])
+            store.search("Person1", 1)  # what is cached of the words meanwhile must not stay
+        store.delete(gone)
+        expected = [answer(one.search(query, 5)) for query in QUESTIONS]
+        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
+        store.close()
+        store = stack.enter_context(DocumentStore.open(folder / "parts"))
+        assert [answer(store.search(query, 5)) for query in QUESTIONS] == expected
+
+
+def test_shards_answer_as_one_store_of_all_documents(tmp_path: Path) -> None:
+    documents = make_documents(60)
+    embedder = TfidfSvdEmbedder(16).fit([d.text for d in documents])
+    with ExitStack() as stack:
+
+        def make(name: str, some: list[Document]) -> DocumentStore:
+            store = stack.enter_context(DocumentStore.create(tmp_path / name, embedder=embedder, index="flat"))
+            store.add(some)
+            return store
+
+        one = make("one", documents)
+        parts = [make("a", documents[:5]), make("b", documents[5:45]), make("c", documents[45:])]
+        shards = ShardedStore(parts)
+        for query in QUESTIONS:
+            assert shards.search(query, 7).scores == one.search(query, 7).scores
+            if query != "quokka":  # which no document has: all are equally far away
+                assert set(answer(shards.search(query, 7))[:3]) <= set(answer(one.search(query, 7)))
+            assert answer(asyncio.run(staged(shards, query, 7, 3))[-1]) == answer(shards.search(query, 7))
+        parts[0].add([Document("later", "A quokka came later.")])
+        one.add([Document("later", "A quokka came later.")])
+        assert answer(shards.search("quokka", 1)) == answer(one.search("quokka", 1))
+        other = stack.enter_context(DocumentStore.create(tmp_path / "other", embedder=embedder, word_weight=0.5))
+        with pytest.raises(ConfigError, match=r"word_weight 0\.95.*0\.5"):
+            ShardedStore([one, other])
+
+
+def test_a_filter_holds_for_what_the_words_find(folder: Path) -> None:
+    with DocumentStore.create(folder) as store:
+        store.add(make_documents(500))
+        everywhere = store.search("Who is the baker of Aro?", 3)
+        assert store.search("Who is the baker of Aro?", 3, where=lambda d: True) == everywhere
+        found = store.search("Who is the baker of Aro?", 3, where=lambda d: d.metadata["town"] == "Elm")
+        assert [d.metadata["town"] for d in found.documents] == ["Elm"] * 3
+        assert list(found.scores) == sorted(found.scores)
+        (one,) = store.search("baker of Aro", 3, where=lambda d: d.doc_id == "doc-499").documents
+        assert one.doc_id == "doc-499"
+
+
+def test_users_embedders_are_searched_by_vectors_alone_unless_words_are_asked_for(tmp_path: Path) -> None:
+    documents = [*make_documents(30), Document("kiwi.md", "It says nothing.", {"title": "Flightless birds"})]
+    with DocumentStore.create(tmp_path / "vectors", embedder=Letters(), index="flat") as store:
+        store.add(documents)
+        scores, _ = store.faiss_index.search(np.array([Letters().embed_query("Person3")], np.float32), 4)
+        assert store.search("Person3", 4).scores == tuple(scores[0].tolist())
+        assert store.word_weight == 0
+    with DocumentStore.create(tmp_path / "both", embedder=Letters(), word_weight=0.5) as store:
+        store.add(documents)
+        assert store.search("kiwi", 1).documents[0].doc_id == "kiwi.md"
+        assert store.search("which birds are flightless?", 1).documents[0].doc_id == "kiwi.md"
+    with DocumentStore.open(tmp_path / "both", embedder=Letters()) as store:
+        assert store.word_weight == 0.5
+        assert store.search("kiwi", 1).documents[0].doc_id == "kiwi.md"
+
+
+@pytest.mark.parametrize("weight", [-0.1, 1.5, "all", True, float("nan")])
+def test_an_impossible_word_weight_is_refused(folder: Path, weight: Any) -> None:
+    with pytest.raises(ConfigError, match="word_weight is .*from 0 .*to 1"):
+        DocumentStore.create(folder, word_weight=weight)
+    assert not folder.exists()
+
+
+def test_a_store_of_the_first_format_is_searched_as_before_and_can_be_changed(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DocumentStore.create(folder, index="flat", word_weight=0) as store:
+        store.add(make_documents(20))
+        before = store.search("Person7", 5)
+    _age(folder)
+    with caplog.at_level(logging.WARNING), DocumentStore.open(folder) as store:
+        assert store.search("Person7", 5) == before
+        store.add(make_documents(20, first=20))  # merges the old segment
+        assert len(store.get(store.ids())) == 40
+        assert store.word_weight == 0
+    assert "older RAGCache" in caplog.text
+    assert json.loads((folder / MANIFEST_NAME).read_text())["format"] == 2
+    with DocumentStore.open(folder) as store:
+        assert store.search("Person27", 5).documents
+
+
+def _age(folder: Path) -> None:
+    """Make a store what format 1 was: without a weight and a column for words."""
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    body = manifest["store"]
+    del body["options"]["word_weight"]
+    for segment in body["segments"]:
+        path = folder / segment["file"]["name"]
+        connection = sqlite3.connect(path)
+        connection.execute("ALTER TABLE documents DROP COLUMN words")
+        connection.commit()
+        connection.close()
+        content = path.read_bytes()
+        segment["file"] |= {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (folder / MANIFEST_NAME).write_text(json.dumps({"format": 1, "store": body, "sha256": digest}))
+
+
+def test_names_count_and_what_is_no_name_does_not() -> None:
+    def terms(document: Document) -> int:
+        return len(pack_words(document)) // 6
+
+    plain = Document("a", "text")
+    assert terms(plain) == 2
+    assert terms(replace(plain, doc_id="a#17")) == 2, "a chunk's number"
+    assert terms(replace(plain, doc_id="0b7e4c6a-94d8-4b9e-9a55-1d0f6ce3a111")) == 1, "a UUID"
+    assert terms(replace(plain, doc_id="d41d8cd98f00b204e9800998ecf8427e")) == 1, "a hash"
+    assert terms(replace(plain, metadata={"title": "Two words", "source": "a", "author": "nobody"})) == 4
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text("ab c", max_size=12), min_size=1, max_size=12), st.text("abcd ", min_size=1), st.integers(1, 8))
+def test_the_best_by_words_are_the_true_best(texts: list[str], query: str, count: int) -> None:
+    packed = [(3 * i, pack_words(Document("#1", text))) for i, text in enumerate(texts)]
+    segments = [(part := Postings.build(packed), np.arange(len(part.ids)) % 4 != 3)]
+    matches = WordMatches(segments, WordWeights(segments), count_words(query))
+    similar = matches.of(part.ids)
+    assert ((similar >= 0) & (similar < 1 + 1e-9)).all()
+    assert not similar[3::4].any(), "they are not live"
+    ranked = sorted(np.flatnonzero(similar).tolist(), key=lambda i: (-similar[i], i))
+    assert sorted(matches.best(count).tolist()) == sorted(3 * i for i in ranked[:count])

@@ -1,0 +1,287 @@
+"""What a tier of the knowledge tree gives up: the tail of the lowest-ranked leaf first."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragcache_core.policy import POLICIES, PGDSFPolicy, PrefillCostModel, TournamentPolicy
+from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
+from ragcache_core.types import Tier
+from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
+
+
+def test_the_tail_of_a_document_goes_first_and_the_rest_still_serves() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A", "B", blocks=3))
+    evicted = tree.evict(Tier.GPU)
+    assert evicted is not None
+    assert evicted[0].key == prompt("A", "B", blocks=3)[1].keys[2]
+    assert tree.match_prefix(prompt("A", "B", blocks=3)).num_units == 5
+    check_invariants(tree)
+
+
+def test_a_parent_outlives_its_children_however_little_it_is_used() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    cache(tree, prompt("A", "B"))
+    for _ in range(5):
+        cache(tree, prompt("C"))
+    order = [unit.node.doc_id for _ in range(6) for unit in tree.evict(Tier.GPU) or ()]
+    assert order == ["B", "B", "A", "A", "C", "C"]
+
+
+def test_eviction_is_atomic() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B"))
+    tree.pin(path[:1])
+    clock = tree.tiers[Tier.GPU].clock
+    assert tree.evict(Tier.GPU, 3) is None
+    assert tree.match_prefix(prompt("A", "B")).num_units == 4
+    assert tree.tiers[Tier.GPU].clock == clock
+    assert tree.tiers[Tier.GPU].num_evicted_units == 0
+    check_invariants(tree)
+    assert len(tree.evict(Tier.GPU, 2) or ()) == 2
+
+
+def test_pinned_node_survives_eviction_until_it_is_unpinned() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A"))
+    tree.pin(path)
+    tree.pin(path)
+    assert tree.evict(Tier.GPU) is None
+    tree.unpin(path)
+    assert tree.evict(Tier.GPU) is None
+    tree.unpin(path)
+    assert tree.evict(Tier.GPU) is not None
+
+
+def test_a_held_unit_keeps_all_before_it_and_lets_the_tail_go() -> None:
+    tree = new_tree()
+    (node,) = cache(tree, prompt("A", blocks=3))
+    tree.hold(node, 1 << 1, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [2]
+    assert tree.evict(Tier.GPU) is None
+    tree.let_go(node, 1 << 1, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU, 2) or ()] == [1, 0]
+
+
+def test_units_that_are_held_at_once_may_be_let_go_one_by_one() -> None:
+    tree = new_tree()
+    (node,) = cache(tree, prompt("A", blocks=5))
+    tree.hold(node, 0b01011, Tier.GPU)
+    tree.hold(node, 0b10100, Tier.GPU)
+    tree.let_go(node, 0b00110, Tier.GPU)
+    assert tree.evict(Tier.GPU) is None
+    tree.let_go(node, 0b11000, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU, 4) or ()] == [4, 3, 2, 1]
+    assert tree.evict(Tier.GPU) is None
+    tree.let_go(node, 0b11111, Tier.GPU)
+    assert [unit.unit for unit in tree.evict(Tier.GPU) or ()] == [0]
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_a_node_is_offered_again_when_a_cut_leaves_nothing_cached_below_it(tier: Tier) -> None:
+    tree = new_tree()
+    first, second = prompt("A", "B", blocks=3)
+    above, node = cache(tree, [first, second], tier=tier)
+    assert tree.evict(tier, 1, protected=second.keys[-1:]) is None
+    tree.remove(node, 0b001, tier)
+    tree.insert([first, PathSegment([second.keys[0], "other"], 2 * BLOCK, "C")])
+    lower = tree.locate(second.keys[1])
+    assert lower is not None
+    assert lower.node is not node
+    tree.remove(lower.node, 0b11, tier)
+    check_invariants(tree, is_connected=False)
+    assert [(unit.node, unit.unit) for unit in tree.evict(tier) or ()] == [(above, 2)]
+
+
+def test_protected_keys_stay_for_this_eviction_only() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A"))
+    cache(tree, prompt("B"))
+    keys = prompt("A")[0].keys
+    assert {unit.node.doc_id for unit in tree.evict(Tier.GPU, 2, protected=keys) or ()} == {"B"}
+    assert tree.evict(Tier.GPU, 1, protected=keys) is None
+    assert tree.evict(Tier.GPU, 1) is not None
+
+
+def test_what_a_slower_tier_stands_on_stays() -> None:
+    tree = new_tree()
+    first, second = cache(tree, prompt("A", "B"))
+    tree.add(second, second.full_mask, Tier.HOST)
+    assert [unit.node for unit in tree.evict(Tier.GPU, 2) or ()] == [second, second]
+    assert tree.evict(Tier.GPU) is None, "B on the host stands on A on the GPU"
+    tree.add(first, first.full_mask, Tier.HOST)
+    assert tree.evict(Tier.GPU) is not None
+    check_invariants(tree)
+
+
+def evicted_documents(tree: KnowledgeTree, num_units: int) -> set[str | None]:
+    return {unit.node.doc_id for unit in tree.evict(Tier.GPU, num_units) or ()}
+
+
+def test_what_the_host_holds_as_well_goes_first() -> None:
+    tree = KnowledgeTree(TournamentPolicy())
+    for _ in range(3):
+        (copied,) = cache(tree, prompt("A"))
+    cache(tree, prompt("B"))
+    for units in (1, 2):  # B ranks lower until all of A lies below
+        assert tree.victim(Tier.GPU) is not copied
+        tree.add(copied, units, Tier.HOST)
+    assert tree.victim(Tier.GPU) is copied
+    assert tree.evict(Tier.HOST) is not None
+    assert tree.victim(Tier.GPU) is not copied, "what would be lost for good"
+    tree.add(copied, copied.full_mask, Tier.DISK)
+    check_invariants(tree)
+    assert evicted_documents(tree, 2) == {"A"}
+
+
+def test_what_is_worth_far_more_stays_although_the_host_holds_it_as_well() -> None:
+    tree = KnowledgeTree(TournamentPolicy())
+    for _ in range(40):
+        (popular,) = cache(tree, prompt("A"))
+    tree.add(popular, popular.full_mask, Tier.HOST)
+    cache(tree, prompt("B"))
+    assert evicted_documents(tree, 2) == {"B"}
+
+
+def test_policies_with_a_clock_do_not_look_at_the_tier_below() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    for _ in range(3):
+        (copied,) = cache(tree, prompt("A"))
+    tree.add(copied, copied.full_mask, Tier.HOST)
+    cache(tree, prompt("B"))
+    assert evicted_documents(tree, 2) == {"B"}
+
+
+def test_a_copy_below_is_a_copy_of_the_parts_of_a_document_that_was_cut() -> None:
+    tree = KnowledgeTree(TournamentPolicy())
+    (node,) = cache(tree, prompt("A", blocks=4))
+    tree.add(node, 0b0011, Tier.HOST)
+    keys = prompt("A", blocks=4)[0].keys
+    upper, lower = tree.insert([PathSegment(keys[:2], 32, "A1"), PathSegment(keys[2:], 32, "A2")])
+    gpu = tree.tiers[Tier.GPU]
+    assert (gpu.is_copied(upper), gpu.is_copied(lower)) == (True, False)
+    check_invariants(tree)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_transient_documents_go_first(policy: str) -> None:
+    tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()))
+    keys = chain("L.0", "L.1")
+    for _ in range(9):
+        cache(tree, [PathSegment(keys, 32, "L", is_transient=True)])
+    cache(tree, prompt("A"))
+    assert evicted_documents(tree, 2) == {"L"}
+
+
+def test_the_last_resort_takes_what_nobody_holds() -> None:
+    tree = new_tree()
+    first, second = cache(tree, prompt("A", "B"))
+    tree.hold(second, 1 << 1, Tier.GPU)
+    assert tree.evict(Tier.GPU) is None
+    unit = tree.evict_anything(Tier.GPU)
+    assert unit is not None
+    assert unit.node in (first, second)
+    tree.hold(second, 1 << 0, Tier.GPU)
+    for number in (0, 1):
+        tree.hold(first, 1 << number, Tier.GPU)
+    assert tree.evict_anything(Tier.GPU) is None
+
+
+def test_the_tournament_adopts_the_memory_that_fits_the_traffic() -> None:
+    policy = TournamentPolicy(half_lives=(5.0, 1e6), window=50)
+    tree = KnowledgeTree(policy, shadow_tokens=8 * BLOCK)
+    for i in range(400):  # one favourite among many that come once: a long memory is right
+        cache(tree, prompt("favourite" if i % 12 == 0 else f"once {i}"))
+        if tree.tiers[Tier.GPU].num_units > 8:
+            tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
+    assert policy.ruling == 1
+    for i in range(1200):  # a new favourite every 30 requests: a short memory is right
+        cache(tree, prompt(f"fashion {i // 30}.{i % 3}"))
+        if tree.tiers[Tier.GPU].num_units > 8:
+            tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
+    assert policy.ruling == 0
+
+
+def victim(tree: KnowledgeTree) -> str | None:
+    node = tree.victim(Tier.GPU)
+    return node.doc_id if node is not None else None
+
+
+def test_when_another_candidate_takes_over_the_tiers_are_ranked_anew() -> None:
+    """Also what nobody has retrieved since."""
+    policy = TournamentPolicy(half_lives=(1.0, 1e6), window=12)
+    tree = KnowledgeTree(policy, shadow_tokens=4 * BLOCK)
+    for doc_id in "AAAABB":
+        cache(tree, prompt(doc_id))
+    for doc_id in "CDCDCD":  # only a memory that lets go of A serves them
+        assert (policy.ruling, victim(tree)) == (1, "B"), "it is the less frequent"
+        tree.record_access(tree.insert(prompt(doc_id)), num_hit_units=0, cost_per_token_s=1e-3)
+    assert (policy.ruling, victim(tree)) == (0, "A"), "it is the older"
+
+
+def test_a_protected_node_goes_last_while_the_order_is_made_anew() -> None:
+    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=1)
+    nodes = [cache(tree, prompt(f"document {i}", blocks=1))[0] for i in range(60)]
+    tree.tiers[Tier.GPU].rerank()
+    first = tree.victim(Tier.GPU)
+    assert first is nodes[0]
+    for node in nodes[:16]:  # as many as are ranked at once
+        tree.hold(node, 0b1, Tier.GPU)
+    for node in nodes[16:32]:
+        tree.protect(node.keys[0])
+    assert [unit.node for unit in tree.evict(Tier.GPU, 28) or ()] == nodes[32:]
+    assert [unit.node for unit in tree.evict(Tier.GPU, 16) or ()] == nodes[16:32]
+    assert tree.evict(Tier.GPU) is None
+
+
+def test_up_to_as_many_as_can_go_are_evicted() -> None:
+    tree = new_tree()
+    first, _ = cache(tree, prompt("A", "B"))
+    tree.hold(first, 1 << 1, Tier.GPU)
+    assert [unit.node.doc_id for unit in tree.evict_up_to(Tier.GPU, 9)] == ["B", "B"]
+    assert tree.evict_up_to(Tier.GPU, 9) == []
+
+
+def test_entries_do_not_pile_up_where_nothing_is_ever_evicted() -> None:
+    tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=10**6)
+    for i in range(20_000):
+        path = tree.insert(prompt(f"d{i % 50}"))
+        tree.record_access(path, num_hit_units=2, cost_per_token_s=0.0)
+        for node in path:
+            tree.add(node, node.full_mask, Tier.GPU)
+    check_invariants(tree)
+    assert all(state.num_entries < 2_000 for state in tree.tiers)
+
+
+def test_the_units_below_the_tail_are_looked_at_one_by_one() -> None:
+    tree = new_tree()
+    (node,) = cache(tree, prompt("A", blocks=5))
+    tree.add(node, 1 << 3, Tier.HOST)  # stands on what only the GPU has
+    assert [unit.unit for unit in tree.evict_up_to(Tier.GPU, 5)] == [4, 3]
+
+
+@pytest.mark.parametrize("moves_down", [False, True])
+def test_a_node_that_others_stand_on_leaves_where_its_evictor_moves_it_down(moves_down: bool) -> None:
+    tree = new_tree(moves_down=moves_down)
+    first, second = cache(tree, prompt("A", "B"))
+    tree.add(second, second.full_mask, Tier.HOST)
+    tree.remove(second, second.full_mask, Tier.GPU)
+    assert tree.victim(Tier.GPU) is (first if moves_down else None)
+
+
+def test_the_victim_keeps_its_numbers_if_it_is_put_elsewhere_before_it_is_given_up() -> None:
+    tree = new_tree(moves_down=True, keeps_frequency=False)
+    (moved,) = cache(tree, prompt("A"))
+    (dropped,) = cache(tree, prompt("B"))
+    assert tree.victim(Tier.GPU) is moved
+    tree.add(moved, moved.full_mask, Tier.HOST)
+    tree.give_up(moved, Tier.GPU)
+    assert tree.victim(Tier.GPU) is dropped
+    tree.give_up(dropped, Tier.GPU)
+    assert (moved.frequency, dropped.frequency) == (1, 0)
+    assert tree.resident_mask(moved, Tier.GPU) == tree.resident_mask(dropped, Tier.GPU) == 0
+    assert tree.resident_mask(moved, Tier.HOST) == moved.full_mask
+    assert tree.tiers[Tier.GPU].num_evicted_units == 4
+    assert tree.victim(Tier.GPU) is None
+    check_invariants(tree)

@@ -1,0 +1,254 @@
+"""The knowledge tree: matching, growing, counting, and what it remembers."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragcache_core.policy import LRUPolicy, PGDSFPolicy
+from ragcache_core.tree import KnowledgeTree, PathSegment, by_node, check_invariants
+from ragcache_core.types import Tier
+from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
+
+
+def test_a_prompt_matches_as_far_as_its_documents_come_in_the_same_order() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A", "B", "C"))
+    assert tree.match_prefix(prompt("A", "B", "D")).num_units == 4
+    assert tree.match_prefix(prompt("B", "A")).num_units == 0
+    assert tree.match_prefix(prompt("A", "B", "C")).num_tokens == 6 * BLOCK
+
+
+def test_matching_changes_nothing() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B"))
+    before = [(n.frequency, n.updated, n.last_request) for n in path]
+    tree.match_prefix(prompt("A", "B"))
+    tree.match_prefix(prompt("A", "X"))
+    assert [(n.frequency, n.updated, n.last_request) for n in path] == before
+    assert len(tree) == 2
+
+
+def test_the_same_document_after_other_documents_is_another_node() -> None:
+    tree = new_tree()
+    first = cache(tree, prompt("A", "C"))
+    second = cache(tree, prompt("B", "C"))
+    assert first[1] is not second[1]
+    assert first[1].doc_id == second[1].doc_id == "C"
+
+
+def test_another_text_under_the_same_name_is_another_node() -> None:
+    tree = new_tree()
+    cache(tree, [PathSegment(chain("A.0", "A.1"), 32, "A")])
+    changed = [PathSegment(chain("A.0", "A.1 changed"), 32, "A")]
+    assert tree.match_prefix(changed).num_units == 1
+    cache(tree, changed)
+    assert tree.match_prefix(prompt("A")).num_units == 2
+
+
+def test_runs_that_share_a_beginning_share_a_node() -> None:
+    tree = new_tree()
+    keys = chain("a", "b", "c", "d")
+    cache(tree, [PathSegment(keys, 64)])
+    path = cache(tree, [PathSegment([*keys[:2], ("a", "b", "x")], 48)])
+    assert [len(n.keys) for n in path] == [2, 1]
+    assert tree.match_prefix([PathSegment(keys, 64)]).num_units == 4
+
+
+def test_a_document_learned_later_cuts_a_nameless_run_and_names_it() -> None:
+    tree = new_tree()
+    segments = prompt("A", "B")
+    cache(tree, [PathSegment([*segments[0].keys, *segments[1].keys], 4 * BLOCK)])
+    path = cache(tree, segments)
+    assert [n.doc_id for n in path] == ["A", "B"]
+    assert tree.match_prefix(segments).num_units == 4
+
+
+def test_locations_are_grouped_by_node_in_their_order() -> None:
+    tree = new_tree()
+    first, second = tree.insert(prompt("A", "B", blocks=3))
+    places = [tree.locate(key) for node in (first, second) for key in node.keys]
+    assert list(by_node(place for place in places if place is not None)) == [(first, 0b111), (second, 0b111)]
+    assert list(by_node(place for place in (places[4], places[0], places[2], places[3]) if place is not None)) == [
+        (second, 0b010),
+        (first, 0b101),
+        (second, 0b001),
+    ]
+    assert list(by_node(())) == []
+
+
+def test_each_token_is_counted_in_the_fastest_tier_that_holds_it() -> None:
+    tree = new_tree()
+    first, second = cache(tree, prompt("A", "B"))
+    for node in (first, second):
+        tree.add(node, node.full_mask, Tier.HOST)
+        tree.add(node, node.full_mask, Tier.DISK)
+    tree.evict(Tier.GPU, 3)
+    tree.evict(Tier.HOST, 1)
+    match = tree.match_prefix(prompt("A", "B"))
+    assert match.num_tokens_by_tier == (BLOCK, 2 * BLOCK, BLOCK)
+    assert match.num_tokens == 4 * BLOCK
+
+
+def test_an_evicted_document_keeps_its_count_unless_told_otherwise() -> None:
+    for keeps, expected in ((True, 2), (False, 1)):
+        tree = KnowledgeTree(LRUPolicy(), keeps_frequency=keeps)
+        cache(tree, prompt("A"))
+        tree.evict(Tier.GPU, 2)
+        (node,) = cache(tree, prompt("A"))
+        assert node.frequency == expected
+
+
+def test_a_prefill_ahead_of_its_request_is_a_cost_and_no_use() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    path = tree.insert(prompt("A", "B"))
+    tree.record_prefill(path, num_hit_units=2, cost_per_token_s=0.01)
+    first, second = path
+    assert [(n.frequency, n.num_computed, n.avg_cost_s) for n in path] == [(0, 0, 0.0), (0, 1, pytest.approx(0.01))]
+    assert tree.num_requests == 0
+    tree.record_access(path, num_hit_units=4, cost_per_token_s=0.0)
+    assert (first.frequency, second.frequency, tree.num_requests) == (1, 1, 1)
+    assert second.avg_cost_s == pytest.approx(0.01)
+
+
+def test_ghosts_are_bounded_and_the_oldest_is_forgotten() -> None:
+    tree = new_tree(ghost_size=2)
+    for doc in "ABCD":
+        cache(tree, prompt(doc))
+    tree.evict(Tier.GPU, 8)
+    tree.insert([])
+    assert {n.doc_id for n in tree.nodes()} == {"C", "D"}
+    check_invariants(tree)
+
+
+def test_a_new_node_ranks_lowest_although_its_id_was_anothers() -> None:
+    tree = KnowledgeTree(PGDSFPolicy(), ghost_size=0)
+    (first,) = cache(tree, prompt("A"))
+    number = first.id
+    assert tree.tiers[Tier.GPU].ranks[number] > 0
+    assert tree.evict(Tier.GPU, 2)
+    tree.insert(prompt("B"))  # the ghost is dropped here, at the latest
+    tree.insert(prompt("C"))
+    assert number in [node.id for node in tree.nodes()], "an id of a node that is gone is given again"
+    assert [tree.tiers[tier].ranks[number] for tier in Tier] == [0.0] * len(Tier)
+
+
+def test_a_nameless_run_is_forgotten_once_it_is_evicted() -> None:
+    tree = new_tree()
+    cache(tree, prompt("A", question="why?"))
+    tree.evict(Tier.GPU, 3)
+    tree.insert([])
+    assert [n.doc_id for n in tree.nodes()] == ["A"]
+
+
+def test_a_retained_node_stays_even_when_it_is_cut() -> None:
+    tree = new_tree(ghost_size=0)
+    keys = chain("a", "b", "c")
+    tree.insert([PathSegment(keys, 48)])
+    tree.retain(keys[2])
+    tree.insert([PathSegment([keys[0], ("a", "x")], 32)])
+    tree.insert([])
+    assert tree.locate(keys[2]) is not None
+    assert tree.locate(("a", "x")) is None
+    tree.release(keys[2])
+    tree.insert([])
+    assert len(tree) == 0
+    check_invariants(tree)
+
+
+def test_the_path_of_a_retained_prompt_is_what_inserting_it_again_returns() -> None:
+    tree = new_tree()
+    segments = prompt("A", "B", question="why?")
+    last = segments[-1].keys[-1]
+    path = tree.insert(segments)
+    assert tree.retained_path(last) is None
+    tree.retain(last)
+    assert tree.retained_path(last) == path
+    tree.insert([PathSegment([segments[0].keys[0], ("A.0", "another A")], 32)])
+    assert [len(node.keys) for node in tree.retained_path(last) or []] == [1, 1, 2, 1]
+    assert tree.retained_path(last) == tree.insert(segments)
+    tree.extend(last, [(*last, "because")], BLOCK)
+    assert tree.retained_path(last) is None, "the answer is not a part of the prompt"
+    path = tree.insert(segments)
+    assert tree.retained_path(last) == path
+    tree.release(last)
+    assert tree.retained_path(last) is None
+
+
+def test_an_answer_grows_the_last_nameless_leaf() -> None:
+    tree = new_tree()
+    keys = chain("q", "a1", "a2", "b2")
+    tree.insert([PathSegment(keys[:1], BLOCK)])
+    node = tree.extend(keys[0], [keys[1]], BLOCK)
+    assert len(tree) == 1
+    assert node.num_tokens == 2 * BLOCK
+    other = tree.extend(keys[0], [("q", "b1")], BLOCK)
+    assert other is not node
+    assert len(tree) == 3
+    check_invariants(tree)
+
+
+def test_a_tree_grows_again_from_stored_units() -> None:
+    tree, copy = new_tree(), new_tree()
+    cache(tree, prompt("A", "B", blocks=3, question="?"))
+    cache(tree, prompt("A", "C", blocks=3))
+    stored = sorted(
+        (
+            (
+                n.start + i,
+                key,
+                n.keys[i - 1] if i else (n.parent.keys[-1] if n.parent and n.parent.keys else None),
+                n.doc_id,
+            )
+            for n in tree.nodes()
+            for i, key in enumerate(n.keys)
+        ),
+        key=lambda unit: unit[0],
+    )
+    for _, key, after, doc_id in stored:
+        assert copy.attach(after, key, BLOCK, doc_id) is not None
+    check_invariants(copy)
+    assert sorted((n.doc_id or "", n.start, len(n.keys)) for n in copy.nodes()) == sorted(
+        (n.doc_id or "", n.start, len(n.keys)) for n in tree.nodes()
+    )
+    assert copy.attach(("unknown",), ("unknown", "x"), BLOCK, None) is None
+
+
+@pytest.mark.parametrize("stored", [(5, 2, 3), (3, 5, 2)])
+def test_the_highest_of_the_counts_stored_with_a_documents_units_wins(stored: tuple[int, ...]) -> None:
+    """Only its first unit is noted again after later uses."""
+    tree = new_tree()
+    for key, frequency in zip(prompt("A", blocks=3)[0].keys, stored, strict=True):
+        node = tree.attach(key[:-1] or None, key, BLOCK, "A")  # type: ignore[index]
+        assert node is not None
+        tree.restore(node, frequency=frequency, cost_s=frequency * 1e-3)
+    assert (node.frequency, node.avg_cost_s) == (5, 5e-3)
+
+
+def test_clearing_a_tier_leaves_the_others() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B"))
+    for node in path:
+        tree.add(node, node.full_mask, Tier.HOST)
+    tree.clear_tier(Tier.GPU)
+    match = tree.match_prefix(prompt("A", "B"))
+    assert match.num_tokens_by_tier == (0, 4 * BLOCK, 0)
+    check_invariants(tree)
+
+
+def test_a_pinned_node_cannot_be_cut() -> None:
+    tree = new_tree()
+    keys = chain("a", "b")
+    tree.pin(cache(tree, [PathSegment(keys, 32)]))
+    with pytest.raises(AssertionError, match="pinned"):
+        tree.insert([PathSegment([keys[0], ("a", "x")], 32)])
+
+
+def test_counts_start_anew_also_where_blocks_are_cached_before_the_access_is_counted() -> None:
+    """As in the engine: vLLM caches a request's blocks when it schedules them, and then it is admitted."""
+    tree = KnowledgeTree(LRUPolicy(), keeps_frequency=False)
+    for _ in range(3):
+        (node,) = tree.insert(prompt("A"))
+        tree.add(node, node.full_mask, Tier.GPU)
+        tree.record_access([node], num_hit_units=0, cost_per_token_s=3e-5)
+        assert node.frequency == 1
+        tree.evict_up_to(Tier.GPU, 2)

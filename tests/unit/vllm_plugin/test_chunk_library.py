@@ -1,0 +1,581 @@
+"""The library of chunks: pages, pins, variants and transfers, under any order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey, chunk_key
+from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
+from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.messages import (
+    DropChunks,
+    MemoryReport,
+    NoteUses,
+    ReadChunk,
+    StoredChunk,
+    WriteChunk,
+)
+from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
+
+T = 4
+NUM_PAGES, NUM_DISK_PAGES = 12, 16
+
+
+def library(policy: str = "pgdsf", **settings: Any) -> ChunkLibrary:
+    cost = PrefillCostModel.default()
+    given = {"num_pages": NUM_PAGES, "num_disk_pages": 0, "max_variants": 2, **settings}
+    return ChunkLibrary(make_policy(policy, cost), cost, tokens_per_page=T, **given)
+
+
+def tokens(chunk: int, num_tokens: int = 2 * T) -> list[int]:
+    return [chunk * 100 + i for i in range(num_tokens)]
+
+
+def statistics(context: ContextKey, num_tokens: int, inherited: float = 0.0) -> ChunkStatistics:
+    return ChunkStatistics((), (), (), 0.5, (0.125,) * num_tokens, inherited, context=context)
+
+
+def reserve(
+    books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
+) -> Reservation | None:
+    return books.reserve(chunk_key(ids), ids, chunk_key([behind]), request, inherits=inherited)
+
+
+def capture(
+    books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
+) -> ChunkVariant:
+    reservation = reserve(books, ids, behind=behind, request=request, inherited=inherited)
+    assert reservation is not None
+    variant = books.commit(reservation, statistics(reservation.context, len(ids), inherited))
+    assert variant is not None
+    return variant
+
+
+def found(books: ChunkLibrary, ids: Sequence[int]) -> tuple[ChunkVariant, ...]:
+    return books.find({chunk_key(ids): ids}).get(chunk_key(ids), ())
+
+
+def report_all(books: ChunkLibrary, *, failed: bool = False) -> list[Any]:
+    """Carry out every command, as one worker does, and return them."""
+    commands = list(books.take_commands())
+    ids = Counter(c.command_id for c in commands if isinstance(c, WriteChunk | ReadChunk))
+    books.on_report(MemoryReport(num_failed=ids) if failed else MemoryReport(num_done=ids))
+    return commands
+
+
+def test_a_chunk_that_was_captured_is_found_with_its_statistics() -> None:
+    books = library()
+    variant = capture(books, tokens(1), behind=7)
+    assert found(books, tokens(1)) == (variant,)
+    assert variant.statistics.context == chunk_key([7])
+    assert books.is_on_host(variant)
+    assert len(books.pages(variant)) == 2
+
+
+def test_a_chunk_on_its_way_is_not_found_yet() -> None:
+    books = library()
+    assert reserve(books, tokens(1)) is not None
+    assert found(books, tokens(1)) == ()
+
+
+def test_a_chunk_with_other_tokens_under_its_key_is_not_found_and_counted() -> None:
+    books = library()
+    capture(books, tokens(1))
+    assert books.find({chunk_key(tokens(1)): tokens(2)}) == {}
+    assert books.reserve(chunk_key(tokens(1)), tokens(2), b"", "r", inherits=0.0) is None
+    assert books.counters.num_mismatched_chunks == 2
+
+
+def test_the_same_context_is_captured_once_and_another_is_another_variant() -> None:
+    books = library()
+    first = capture(books, tokens(1), behind=7)
+    assert reserve(books, tokens(1), behind=7) is None
+    second = capture(books, tokens(1), behind=8)
+    assert found(books, tokens(1)) == (first, second)
+
+
+def test_a_context_that_is_being_captured_is_not_captured_twice() -> None:
+    books = library()
+    assert reserve(books, tokens(1), behind=7) is not None
+    assert reserve(books, tokens(1), behind=7, request="other") is None
+
+
+def test_a_variant_that_is_as_a_prefill_makes_it_takes_the_place_of_one_that_inherited_an_error() -> None:
+    books = library()
+    off = capture(books, tokens(1), behind=7, inherited=0.1)
+    assert reserve(books, tokens(1), behind=7, inherited=0.1) is None
+    right = capture(books, tokens(1), behind=7)
+    assert found(books, tokens(1)) == (right,)
+    assert books.is_lost(off)
+    assert reserve(books, tokens(1), behind=7) is None
+    assert books.num_used_pages == 2
+
+
+def test_a_variant_that_inherits_less_takes_the_place_of_one_that_inherited_more() -> None:
+    books = library()
+    off = capture(books, tokens(1), behind=7, inherited=0.6)
+    better = capture(books, tokens(1), behind=7, inherited=0.05)
+    assert books.is_lost(off)
+    assert found(books, tokens(1)) == (better,)
+
+
+def test_a_variant_that_is_about_to_go_keeps_no_other_from_being_captured() -> None:
+    books = library()
+    read = capture(books, tokens(1), behind=7)
+    assert books.pin([read], "reader")
+    books.clear()
+    again = capture(books, tokens(1), behind=7, request="other")
+    assert found(books, tokens(1)) == (again,)
+    books.release("reader")
+    assert found(books, tokens(1)) == (again,)
+
+
+def test_a_variant_that_somebody_reads_is_not_replaced() -> None:
+    books = library()
+    off = capture(books, tokens(1), behind=7, inherited=0.1)
+    assert books.pin([off], "reader")
+    reservation = reserve(books, tokens(1), behind=7)
+    assert reservation is not None
+    assert books.commit(reservation, statistics(reservation.context, 2 * T)) is None
+    assert found(books, tokens(1)) == (off,)
+    assert books.num_used_pages == 2
+
+
+def test_of_too_many_variants_the_one_that_saved_least_goes() -> None:
+    books = library()
+    first, second = capture(books, tokens(1), behind=7), capture(books, tokens(1), behind=8)
+    books.record_use(first, overhead=0.1)
+    books.record_use(second, overhead=0.5)
+    third = capture(books, tokens(1), behind=9)
+    assert found(books, tokens(1)) == (first, third)
+    assert books.is_lost(second)
+
+
+def test_a_pinned_chunk_is_never_evicted() -> None:
+    books = library()
+    pinned = capture(books, tokens(1))
+    assert books.pin([pinned], "asks")
+    for chunk in range(2, 9):
+        capture(books, tokens(chunk))
+    assert books.is_on_host(pinned)
+    books.release("asks")
+    for chunk in range(9, 15):
+        capture(books, tokens(chunk))
+    assert books.is_lost(pinned)
+
+
+def test_there_is_no_room_where_everything_is_in_use() -> None:
+    books = library()
+    assert books.pin([capture(books, tokens(chunk)) for chunk in range(6)], "asks")
+    assert reserve(books, tokens(7)) is None
+    assert books.counters.num_crowded_out_chunks == 1
+    assert books.num_used_pages == NUM_PAGES
+
+
+def test_a_chunk_longer_than_the_memory_is_refused_and_counted() -> None:
+    books = library()
+    kept = capture(books, tokens(1))
+    assert reserve(books, tokens(2, num_tokens=(NUM_PAGES + 1) * T)) is None
+    assert books.counters.num_too_long_chunks == 1
+    assert books.is_on_host(kept)
+
+
+def test_what_a_request_had_reserved_is_free_again_when_it_is_released() -> None:
+    books = library()
+    reservation = reserve(books, tokens(1))
+    assert reservation is not None
+    books.release("r")
+    assert books.num_used_pages == 0
+    assert books.commit(reservation, statistics(reservation.context, 2 * T)) is None
+    assert found(books, tokens(1)) == ()
+
+
+def test_statistics_of_another_context_are_refused() -> None:
+    books = library()
+    reservation = reserve(books, tokens(1), behind=7)
+    assert reservation is not None
+    with pytest.raises(ValueError, match="reserve them for the context"):
+        books.commit(reservation, statistics(b"", 2 * T))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_of_the_tiers_says_which_chunk_goes(policy: str) -> None:
+    books = library(policy)
+    first = [capture(books, tokens(chunk)) for chunk in range(6)]
+    for _ in range(3):
+        for variant in first[1:]:
+            books.record_use(variant, overhead=0.2)
+    newest = capture(books, tokens(9))
+    assert books.is_lost(first[0])
+    assert all(books.is_on_host(variant) for variant in (*first[1:], newest))
+
+
+def test_a_chunk_is_written_to_disk_and_read_back_when_it_is_wanted() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    variant = capture(books, tokens(1))
+    [write] = report_all(books)
+    assert (write.variant, write.token_ids) == (variant, pack_token_ids(tokens(1)))
+    for chunk in range(2, 8):
+        capture(books, tokens(chunk))
+        report_all(books)
+    assert not books.is_on_host(variant)
+    assert found(books, tokens(1)) == (variant,)
+    assert books.pin([variant], "asks")
+    assert not books.is_on_host(variant)
+    [read] = [c for c in books.take_commands() if isinstance(c, ReadChunk)]
+    books.on_report(MemoryReport(num_done=Counter([read.command_id])))
+    assert books.is_on_host(variant)
+    assert books.pages(variant) == read.pages
+
+
+def test_a_chunk_that_cannot_be_read_is_lost_and_counted() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    variant = capture(books, tokens(1))
+    report_all(books)
+    for chunk in range(2, 8):
+        capture(books, tokens(chunk))
+        report_all(books)
+    assert books.pin([variant], "asks")
+    [read] = [c for c in books.take_commands() if isinstance(c, ReadChunk)]
+    books.on_report(MemoryReport(num_failed=Counter([read.command_id]), num_corrupt=1))
+    assert books.is_lost(variant)
+    assert found(books, tokens(1)) == ()
+    assert (books.counters.num_lost_chunks, books.counters.num_corrupt_chunks) == (1, 1)
+    assert any(isinstance(c, DropChunks) for c in books.take_commands())
+    books.release("asks")
+    assert reserve(books, tokens(1)) is not None
+
+
+def on_disk_alone(books: ChunkLibrary) -> ChunkVariant:
+    """Return a chunk that has left memory for others, which are on disk too."""
+    variant = capture(books, tokens(1))
+    report_all(books)
+    for chunk in range(2, 8):
+        capture(books, tokens(chunk))
+        report_all(books)
+    assert not books.is_on_host(variant)
+    return variant
+
+
+def test_a_pin_that_finds_no_room_changes_nothing() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    wanted = on_disk_alone(books)
+    here = [found(books, tokens(chunk))[0] for chunk in range(2, 8)]
+    assert books.pin(here[1:], "others")
+    assert not books.pin([here[0], wanted], "asks")
+    assert not any(isinstance(c, ReadChunk) for c in books.take_commands())
+    capture(books, tokens(20))
+    assert not books.is_on_host(here[0]), "nobody holds it"
+
+
+def test_pages_that_are_read_into_belong_to_nobody_else_until_the_disk_is_done() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    wanted = on_disk_alone(books)
+    assert books.pin([wanted], "asks")
+    [read] = [c for c in books.take_commands() if isinstance(c, ReadChunk)]
+    books.release("asks")
+    taken = [r.pages for chunk in range(20, 26) if (r := reserve(books, tokens(chunk), request=str(chunk))) is not None]
+    assert len(taken) == 5
+    assert not set(read.pages) & {page for pages in taken for page in pages}
+    books.on_report(MemoryReport(num_done=Counter([read.command_id])))
+    assert reserve(books, tokens(26)) is not None
+
+
+def test_a_chunk_is_on_disk_when_every_worker_has_written_it() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    variant = capture(books, tokens(1))
+    [write] = books.take_commands()
+    assert isinstance(write, WriteChunk)
+    done = MemoryReport(num_done=Counter([write.command_id]))
+    books.on_report(done)
+    for chunk in range(2, 9):
+        capture(books, tokens(chunk))
+    assert books.is_on_host(variant)  # the other worker still writes
+    books.on_report(done)
+    for chunk in range(9, 16):
+        capture(books, tokens(chunk))
+    assert not books.is_on_host(variant)
+    assert not books.is_lost(variant)
+
+
+def test_what_one_of_two_workers_could_not_write_is_not_on_disk() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    variant = capture(books, tokens(1))
+    [write] = books.take_commands()
+    assert isinstance(write, WriteChunk)
+    one = Counter([write.command_id])
+    books.on_report(MemoryReport(num_done=one).merged(MemoryReport(num_failed=one)))
+    assert books.is_on_host(variant)
+    assert books.num_used_disk_pages == 0
+    assert [type(c) for c in books.take_commands()] == [DropChunks]
+
+
+def test_a_disk_that_is_down_is_not_used_any_more_and_what_is_in_memory_stays() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    kept = capture(books, tokens(1))
+    report_all(books)
+    gone = capture(books, tokens(2))
+    report_all(books)
+    assert books.pin([kept], "asks")
+    for chunk in range(3, 9):
+        capture(books, tokens(chunk))
+        report_all(books)
+    assert not books.is_on_host(gone)
+    books.on_report(MemoryReport(is_disk_down=True))
+    assert books.is_on_host(kept)
+    assert books.is_lost(gone)
+    books.take_commands()
+    capture(books, tokens(20))
+    assert not any(isinstance(c, WriteChunk | ReadChunk) for c in books.take_commands())
+
+
+def test_a_full_disk_gives_up_the_chunk_that_is_worth_least() -> None:
+    books = library(num_disk_pages=4)
+    first = capture(books, tokens(1))
+    report_all(books)
+    second = capture(books, tokens(2))
+    report_all(books)
+    books.record_use(first, 0.1)
+    capture(books, tokens(3))
+    dropped = [c.dropped for c in report_all(books) if isinstance(c, DropChunks)]
+    assert dropped == [((second.key, second.number, 2),)]
+    assert books.is_on_host(second)
+    assert books.num_used_disk_pages == 4
+
+
+def test_a_disk_that_falls_behind_gets_no_more_chunks_until_it_has_caught_up() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    for chunk in range(3):
+        capture(books, tokens(chunk))
+    assert len([c for c in report_all(books) if isinstance(c, WriteChunk)]) == 1
+    assert books.counters.num_dropped_chunks == 2
+    capture(books, tokens(3))
+    assert len([c for c in report_all(books) if isinstance(c, WriteChunk)]) == 1
+
+
+def test_chunks_are_found_again_after_a_restart_and_their_numbers_go_on() -> None:
+    before = library(num_disk_pages=NUM_DISK_PAGES)
+    variant = capture(before, tokens(1), behind=7)
+    after = library(num_disk_pages=NUM_DISK_PAGES)
+    entry = StoredChunk(variant, pack_token_ids(tokens(1)), frequency=3.0, worth=9.0)
+    assert after.restore([[entry]]) == 1
+    assert found(after, tokens(1)) == (variant,)
+    assert not after.is_on_host(variant)
+    assert capture(after, tokens(2)).number > variant.number
+
+
+def test_what_only_one_of_two_workers_has_is_deleted_at_the_start() -> None:
+    before = library(num_disk_pages=NUM_DISK_PAGES)
+    both, one = capture(before, tokens(1)), capture(before, tokens(2))
+    entries = [StoredChunk(v, pack_token_ids(tokens(i)), 1.0, 1.0) for i, v in ((1, both), (2, one))]
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    assert books.restore([entries, entries[:1]]) == 1
+    assert found(books, tokens(2)) == ()
+    assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
+
+
+def test_what_workers_have_under_one_number_from_two_contexts_is_deleted_and_the_number_not_given_again() -> None:
+    one, other = (capture(library(num_disk_pages=NUM_DISK_PAGES), tokens(1), behind=behind) for behind in (7, 8))
+    assert (one.key, one.number) == (other.key, other.number)
+    parts = [[StoredChunk(v, pack_token_ids(tokens(1)), 1.0, 1.0)] for v in (one, other)]
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    assert books.restore(parts) == 0
+    assert found(books, tokens(1)) == ()
+    assert books.take_commands() == (DropChunks(((one.key, one.number, 2),)),)
+    assert capture(books, tokens(1), behind=8).number > other.number
+
+
+def test_of_more_than_the_disk_holds_the_most_used_are_taken_up() -> None:
+    before = library(num_pages=100)
+    variants = [capture(before, tokens(chunk)) for chunk in range(4)]
+    entries = [StoredChunk(v, pack_token_ids(tokens(i)), float(i), 0.0) for i, v in enumerate(variants)]
+    books = library(num_disk_pages=4)
+    assert books.restore([entries]) == 2
+    assert [bool(found(books, tokens(chunk))) for chunk in range(4)] == [False, False, True, True]
+
+
+def test_after_a_reset_nothing_is_found_and_nothing_is_written() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    idle, held = capture(books, tokens(1)), capture(books, tokens(2))
+    report_all(books)
+    assert books.pin([held], "asks")
+    books.clear()
+    assert books.is_lost(idle)
+    assert books.is_lost(held)
+    assert found(books, tokens(2)) == ()
+    assert books.num_used_pages == 2  # the request still reads them
+    books.release("asks")
+    assert (books.num_used_pages, books.num_used_disk_pages) == (0, 0)
+    capture(books, tokens(3))
+    assert not any(isinstance(c, WriteChunk) for c in books.take_commands())
+
+
+def test_uses_are_noted_on_disk_now_and_then() -> None:
+    books = library(num_pages=400, num_disk_pages=400)
+    variants = []
+    for chunk in range(70):
+        variants.append(capture(books, tokens(chunk)))
+        report_all(books)
+    for variant in variants:
+        books.record_use(variant, 0.5)
+    [note] = [c for c in books.take_commands() if isinstance(c, NoteUses)]
+    assert len(note.uses) == 70
+    assert note.uses[0][2:] == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("policy", ["tournament", "hybrid", "lru"])
+def test_any_order_of_events_keeps_the_books_sound(policy: str) -> None:
+    class Machine(LibraryMachine):
+        def __init__(self) -> None:
+            super().__init__(policy)
+
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=60, deadline=None))
+
+
+class LibraryMachine(RuleBasedStateMachine):
+    """Requests that capture, find, pin and end, over two workers whose disks may fail."""
+
+    chunks = st.integers(0, 7)
+    sizes = st.sampled_from([1, T, T + 1, 3 * T])
+    requests = st.sampled_from(["a", "b", "c"])
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.books = library(policy, num_disk_pages=NUM_DISK_PAGES, num_workers=2, max_variants=2)
+        self.open: list[tuple[Reservation, int, float]] = []
+        self.pinned: dict[str, list[ChunkVariant]] = {}
+        self.held_pages: dict[tuple[ChunkKey, int], tuple[int, ...]] = {}
+        self.disk: dict[tuple[ChunkKey, int], int] = {}
+        self.running: list[WriteChunk | ReadChunk] = []
+        self.is_down = False
+
+    def ids(self, chunk: int) -> list[int]:
+        return tokens(chunk, [1, T, T + 1, 3 * T, 2 * T, 5, 7, 4 * T][chunk])
+
+    @rule(chunk=chunks, behind=st.integers(0, 3), request=requests, inherited=st.sampled_from([0.0, 0.5]))
+    def reserve(self, chunk: int, behind: int, request: str, inherited: float) -> None:
+        reservation = reserve(self.books, self.ids(chunk), behind=behind, request=request, inherited=inherited)
+        if reservation is not None:
+            assert len(reservation.pages) == num_pages_of(len(self.ids(chunk)), T)
+            self.open.append((reservation, chunk, inherited))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), commits=st.booleans())
+    def end_capture(self, data: st.DataObject, commits: bool) -> None:
+        reservation, chunk, inherited = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if not commits:
+            self.books.abandon(reservation)
+            return
+        variant = self.books.commit(reservation, statistics(reservation.context, len(self.ids(chunk)), inherited))
+        assert variant is None or self.books.pages(variant) == reservation.pages
+
+    @rule(asked=st.lists(chunks, min_size=1, max_size=4), request=requests)
+    def pin(self, asked: list[int], request: str) -> None:
+        known = self.books.find({chunk_key(self.ids(chunk)): self.ids(chunk) for chunk in asked})
+        variants = [known[chunk_key(self.ids(c))][-1] for c in asked if chunk_key(self.ids(c)) in known]
+        if variants and self.books.pin(variants, request):
+            self.pinned.setdefault(request, []).extend(variants)
+            for variant in variants:
+                self.books.record_use(variant, 0.25)
+
+    @rule(request=requests)
+    def release(self, request: str) -> None:
+        self.books.release(request)
+        self.pinned.pop(request, None)
+        self.open = [(r, *rest) for r, *rest in self.open if r.request_id != request]
+
+    @rule()
+    def step(self) -> None:
+        """Have the workers take this step's commands: deletions happen at once, transfers go on for a while."""
+        for command in self.books.take_commands():
+            if isinstance(command, DropChunks):
+                for key, number, _ in command.dropped:
+                    self.disk.pop((key, number), None)
+            elif isinstance(command, WriteChunk):
+                at = (command.variant.key, command.variant.number)
+                assert at not in self.disk
+                self.disk[at] = len(command.pages)
+                assert sum(self.disk.values()) <= NUM_DISK_PAGES
+                self.running.append(command)
+            elif isinstance(command, ReadChunk):
+                assert (command.key, command.number) in self.disk or self.is_down
+                self.running.append(command)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "half", "failed"]))
+    def end_transfer(self, data: st.DataObject, outcome: str) -> None:
+        command = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        one, fails = Counter([command.command_id]), outcome != "done" or self.is_down
+        self.books.on_report(MemoryReport(num_done=one) if outcome == "half" else self._outcome(one, fails))
+        self.books.on_report(self._outcome(one, fails))
+
+    @rule()
+    @precondition(lambda self: not self.is_down)
+    def reset(self) -> None:
+        self.books.clear()
+        self.is_down = True
+        self.open, self.pinned = [], {}
+        for request in ("a", "b", "c"):
+            self.books.release(request)
+
+    @staticmethod
+    def _outcome(one: Counter[int], fails: bool) -> MemoryReport:
+        return MemoryReport(num_failed=one) if fails else MemoryReport(num_done=one)
+
+    @invariant()
+    def no_page_has_two_owners(self) -> None:
+        stock = self.books._stock
+        owned = [p for r in self.books._reservations.values() for one in r for p in one.pages]
+        owned += [p for c in stock.chunks.values() for v in c.stored.values() for p in v.pages]
+        assert len(owned) == len(set(owned)) == self.books.num_used_pages <= NUM_PAGES
+
+    @invariant()
+    def what_is_pinned_and_was_not_lost_keeps_its_pages(self) -> None:
+        held: dict[tuple[ChunkKey, int], tuple[int, ...]] = {}
+        for variants in self.pinned.values():
+            for variant in variants:
+                at = (variant.key, variant.number)
+                if self.books.is_on_host(variant):
+                    held[at] = self.books.pages(variant)
+                    assert held[at] == self.held_pages.get(at, held[at])
+                elif at in self.held_pages:
+                    raise AssertionError(f"{variant} left host memory while it was pinned")
+        self.held_pages = held
+
+    @invariant()
+    def pages_of_a_transfer_stay_where_they_are(self) -> None:
+        for command in self.running:
+            variant = command.variant if isinstance(command, WriteChunk) else command
+            stored = self.books._stock.chunks[variant.key].stored[variant.number]
+            assert stored.pages == command.pages
+
+    @invariant()
+    def the_sums_are_true(self) -> None:
+        stock = self.books._stock
+        variants = [v for c in stock.chunks.values() for v in c.stored.values()]
+        assert stock._num_idle_pages == sum(v.num_pages for v in variants if v.is_idle and v.pages)
+        assert stock._num_idle_disk_pages == sum(v.num_pages for v in variants if v.is_idle and v.is_on_disk)
+        on_disk = sum(v.num_pages for v in variants if v.is_on_disk or v.is_writing)
+        assert self.books.num_used_disk_pages == on_disk <= NUM_DISK_PAGES
+        assert stock._num_writing_pages == sum(v.num_pages for v in variants if v.is_writing)
+        assert all(v.pages or v.is_on_disk for v in variants)
+        assert all(sum(not v.is_doomed for v in chunk.stored.values()) <= 2 for chunk in stock.chunks.values())
+        assert len(stock.variants) == sum(not v.is_doomed for v in variants)
+        assert all(chunk.num_variants for chunk in stock.chunks.values())
+
+    def teardown(self) -> None:
+        for request in ("a", "b", "c"):
+            self.books.release(request)
+        while self.running:
+            self.books.on_report(MemoryReport(num_done=Counter({self.running.pop().command_id: 2})))
+        assert not any(v.num_pins for c in self.books._stock.chunks.values() for v in c.stored.values())

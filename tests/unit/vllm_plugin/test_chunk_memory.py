@@ -1,0 +1,479 @@
+"""A worker's chunks: pages in host memory, and the disk below them with everything that can go wrong there."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.chunk.types import ChunkStatistics, ChunkVariant, chunk_key
+from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.errors import CacheLockedError, CacheTierError, ConfigError
+from ragcache_core.vllm_plugin.chunks.messages import DropChunks, MemoryReport, NoteUses, ReadChunk, WriteChunk
+from ragcache_core.vllm_plugin.chunks.page_layout import (
+    LayerShape,
+    num_disk_pages_within,
+    num_pages_of,
+    num_pages_within,
+    pack_statistics,
+    pack_token_ids,
+    part_key,
+    read_part_key,
+    statistics_bytes_per_page,
+    unpack_statistics,
+)
+from ragcache_core.vllm_plugin.chunks.storage import host_pool as chunk_memory
+from ragcache_core.vllm_plugin.chunks.storage.disk_store import ChunkDisk, DiskPlace
+from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
+from tests.support.waiting import until
+
+T = 5
+LAYERS = [LayerShape(3, 7), LayerShape(2, 11)]
+NUM_PAGES = 16
+PAGE_BYTES = 2 * T * (3 * 7 + 2 * 11) * 4
+
+Opening = Callable[..., ChunkMemory]
+
+
+@pytest.fixture
+def opening(tmp_path: Path) -> Iterator[Opening]:
+    opened: list[ChunkMemory] = []
+
+    def open_memory(*, weights: str = "ours", capacity_bytes: int = 1 << 20, is_on_disk: bool = True) -> ChunkMemory:
+        place = DiskPlace(tmp_path, {"weights": weights}, capacity_bytes) if is_on_disk else None
+        opened.append(
+            ChunkMemory(layers=LAYERS, dtype=torch.float32, tokens_per_page=T, num_pages=NUM_PAGES, disk=place)
+        )
+        return opened[-1]
+
+    yield open_memory
+    for memory in opened:
+        memory.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds every write and read of the disk until it is set."""
+    go_on = threading.Event()
+    write, read = SlotFile.write, SlotFile.read
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(10), read(self, *args))[1])
+    yield go_on
+    go_on.set()
+
+
+def kv(layer: int, num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (num_tokens, LAYERS[layer].num_kv_heads, LAYERS[layer].head_dim)
+    generator = torch.Generator().manual_seed(1000 * seed + layer)
+    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def fill(memory: ChunkMemory, pages: tuple[int, ...], num_tokens: int, seed: int = 0) -> None:
+    for layer in range(len(LAYERS)):
+        memory.write(pages, layer, *kv(layer, num_tokens, seed))
+
+
+def holds(memory: ChunkMemory, pages: tuple[int, ...], num_tokens: int, seed: int = 0) -> bool:
+    pairs = [(memory.read(pages, layer, num_tokens), kv(layer, num_tokens, seed)) for layer in range(len(LAYERS))]
+    return all(torch.equal(a, b) for got, expected in pairs for a, b in zip(got, expected, strict=True))
+
+
+def chunk(num_tokens: int, number: int = 0) -> tuple[ChunkVariant, bytes]:
+    ids = list(range(number * 1000, number * 1000 + num_tokens))
+    masses = tuple(0.5 / (i + 3) for i in range(num_tokens))
+    statistics = ChunkStatistics((b"\1" * 32, b"\2" * 32), (17, 4), (0.1, 1 / 3), 0.7, masses, context=b"\3" * 32)
+    return ChunkVariant(chunk_key(ids), number, num_tokens, statistics), pack_token_ids(ids)
+
+
+def write(memory: ChunkMemory, pages: tuple[int, ...], num_tokens: int, number: int = 0) -> MemoryReport:
+    """Fill pages, have them written, and return the report."""
+    fill(memory, pages, num_tokens, seed=number)
+    variant, token_ids = chunk(num_tokens, number)
+    memory.run([WriteChunk(number, variant, token_ids, pages, frequency=3.0, worth=2.5)])
+    memory.drain()
+    return memory.take_report()
+
+
+def read(memory: ChunkMemory, pages: tuple[int, ...], num_tokens: int, number: int = 0) -> MemoryReport:
+    """Have a chunk read into pages, and return the report."""
+    variant, _ = chunk(num_tokens, number)
+    memory.run([ReadChunk(100 + number, variant.key, number, pages)])
+    memory.drain()
+    return memory.take_report()
+
+
+@pytest.mark.parametrize("pages", [(3, 4, 5), (9, 2, 11), (7, 8, 1), (5, 4, 3)])
+def test_what_is_written_to_pages_is_read_from_them(opening: Opening, pages: tuple[int, ...]) -> None:
+    memory = opening(is_on_disk=False)
+    fill(memory, pages, 13)
+    assert holds(memory, pages, 13)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(8)), st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_tokens_may_arrive_in_parts_of_any_length(pages: list[int], lengths: list[int]) -> None:
+    memory = ChunkMemory(layers=LAYERS, dtype=torch.float32, tokens_per_page=T, num_pages=8)
+    num_tokens = min(sum(lengths), 8 * T)
+    k, v = kv(0, num_tokens)
+    start = 0
+    for length in lengths:
+        end = min(start + length, num_tokens)
+        if end > start:
+            memory.write(pages, 0, k[start:end], v[start:end], offset=start)
+        start = end
+    needed = pages[: num_pages_of(num_tokens, T)]
+    got = memory.read(needed, 0, num_tokens)
+    memory.close()
+    assert torch.equal(got[0], k)
+    assert torch.equal(got[1], v)
+
+
+def test_pages_side_by_side_are_read_without_a_copy(opening: Opening) -> None:
+    memory = opening(is_on_disk=False)
+    k, v = memory.read((2, 3), 1, 2 * T)
+    assert (k.data_ptr(), v.data_ptr()) == tuple(t.data_ptr() for t in memory.read((2, 3), 1, 1))
+    assert k.is_contiguous()
+
+
+def test_a_chunk_goes_to_disk_and_comes_back_into_other_pages(opening: Opening) -> None:
+    memory = opening()
+    assert write(memory, (1, 2, 3), 13).num_done == {0: 1}
+    assert read(memory, (9, 5, 7), 13).num_done == {100: 1}
+    assert holds(memory, (9, 5, 7), 13)
+
+
+def test_a_step_does_not_wait_for_the_disk(opening: Opening, gate: threading.Event) -> None:
+    memory = opening()
+    fill(memory, (1,), 5)
+    variant, token_ids = chunk(5)
+    memory.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0)])
+    assert not memory.take_report()
+    gate.set()
+    memory.drain()
+    assert memory.take_report().num_done == {0: 1}
+
+
+def test_chunks_are_found_after_a_restart_with_their_tokens_and_statistics(opening: Opening) -> None:
+    before = opening()
+    write(before, (1, 2, 3), 13, number=4)
+    before.close()
+    after = opening()
+    [stored] = after.stored()
+    assert (stored.variant, stored.token_ids) == chunk(13, number=4)
+    assert (stored.frequency, stored.worth) == (3.0, 2.5)
+    assert read(after, (6, 0, 1), 13, number=4).num_done == {104: 1}
+    assert holds(after, (6, 0, 1), 13, seed=4)
+
+
+def test_what_uses_are_noted_is_found_after_a_restart(opening: Opening) -> None:
+    before = opening()
+    write(before, (1,), 5)
+    before.run([NoteUses(((chunk(5)[0].key, 0, 9.0, 8.0),))])
+    before.close()
+    [stored] = opening().stored()
+    assert (stored.frequency, stored.worth) == (9.0, 8.0)
+
+
+def test_a_store_of_other_weights_is_not_read(opening: Opening) -> None:
+    before = opening()
+    write(before, (1,), 5)
+    before.close()
+    other = opening(weights="theirs")
+    assert other.stored() == ()
+    assert read(other, (1,), 5).num_failed == {100: 1}
+
+
+def test_two_engines_do_not_share_a_store(opening: Opening) -> None:
+    opening()
+    with pytest.raises(CacheLockedError):
+        opening()
+
+
+def test_a_deleted_chunk_is_a_miss_and_its_room_is_free(opening: Opening) -> None:
+    memory = opening(capacity_bytes=num_bytes_of_pages(3))
+    assert write(memory, (1, 2, 3), 13).num_done
+    assert write(memory, (4,), 5, number=1).num_failed == {1: 1}
+    assert not memory.take_report().is_disk_down, "it was only full"
+    memory.run([DropChunks(((chunk(13)[0].key, 0, 3),))])
+    assert write(memory, (4, 5, 6), 13, number=1).num_done == {1: 1}
+    assert read(memory, (1, 2, 3), 13).num_failed == {100: 1}
+
+
+def num_bytes_of_pages(num_pages: int) -> int:
+    return num_pages * (4096 + statistics_bytes_per_page(T))
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "lose"])
+def test_a_damaged_chunk_is_a_miss_and_counted(opening: Opening, damage: str) -> None:
+    before = opening()
+    write(before, (1, 2, 3), 13)
+    write(before, (4,), 5, number=1)
+    assert before._disk is not None
+    data = before._disk.path / "chunks.data"
+    before.close()
+    content = bytearray(data.read_bytes())
+    if damage == "flip":
+        content[4096 + 3] ^= 1  # the second page of the first chunk
+    else:
+        del content[4096 if damage == "truncate" else 0 :]
+    data.write_bytes(content)
+    after = opening()
+    known = {stored.variant.number for stored in after.stored()}
+    report = read(after, (1, 2, 3), 13)
+    assert report.num_failed == {100: 1}
+    assert (report.num_corrupt, report.is_disk_down) == (1, False)
+    if damage == "flip":
+        assert known == {0, 1}, "the checksum is seen when it is read"
+        assert read(after, (4,), 5, number=1).num_done == {101: 1}
+        assert holds(after, (4,), 5, seed=1)
+    else:
+        assert known == set()
+
+
+def test_damaged_statistics_are_a_miss_and_the_pages_are_deleted(opening: Opening, tmp_path: Path) -> None:
+    before = opening()
+    write(before, (1,), 5)
+    before.close()
+    for data in tmp_path.glob("*/chunks.data"):
+        if "statistics" in (data.parent / "identity.json").read_text():
+            data.write_bytes(b"x" * data.stat().st_size)
+    after = opening()
+    assert after.stored() == ()
+    assert after._disk is not None
+    assert len(after._disk._pages) == 0
+
+
+def test_chunks_that_cannot_be_read_at_a_start_are_not_deleted_for_it(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opening()
+    for number in range(3):
+        write(before, (number + 1,), 5, number=number)
+    before.close()
+
+    def fail(self: SlotFile, *args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    after = opening()
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotFile, "read", fail)
+        with pytest.raises(CacheTierError, match="none of the 3 chunks in .* can be read: see to that disk"):
+            after.stored()
+    after.close()
+    assert {stored.variant.number for stored in opening().stored()} == {0, 1, 2}
+
+
+def test_pages_that_a_crash_left_under_a_number_never_become_another_chunk(opening: Opening) -> None:
+    memory = opening()
+    disk = memory._disk
+    assert disk is not None
+    write(memory, (1,), 5)
+    disk._statistics.delete_many([part_key(chunk(5)[0].key, 0, 0)])  # killed between the two stores
+    fill(memory, (2,), 5, seed=7)
+    variant, token_ids = chunk(5)
+    memory.run([WriteChunk(1, variant, token_ids, (2,), 1.0, 1.0)])
+    memory.drain()
+    memory.take_report()
+    assert read(memory, (3,), 5).num_done == {100: 1}
+    assert holds(memory, (3,), 5, seed=7)
+
+
+def test_a_full_file_system_takes_the_disk_out_of_service_and_not_the_engine(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = opening()
+    write(memory, (1,), 5)
+
+    def no_space(self: SlotFile, *args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SlotFile, "write", no_space)
+    report = write(memory, (2,), 5, number=1)
+    assert (report.num_failed, report.is_disk_down) == ({1: 1}, True)
+    monkeypatch.undo()
+    assert write(memory, (2,), 5, number=2).num_failed == {2: 1}
+    report = read(memory, (3,), 5)
+    assert (report.num_failed, report.num_corrupt) == ({100: 1}, 0)
+    assert holds(memory, (2,), 5, seed=2), "memory is as it was"
+
+
+def test_a_disk_that_does_not_answer_is_given_up_and_writes_nothing_afterwards(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.set()
+    memory = opening()
+    write(memory, (1,), 5)
+    gate.clear()
+    monkeypatch.setattr(chunk_memory, "_READ_TIMEOUT_S", 0.0)
+    fill(memory, (2,), 5, seed=9)
+    variant, _ = chunk(5)
+    asked = range(100, 105)  # more than there are readers
+    memory.run([ReadChunk(command_id, variant.key, 0, (2,)) for command_id in asked])
+    reports: list[MemoryReport] = []
+    assert until(lambda: reports.append(memory.take_report()) or any(report.num_failed for report in reports))
+    failed = next(report for report in reports if report.num_failed)
+    assert (set(failed.num_failed), failed.num_corrupt, failed.is_disk_down) == (set(asked), 0, True)
+    gate.set()
+    memory.drain()
+    assert holds(memory, (2,), 5, seed=9)
+    assert not memory.take_report()
+
+
+def test_a_write_that_does_not_end_takes_the_disk_down_and_writes_nothing_of_pages_that_were_given_away(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = opening()
+    monkeypatch.setattr(chunk_memory, "_WRITE_TIMEOUT_S", 0.0)
+    asked = range(3)
+    for number in asked:
+        fill(memory, (number,), 5, seed=number)
+        memory.run([WriteChunk(number, *chunk(5, number), (number,), frequency=1.0, worth=1.0)])
+    reports: list[MemoryReport] = []
+    assert until(lambda: reports.append(memory.take_report()) or any(report.num_failed for report in reports))
+    failed = next(report for report in reports if report.num_failed)
+    assert (set(failed.num_failed), failed.is_disk_down) == (set(asked), True)
+    for number in asked:
+        fill(memory, (number,), 5, seed=9)
+    gate.set()
+    memory.close()
+    assert not memory.take_report().num_done
+    again = opening()
+    for stored in again.stored():  # the first, if its pages were read before they were given away
+        assert stored.variant.number == 0
+        assert read(again, (7,), 5).num_done
+        assert holds(again, (7,), 5, seed=0)
+
+
+def test_a_chunk_whose_pages_were_given_away_before_they_were_read_is_not_written(opening: Opening) -> None:
+    memory = opening()
+    fill(memory, (0,), 5)
+    command = WriteChunk(0, *chunk(5), (0,), frequency=1.0, worth=1.0)
+    transfer = chunk_memory._Transfer(command, is_abandoned=True)
+    memory._write(transfer, command)
+    assert not memory.take_report().num_done
+    memory.close()
+    assert opening().stored() == ()
+
+
+def test_a_disk_that_is_only_slow_is_waited_for(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.set()
+    memory = opening()
+    write(memory, (1,), 5)
+    gate.clear()
+    variant, _ = chunk(5)
+    memory.run([ReadChunk(command_id, variant.key, 0, (2,)) for command_id in range(100, 105)])
+    assert until(lambda: sum(read.started_s is not None for read in memory._under_way.values()) == 2)
+    for read in memory._under_way.values():
+        if read.started_s is not None:
+            read.started_s -= 10
+    assert not memory.take_report()
+    gate.set()
+    memory.drain()
+    assert memory.take_report().num_done.keys() == set(range(100, 105))
+
+
+def test_closing_does_not_wait_for_ever_for_a_disk_that_does_not_answer(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = opening()
+    fill(memory, (1,), 5)
+    variant, token_ids = chunk(5)
+    memory.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0)])
+    with monkeypatch.context() as hurried:
+        hurried.setattr(chunk_memory, "_CLOSE_TIMEOUT_S", 0.01)
+        memory.close()
+    assert memory._pending, "the write has not ended"
+    gate.set()
+    memory.close()
+    assert not memory._pending
+    [stored] = opening().stored()
+    assert (stored.variant, stored.token_ids) == (variant, token_ids)
+
+
+def test_a_chunk_that_is_not_there_is_a_miss(opening: Opening) -> None:
+    memory = opening()
+    report = read(memory, (1,), 5)
+    assert (report.num_failed, report.num_corrupt) == ({100: 1}, 1)
+
+
+def test_without_a_disk_every_read_fails(opening: Opening) -> None:
+    memory = opening(is_on_disk=False)
+    report = read(memory, (1,), 5)
+    assert (report.num_failed, report.num_corrupt) == ({100: 1}, 0)
+
+
+def test_a_share_of_the_disk_without_room_for_a_page_is_refused_with_the_cure(opening: Opening) -> None:
+    with pytest.raises(ConfigError, match=r"raise disk_bytes, or ChunkReuse\.share"):
+        opening(capacity_bytes=100)
+
+
+def test_a_share_of_host_memory_without_room_for_a_page_is_refused_with_the_cure() -> None:
+    assert num_pages_within(1000, 99) == 10
+    with pytest.raises(ConfigError, match=r"raise host_bytes, or ChunkReuse\.share"):
+        num_pages_within(1000, 1001)
+
+
+def test_a_disk_keeps_within_its_capacity(tmp_path: Path) -> None:
+    capacity_bytes = 1_000_000
+    disk = ChunkDisk(DiskPlace(tmp_path, {}, capacity_bytes), page_bytes=5000, tokens_per_page=T)
+    stores = (disk._pages, disk._statistics)
+    assert sum(store.num_slots * store.slot_bytes for store in stores) <= capacity_bytes
+    assert disk.num_pages == num_disk_pages_within(capacity_bytes, 5000, T) > 0
+    disk.close()
+
+
+@pytest.mark.parametrize("tokens_per_page", [32, 256, 640])
+def test_nothing_is_left_of_a_chunk_behind_as_many_as_a_request_may_have(tmp_path: Path, tokens_per_page: int) -> None:
+    before = 127
+    masses = (1.0,) * before
+    keys = tuple(bytes([i]) * 32 for i in range(before))
+    statistics = ChunkStatistics(keys, (9,) * before, masses, 0.5, (0.1,) * tokens_per_page, context=b"\3" * 32)
+    ids = list(range(tokens_per_page))
+    variant = ChunkVariant(chunk_key(ids), 0, tokens_per_page, statistics)
+    disk = ChunkDisk(DiskPlace(tmp_path, {}, 1 << 20), page_bytes=5000, tokens_per_page=tokens_per_page)
+    command = WriteChunk(0, variant, pack_token_ids(ids), (0,), 1.0, 1.0)
+    disk.write(command, lambda _, rows: rows.fill(1))
+    assert [stored.variant for stored in disk.stored()] == [variant]
+    disk.drop(DropChunks(((variant.key, 0, 1),)))
+    assert (len(disk._pages), len(disk._statistics)) == (0, 0)
+    disk.close()
+
+
+def test_an_unwritable_place_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CacheTierError):
+        ChunkDisk(DiskPlace(tmp_path / "file", {}, 1 << 20), page_bytes=5000, tokens_per_page=T)
+
+
+@given(st.integers(1, 3000), st.integers(0, 40), st.floats(0, 1e6))
+@settings(max_examples=60, deadline=None)
+def test_statistics_are_unpacked_as_they_were_packed(num_tokens: int, num_before: int, intra: float) -> None:
+    prefix = tuple(bytes([i]) * 32 for i in range(num_before))
+    lengths, inter = tuple(range(num_before)), tuple(1 / (i + 1) for i in range(num_before))
+    masses, context = tuple(i / 7 for i in range(num_tokens)), bytes([num_before + 1]) * 32
+    statistics = ChunkStatistics(prefix, lengths, inter, intra, masses, intra / 20, context=context)
+    token_ids = np.arange(num_tokens, dtype="<u4").tobytes()
+    pieces = pack_statistics(statistics, token_ids)
+    assert unpack_statistics(pieces) == (statistics, token_ids)
+    num_pages = num_pages_of(num_tokens, T)
+    assert len(pieces) * 4096 <= num_pages * statistics_bytes_per_page(T)
+
+
+def test_statistics_of_another_format_are_refused() -> None:
+    with pytest.raises(ValueError, match="format"):
+        unpack_statistics([b"\7" * 4096])
+
+
+def test_a_part_is_told_from_other_keys() -> None:
+    assert read_part_key(part_key(b"k" * 32, 5, 6)) == (b"k" * 32, 5, 6)
+    assert read_part_key(b"something else") is None

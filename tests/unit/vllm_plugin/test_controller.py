@@ -1,0 +1,278 @@
+"""What the engine's controller tells of requests, tiers and documents; no vLLM here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.stats import DocumentUse
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.wire import RequestMetadata
+from tests.unit.vllm_plugin.scene import controller, keys, run, segments
+
+
+def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waited() -> None:
+    it = controller()
+    parts = segments(("a", 8), ("b", 16), (None, 18))
+    it.on_new_request("r", RequestMetadata(parts), keys(4), 18, 10.0)
+    it.on_admitted("r", keys(4), {Tier.GPU: 4, Tier.HOST: 8}, 10.25)
+    it.on_loaded("r", 2000)
+    it.on_stored("r", 300)
+    it.on_stored("r", 30)
+    it.on_first_token("r", 11.0)
+    assert it.on_finished("r") == {
+        "num_gpu_tokens": 4,
+        "num_host_tokens": 8,
+        "num_disk_tokens": 0,
+        "num_loaded_bytes": 2000,
+        "num_stored_bytes": 330,
+        "queue_s": 0.25,
+        "ttft_s": 1.0,
+        "is_speculative": False,
+        "is_confirmed": False,
+    }
+    report = it.report()
+    assert (report["num_requests"], report["num_prompt_tokens"]) == (1, 18)
+    assert (report["num_loaded_bytes"], report["num_stored_bytes"]) == (2000, 330)
+
+
+def test_a_request_that_was_given_up_while_it_waited_has_no_times_and_is_not_counted() -> None:
+    it = controller()
+    it.on_new_request("r", RequestMetadata(segments((None, 9))), keys(2), 9, 10.0)
+    figures = it.on_finished("r")
+    assert figures is not None
+    assert figures["queue_s"] is figures["ttft_s"] is None
+    assert it.report()["num_requests"] == 0
+    assert it.is_idle
+
+
+def test_a_preempted_request_is_counted_once() -> None:
+    it = controller()
+    parts = segments(("a", 8), (None, 10))
+    it.on_new_request("r", RequestMetadata(parts), keys(2), 10, 10.0)
+    it.on_admitted("r", keys(2), {Tier.DISK: 8}, 10.5)
+    it.on_first_token("r", 11.0)
+    it.on_admitted("r", keys(2), {Tier.GPU: 8}, 12.0)
+    it.on_first_token("r", 13.0)
+    figures = it.on_finished("r")
+    assert figures is not None
+    assert (figures["num_gpu_tokens"], figures["num_disk_tokens"], figures["ttft_s"]) == (0, 8, 1.0)
+    assert it.report()["num_requests"] == 1
+    (node,) = [node for node in it.tree.nodes() if node.doc_id == "a"]
+    assert node.frequency == 1
+
+
+def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
+    it = controller()
+    metadata = RequestMetadata(segments(("a", 8), (None, 10)), "s", True)
+    counted = ("num_requests", "num_prompt_tokens", "num_reordered_prompts")
+
+    def counts() -> list[object]:
+        return [it.report()[name] for name in counted]
+
+    for request_id in ("ended", "running", "waiting"):
+        it.on_new_request(request_id, metadata, keys(2), 10, 10.0)
+    it.on_admitted("ended", keys(2), {Tier.GPU: 4}, 10.5)
+    it.on_admitted("running", keys(2), {Tier.GPU: 4}, 10.5)
+    it.on_finished("ended")
+    assert counts() == [0, 0, 0]
+    it.confirm("s")
+    assert counts() == [2, 20, 2]
+    it.on_admitted("waiting", keys(2), {}, 11.0)
+    it.on_admitted("running", keys(2), {}, 11.0)
+    assert counts() == [3, 30, 3]
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "tournament"])
+def test_a_document_is_charged_as_the_policy_says(policy: str) -> None:
+    it = controller(policy=policy)
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 10.0)
+    it.on_admitted("r", keys(2), {Tier.GPU: 4}, 10.5)
+    it.on_finished("r")
+    (node,) = [node for node in it.tree.nodes() if node.doc_id == "a"]
+    expected_s = make_policy(policy).cost_per_token_s(PrefillCostModel.default(), 4, 6)
+    assert node.avg_cost_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("is_confirmed_early", [True, False])
+def test_a_prefill_that_was_right_pays_and_the_request_that_it_was_for_counts_once(is_confirmed_early: bool) -> None:
+    it = controller()
+    parts = segments(("a", 8), (None, 10))
+    it.on_new_request("guess", RequestMetadata(parts, "wrong", is_prefill=True), keys(2), 10, 10.0)
+    it.on_admitted("guess", keys(2), {}, 10.5)
+    it.on_finished("guess")
+    (node,) = [node for node in it.tree.nodes() if node.doc_id == "a"]
+    assert (node.frequency, node.num_computed) == (0, 0)
+    if is_confirmed_early:
+        it.confirm("s")
+    it.on_new_request("warm", RequestMetadata(parts, "s", is_prefill=True), keys(2), 10, 10.0)
+    it.on_admitted("warm", keys(2), {}, 10.5)
+    it.confirm("s")
+    it.on_finished("warm")
+    assert (node.frequency, node.num_computed) == (0, 1)
+    paid_s = node.avg_cost_s
+    assert paid_s > 0
+    assert (it.report()["num_requests"], it.report()["hottest_documents"]) == (0, [])
+    it.on_new_request("r", RequestMetadata(parts, is_reordered=True), keys(2), 10, 11.0)
+    it.on_admitted("r", keys(2), {Tier.GPU: 8}, 11.5)
+    it.on_finished("r")
+    assert (node.frequency, node.num_computed, node.avg_cost_s) == (1, 1, paid_s)
+    report: Any = it.report()
+    assert (report["num_requests"], report["num_prompt_tokens"], report["num_reordered_prompts"]) == (1, 10, 1)
+    assert [document["frequency"] for document in report["hottest_documents"]] == [1]
+
+
+def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebody_asks() -> None:
+    it = controller()
+    it.on_new_request("s", RequestMetadata(segments((None, 10)), "s"), keys(2), 10, 10.0)
+    it.on_new_request("real", RequestMetadata(segments((None, 10))), keys(2), 10, 10.0)
+    it.on_admitted("s", keys(2), {}, 10.5)
+    it.on_admitted("s", keys(2), {}, 12.0)  # its blocks were loaded until then
+    assert it.speculations.take_waited_s() == {"s": 0.5}
+    it.on_preempted("s", 13.0)
+    assert it.speculations.take_waited_s() == {}
+    it.on_admitted("s", keys(2), {}, 15.0)
+    assert it.speculations.take_waited_s() == {"s": 2.5}
+    it.confirm("s")
+    it.on_preempted("s", 16.0)
+    it.on_admitted("s", keys(2), {}, 17.0)
+    for request_id in ("real", "real", "s"):
+        it.on_admitted(request_id, keys(2), {}, 18.0)
+        it.on_preempted(request_id, 18.0)
+    assert it.speculations.take_waited_s() == {}, "a real request's pauses are no search's"
+
+
+def test_unknown_request_ids_are_no_error() -> None:
+    it = controller()
+    it.on_preempted("nobody", 1.0)
+    it.on_admitted("nobody", keys(2), {Tier.GPU: 8}, 1.0)
+    it.on_first_token("nobody", 1.0)
+    it.on_loaded("nobody", 5)
+    it.on_stored("nobody", 7)
+    assert it.on_finished("nobody") is None
+    report = it.report()
+    assert (report["num_requests"], report["num_loaded_bytes"], report["num_stored_bytes"]) == (0, 5, 7)
+    assert it.take_finished() == {}
+
+
+def test_what_a_finished_request_stored_late_still_counts_for_the_engine() -> None:
+    it = controller()
+    figures = run(it, "r", segments((None, 8)), keys(2))
+    it.on_stored("r", 100)
+    assert figures["num_stored_bytes"] == 0
+    assert it.report()["num_stored_bytes"] == 100
+
+
+def test_finished_requests_are_handed_out_once() -> None:
+    it = controller()
+    figures = {name: run(it, name, segments((None, 8)), keys(2)) for name in ("r1", "r2")}
+    assert it.take_finished() == figures
+    assert it.take_finished() == {}
+
+
+def test_a_report_is_made_when_something_happened() -> None:
+    it = controller()
+    assert it.take_report() is not None, "the first one says what there is"
+    assert it.take_report() is None
+    run(it, "r", segments((None, 8)), keys(2))
+    assert it.take_report() is not None
+    assert it.take_report() is None
+
+
+def test_a_report_is_plain_json() -> None:
+    it = controller()
+    it.tiers[Tier.DISK] = TierReport(4000, 100, is_enabled=False)
+    it.tiers[Tier.GPU] = TierReport(2000, 50)
+    run(it, "r", segments(("a", 8), (None, 10)), keys(2), {Tier.GPU: 4})
+    location = it.tree.locate(b"0")
+    assert location is not None
+    it.tree.add(location.node, 0b11, Tier.GPU)
+    report = json.loads(json.dumps(it.report()))
+    assert report["tiers"] == [
+        {
+            "name": "gpu",
+            "capacity_bytes": 2000,
+            "used_bytes": 100,
+            "num_blocks": 2,
+            "num_evicted_blocks": 0,
+            "num_hit_tokens": 4,
+            "is_enabled": True,
+        },
+        {
+            "name": "disk",
+            "capacity_bytes": 4000,
+            "used_bytes": 0,
+            "num_blocks": 0,
+            "num_evicted_blocks": 0,
+            "num_hit_tokens": 0,
+            "is_enabled": False,
+        },
+    ]
+    assert report["hottest_documents"] == [{"doc_id": "a", "frequency": 1, "num_tokens": 8, "tiers": ["gpu"]}]
+
+
+def test_the_hottest_documents_are_the_ten_most_used_wherever_they_stood() -> None:
+    it = controller()
+    for i in range(12):
+        for turn in range(i + 1):
+            run(it, f"{i} {turn}", segments((f"d{i}", 8), (None, 9)), keys(2, f"{i} after {turn % 2} "))
+    hottest: Any = it.report()["hottest_documents"]
+    assert [document["doc_id"] for document in hottest] == [f"d{i}" for i in range(11, 1, -1)]
+    assert [document["frequency"] for document in hottest] == list(range(12, 2, -1))
+
+
+def test_a_request_counts_once_for_a_document_however_often_its_node_was_cut() -> None:
+    it = controller()
+    texts = [[b"1", b"2", b"3"], [b"1", b"2", b"X"], [b"1", b"Y", b"Z"]]
+    for turn in range(12):
+        run(it, f"r{turn}", segments(("a", 12), (None, 13)), texts[turn % 3])
+    assert len([node for node in it.tree.nodes() if node.doc_id == "a"]) > 3
+    (listed,) = cast("list[dict[str, object]]", it.report()["hottest_documents"])
+    assert (listed["doc_id"], listed["frequency"], listed["num_tokens"]) == ("a", 12, 12)
+
+
+def test_a_request_without_metadata_is_no_use_of_the_document_whose_text_it_repeats() -> None:
+    it = controller()
+    run(it, "named", segments(("a", 8), (None, 9)), keys(2))
+    for turn in range(5):
+        run(it, f"nameless {turn}", segments((None, 9)), keys(2))
+        run(it, f"other {turn}", segments(("b", 8), (None, 9)), keys(2))
+    listed = cast("list[dict[str, object]]", it.report()["hottest_documents"])
+    assert [tuple(document.values()) for document in listed] == [("b", 5, 8, []), ("a", 1, 8, [])]
+
+
+def test_a_document_lies_in_the_tiers_that_hold_any_part_of_it() -> None:
+    it = controller()
+    it.tiers[Tier.HOST] = TierReport(1000, 10)
+    run(it, "r", segments(("a", 16), (None, 17)), keys(4))
+    run(it, "cut", segments(("a", 8), (None, 17)), [*keys(2), b"else", b"where"])
+    last = it.tree.locate(keys(4)[3])
+    assert last is not None
+    it.tree.add(last.node, 1 << last.unit, Tier.HOST)
+    run(it, "again", segments(("a", 16), (None, 17)), keys(4))
+    (listed,) = cast("list[dict[str, object]]", it.report()["hottest_documents"])
+    assert (listed["num_tokens"], listed["tiers"]) == (16, ["host"])
+
+
+def test_a_document_that_was_given_up_is_listed_with_its_uses_and_no_tier() -> None:
+    it = controller()
+    run(it, "r", segments(("a", 8), (None, 9)), keys(2))
+    assert it.report()["hottest_documents"] == [{"doc_id": "a", "frequency": 1, "num_tokens": 8, "tiers": []}]
+    said = " ".join((DocumentUse.__doc__ or "").split())
+    assert "how many requests have used it" in said
+    assert "empty where it was given up" in said
+
+
+def test_a_million_documents_do_not_fill_the_memory_with_their_uses() -> None:
+    it = controller(ghost_size=4)
+    for i in range(3000):
+        run(it, f"r{i}", segments((f"d{i}", 8), (None, 9)), keys(2, f"{i} "))
+        run(it, f"hot{i}", segments(("hot", 8), (None, 9)), keys(2, "hot "))
+    assert len(it.document_uses) <= 1024
+    assert len(it.tree) < 20
+    hottest: Any = it.report()["hottest_documents"]
+    assert (hottest[0]["doc_id"], hottest[0]["frequency"]) == ("hot", 3000)

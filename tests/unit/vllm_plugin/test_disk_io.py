@@ -1,0 +1,542 @@
+"""The disk tier's threads over a real store: what is copied, written and read, and what they report."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragcache_core.chunkstore import ChunkNote, ChunkStore
+from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.vllm_plugin.disk import io as disk_io
+from ragcache_core.vllm_plugin.disk.io import DiskIO
+from ragcache_core.vllm_plugin.disk.jobs import Load, Outcome, PendingChunk
+from tests.support.waiting import until
+
+CHUNK_BYTES = 4096
+NUM_ROWS = 300
+
+
+def payload(key: bytes) -> np.ndarray:
+    return np.frombuffer(Random(key).randbytes(CHUNK_BYTES), dtype=np.uint8)
+
+
+class Scene:
+    """Host memory, a store, and the threads between them."""
+
+    def __init__(self, folder: Path, num_slots: int = NUM_ROWS, num_buffers: int = NUM_ROWS) -> None:
+        self.memory = np.zeros((NUM_ROWS, CHUNK_BYTES), dtype=np.uint8)
+        self.store = ChunkStore(
+            folder, {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=num_slots * CHUNK_BYTES
+        )
+        self.io = DiskIO(self.store, memoryview(self.memory), num_buffered_bytes=num_buffers * CHUNK_BYTES)
+
+    def write(
+        self, keys: list[bytes], *, job_id: int = 1, evicted: list[bytes] | None = None, parent: bytes | None = None
+    ) -> None:
+        """Ask for chunks to be stored from the first rows of memory, each standing on the one before it."""
+        chunks = []
+        for row, key in enumerate(keys):
+            self.memory[row] = payload(key)
+            chunks.append(PendingChunk(key, row, ChunkNote(keys[row - 1] if row else parent, "doc", row)))
+        self.io.store(job_id, chunks, evicted or [])
+
+    def read(self, keys: list[bytes], rows: list[int]) -> Load:
+        load = Load(7, keys, time.monotonic())
+        self.io.load(load, rows)
+        return load
+
+    def settle(self) -> None:
+        """Wait until everything that was asked for has been done."""
+        assert self.io.finish_writes(30)
+        assert self.io.finish_reads(30)
+
+    def written(self) -> tuple[list[bytes], list[bytes], list[Exception]]:
+        """Return the keys that were stored, those that were not, and why."""
+        outcomes = list(self.io.take_written())
+        stored = [key for outcome in outcomes if is_stored(outcome) for key in outcome.keys]
+        lost = [key for outcome in outcomes if not is_stored(outcome) for key in outcome.keys]
+        return stored, lost, [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+def is_stored(outcome: Outcome) -> bool:
+    return outcome.error is None and not outcome.is_dropped
+
+
+Opening = Callable[..., Scene]
+
+
+@pytest.fixture
+def opening(tmp_path: Path) -> Iterator[Opening]:
+    opened: list[Scene] = []
+
+    def open_scene(**settings: int) -> Scene:
+        opened.append(Scene(tmp_path / f"cache{len(opened)}", **settings))
+        return opened[-1]
+
+    yield open_scene
+    for scene in opened:
+        scene.io.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds every write and read of the disk until it is set."""
+    go_on = threading.Event()
+    write, read = SlotFile.write, SlotFile.read
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(10), read(self, *args))[1])
+    yield go_on
+    go_on.set()
+
+
+def keys(num_keys: int, mark: str = "k") -> list[bytes]:
+    return [f"{mark}{i}".encode() for i in range(num_keys)]
+
+
+@contextmanager
+def waiting(call: Callable[[], object]) -> Iterator[None]:
+    """Hold that ``call`` waits when the context begins, and ends after it."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    yield
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_what_is_written_is_read_back(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(5))
+    scene.settle()
+    assert list(scene.io.take_copied()) == [1]
+    assert scene.written() == (keys(5), [], [])
+    load = scene.read(keys(5), [10, 12, 14, 16, 18])
+    scene.settle()
+    assert load.is_finished()
+    assert load.outcome() == [True] * 5
+    for row, key in zip((10, 12, 14, 16, 18), keys(5), strict=True):
+        assert (scene.memory[row] == payload(key)).all()
+    assert not scene.memory[11].any()
+
+
+def test_results_are_handed_out_once(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.settle()
+    assert (list(scene.io.take_copied()), scene.written()[0]) == ([1], keys(2))
+    assert (list(scene.io.take_copied()), scene.written()) == ([], ([], [], []))
+
+
+def test_host_memory_is_free_before_the_disk_has_it(opening: Opening, gate: threading.Event) -> None:
+    scene = opening()
+    scene.write(keys(3))
+    copied: list[int] = []
+    assert until(lambda: copied.extend(scene.io.take_copied()) or copied)
+    assert scene.written() == ([], [], [])
+    scene.memory[:] = 0xAA  # it belongs to another chunk by now
+    gate.set()
+    scene.settle()
+    load = scene.read(keys(3), [0, 1, 2])
+    scene.settle()
+    assert load.outcome() == [True] * 3
+    assert (scene.memory[1] == payload(b"k1")).all()
+
+
+def test_a_job_larger_than_the_buffers_is_stored_in_full(opening: Opening, gate: threading.Event) -> None:
+    scene = opening(num_buffers=3)
+    scene.write(keys(200))
+    assert until(lambda: not scene.io._num_free_buffers)
+    time.sleep(0.05)  # for a copier that would not wait to go on
+    assert list(scene.io.take_copied()) == [], "host memory is held: the buffers take three chunks"
+    gate.set()
+    assert scene.io.finish_writes(30)
+    assert list(scene.io.take_copied()) == [1]
+    assert scene.written() == (keys(200), [], [])
+    load = scene.read(keys(200), list(range(200)))
+    scene.settle()
+    assert load.outcome() == [True] * 200
+    assert all((scene.memory[row] == payload(key)).all() for row, key in enumerate(keys(200)))
+
+
+def test_no_more_than_the_buffers_is_allocated(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening(num_buffers=3)
+    held: list[weakref.ref[Any]] = []
+    most, aligned_rows, write = 0, disk_io.aligned_rows, SlotFile.write
+
+    def allocate(num_rows: int, num_bytes: int) -> np.ndarray:
+        rows = aligned_rows(num_rows, num_bytes)
+        held.extend([weakref.ref(rows.base)] * num_rows)
+        return rows
+
+    def count(self: SlotFile, *args: Any) -> None:
+        nonlocal most
+        most = max(most, sum(1 for rows in held if rows() is not None))
+        write(self, *args)
+
+    monkeypatch.setattr(disk_io, "aligned_rows", allocate)
+    monkeypatch.setattr(SlotFile, "write", count)
+    scene.write(keys(100))
+    scene.settle()
+    assert scene.written() == (keys(100), [], [])
+    assert 1 <= most <= 3
+
+
+def test_a_disk_that_is_too_slow_drops_the_rest_of_a_job_and_what_stands_on_it(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    scene = opening(num_buffers=3)
+    scene.write(keys(5))
+    scene.write(keys(2, "child"), job_id=2, parent=b"k4")
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 30.0)
+    scene.write(keys(2, "grandchild"), job_id=3, parent=b"child1")
+    scene.write(keys(2, "other"), job_id=4)
+    copied: list[int] = []
+    assert until(lambda: copied.extend(scene.io.take_copied()) or len(copied) == 3)
+    assert copied == [1, 2, 3], "host memory is let go"
+    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "child"), *keys(2, "grandchild")], [])
+    scene.write([b"k3", b"k4"], job_id=5, parent=b"k2")
+    scene.write(keys(2, "child"), job_id=6, parent=b"k4")
+    gate.set()
+    scene.settle()
+    assert scene.written() == ([*keys(3), *keys(2, "other"), b"k3", b"k4", *keys(2, "child")], [], [])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "slower than what is computed: 2 chunks are not written" in message
+
+
+def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(disk_io, "_SLOWEST_BYTES_PER_S", CHUNK_BYTES)
+    write = SlotFile.write
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (time.sleep(0.1), write(self, *args))[1])  # a slow disk
+    scene = opening(num_buffers=1)
+    scene.write(keys(6))
+    scene.settle()
+    assert scene.written() == (keys(6), [], []), "twelve times the patience, and less than a chunk a second needs"
+
+
+def test_more_jobs_wait_until_half_of_host_memory_is_held(opening: Opening, gate: threading.Event) -> None:
+    scene = opening(num_buffers=1)
+    assert scene.io.has_room_for(NUM_ROWS), "alone a job may be of any size"
+    scene.write(keys(NUM_ROWS // 2 - 1))
+    assert scene.io.has_room_for(1)
+    assert not scene.io.has_room_for(2)
+    gate.set()
+    assert scene.io.finish_writes(30)
+    assert scene.io.has_room_for(2)
+
+
+def test_draining_lets_go_of_host_memory_without_the_disk(
+    opening: Opening, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = opening(num_buffers=3)
+    scene.write(keys(5))
+    scene.write(keys(2, "n"), job_id=2)
+    assert scene.io.finish_reads(0.0)
+    assert list(scene.io.take_copied()) == [1, 2]
+    assert scene.written() == ([], [b"k3", b"k4", *keys(2, "n")], [])
+    gate.set()
+    scene.settle()
+    assert scene.written() == (keys(3), [], [])
+    assert not caplog.records, "a reset says nothing of the disk"
+
+
+def test_closing_lets_go_of_host_memory_though_the_disk_hangs(
+    opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_io, "_CLOSE_TIMEOUT_S", 0.05)
+    scene = opening(num_buffers=3)
+    scene.write(keys(5))
+    scene.io.close()
+    assert list(scene.io.take_copied()) == [1]
+    assert scene.written() == ([], [b"k3", b"k4"], [])
+
+
+def test_there_is_room_for_one_chunk_however_large_it_is(opening: Opening) -> None:
+    scene = opening(num_buffers=0)
+    scene.write(keys(1))
+    scene.settle()
+    assert scene.written() == (keys(1), [], [])
+
+
+def test_what_gave_way_is_deleted_first(opening: Opening) -> None:
+    scene = opening(num_slots=4)
+    scene.write(keys(4))
+    scene.write(keys(2, "new"), job_id=2, evicted=keys(4)[2:])
+    scene.settle()
+    assert list(scene.io.take_copied()) == [1, 2]
+    assert scene.written() == (keys(4) + keys(2, "new"), [], [])
+    load = scene.read(keys(4), [0, 1, 2, 3])
+    scene.settle()
+    assert load.outcome() == [True, True, False, False]
+
+
+def test_what_is_forgotten_leaves_its_slot_to_what_is_stored_later(opening: Opening) -> None:
+    scene = opening(num_slots=4)
+    scene.write(keys(4))
+    scene.settle()
+    scene.io.delete([b"k1", b"k3", b"nothing"])
+    scene.write(keys(2, "new"), job_id=2)
+    scene.settle()
+    assert scene.written() == (keys(4) + keys(2, "new"), [], [])
+    load = scene.read(keys(4), [0, 1, 2, 3])
+    scene.settle()
+    assert load.outcome() == [True, False, True, False]
+
+
+def test_a_job_of_nothing_is_done_too(opening: Opening) -> None:
+    scene = opening()
+    scene.io.store(9, [], [])
+    scene.settle()
+    assert list(scene.io.take_copied()) == [9]
+    assert scene.written() == ([], [], [])
+
+
+def test_a_write_error_half_way_reports_exactly_what_is_stored(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = opening()
+    write, num_writes = SlotFile.write, 0
+
+    def fail_the_third(self: SlotFile, *args: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *args)
+
+    monkeypatch.setattr(SlotFile, "write", fail_the_third)
+    size = scene.store.chunks_per_batch
+    asked = keys(size * 4)
+    scene.write(asked)
+    scene.settle()
+    stored, lost, (error, *others) = scene.written()
+    assert stored == asked[: 2 * size]
+    assert lost == asked[2 * size :], "what stands on what was lost is not written"
+    assert set(others) == {error}
+    assert isinstance(error, CacheTierError)
+    assert [key for key in asked if key in scene.store] == stored
+    scene.write(keys(2, "later"), job_id=2)
+    scene.settle()
+    assert scene.written()[0] == keys(2, "later"), "the threads live on, and so do the buffers"
+
+
+def test_a_full_store_is_an_error_that_is_reported(opening: Opening) -> None:
+    scene = opening(num_slots=2)
+    scene.write(keys(3))
+    scene.settle()
+    stored, lost, (error,) = scene.written()
+    assert (stored, lost) == ([], keys(3))
+    assert isinstance(error, CacheCapacityError)
+    assert list(scene.io.take_copied()) == [1]
+
+
+def test_the_first_failed_write_is_logged_at_once_and_the_next_ones_are_not(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anybody takes the outcome: the scheduler may not do so before its next step."""
+    scene = opening()
+
+    def fail(self: SlotFile, *args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SlotFile, "write", fail)
+    with caplog.at_level("ERROR", logger=disk_io.logger.name):
+        for number in range(3):
+            scene.write(keys(2, f"{number} "))
+            assert scene.io.finish_writes(30)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "could not be written to" in message
+    assert "No space left on device" in message
+    _, lost, errors = scene.written()
+    assert (len(lost), len(errors)) == (6, 3)
+
+
+def test_what_is_not_there_leaves_memory_alone(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.settle()
+    scene.memory[:] = 0xEE
+    load = scene.read([b"k0", b"nothing", b"k1"], [5, 6, 7])
+    scene.settle()
+    assert load.outcome() == [True, False, True]
+    assert (scene.memory[6] == 0xEE).all()
+
+
+def test_a_read_error_is_a_miss_of_the_batch(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.settle()
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SlotFile, "read", fail)
+    scene.memory[:] = 0xEE
+    load = scene.read(keys(2), [5, 6])
+    scene.settle()
+    assert load.outcome() == [False, False]
+    assert (scene.memory == 0xEE).all()
+
+
+def test_a_reader_that_comes_too_late_writes_nothing(opening: Opening, gate: threading.Event) -> None:
+    scene = opening()
+    gate.set()
+    scene.write(keys(3))
+    scene.settle()
+    gate.clear()
+    scene.memory[:] = 0xEE
+    load = scene.read(keys(3), [0, 1, 2])
+    assert not load.is_finished()
+    assert load.abandon()
+    assert load.abandon(), "giving up twice is giving up"
+    assert load.outcome() == [False] * 3
+    gate.set()
+    scene.settle()
+    assert load.outcome() == [False] * 3
+    assert (scene.memory == 0xEE).all()
+
+
+def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.settle()
+    load = scene.read(keys(2), [8, 9])
+    scene.settle()
+    assert not load.abandon()
+    assert not load.is_abandoned
+    assert load.outcome() == [True, True]
+
+
+def test_giving_up_while_the_reader_delivers_is_all_or_nothing() -> None:
+    """Whoever was first wins; memory is never written after :meth:`Load.abandon` said yes."""
+    buffers = np.full((64, CHUNK_BYTES), 1, dtype=np.uint8)
+    for _ in range(200):
+        rows = np.zeros((64, CHUNK_BYTES), dtype=np.uint8)
+        load = Load(1, keys(64), 0.0)
+        thread = threading.Thread(target=load.deliver, args=(rows, list(range(64)), buffers, [True] * 64))
+        thread.start()
+        is_abandoned = load.abandon()
+        seen = rows.copy()
+        thread.join()
+        assert (rows == seen).all()
+        assert rows.any() == (not is_abandoned) == all(load.outcome())
+
+
+def test_draining_waits_for_reads_and_writes(opening: Opening, gate: threading.Event) -> None:
+    scene = opening()
+    gate.set()
+    scene.write(keys(1))
+    scene.settle()
+    gate.clear()
+    scene.write(keys(1, "w"), job_id=2)
+    scene.read(keys(1), [5])
+    with waiting(scene.settle):
+        gate.set()
+    assert scene.written()[0] == keys(1) + keys(1, "w")
+
+
+def test_clearing_empties_the_store(opening: Opening) -> None:
+    scene = opening()
+    scene.write(keys(3))
+    scene.settle()
+    scene.io.clear()
+    scene.settle()
+    load = scene.read(keys(3), [0, 1, 2])
+    scene.settle()
+    assert load.outcome() == [False] * 3
+
+
+def test_closing_finishes_what_was_asked_for_and_can_be_done_twice(opening: Opening, tmp_path: Path) -> None:
+    scene = opening()
+    threads_before = {thread.name for thread in threading.enumerate()}
+    assert "ragcache-disk-write" in threads_before
+    scene.write(keys(100))
+    scene.io.close()
+    scene.io.close()
+    assert scene.written()[0] == keys(100)
+    assert not any(thread in threading.enumerate() for thread in scene.io._threads)
+    with ChunkStore(
+        tmp_path / "cache0", {"model": "demo"}, chunk_bytes=CHUNK_BYTES, capacity_bytes=NUM_ROWS * CHUNK_BYTES
+    ) as store:
+        assert len(store) == 100
+
+
+def test_draining_a_disk_that_hangs_ends_with_host_memory_copied(opening: Opening, gate: threading.Event) -> None:
+    scene = opening()
+    scene.write(keys(3))
+    assert scene.io.finish_reads(0.0), "nothing is read"
+    assert list(scene.io.take_copied()) == [1]
+    assert not scene.io.finish_writes(0.05)
+    assert until(lambda: scene.io.changing_since_s is not None)
+    gate.set()
+    scene.settle()
+    assert scene.io.changing_since_s is None
+    assert scene.written() == (keys(3), [], [])
+
+
+def test_host_memory_is_waited_for_however_long_a_copy_takes(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    is_copying, go_on, aligned_rows = threading.Event(), threading.Event(), disk_io.aligned_rows
+
+    def hang(*args: int) -> np.ndarray:
+        is_copying.set()
+        go_on.wait(10)
+        return aligned_rows(*args)
+
+    monkeypatch.setattr(disk_io, "aligned_rows", hang)
+    scene.write(keys(3))
+    assert is_copying.wait(10)
+    with waiting(lambda: scene.io.finish_reads(0.0)):
+        go_on.set()
+    assert list(scene.io.take_copied()) == [1]
+
+
+def test_a_reader_that_cannot_deliver_lives_on(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = opening()
+    scene.write(keys(2))
+    scene.settle()
+    lost = [scene.read(keys(2), [NUM_ROWS, NUM_ROWS]) for _ in range(2 * disk_io._NUM_READERS)]
+    scene.settle()
+    assert not any(load.is_finished() for load in lost)
+    load = scene.read(keys(2), [8, 9])
+    scene.settle()
+    assert load.outcome() == [True, True]
+
+
+def test_large_chunks_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an 8B model in blocks of 128 tokens a chunk is 16 MiB: 64 of them for each reader would be 4 GiB."""
+    chunk_bytes, num_chunks = 6 << 20, 5
+    memory = np.zeros((2 * num_chunks, chunk_bytes), dtype=np.uint8)
+    memory[:num_chunks] = np.arange(1, num_chunks + 1)[:, None]
+    store = ChunkStore(
+        tmp_path, {"model": "demo"}, chunk_bytes=chunk_bytes, capacity_bytes=num_chunks * (chunk_bytes + 4096)
+    )
+    io = DiskIO(store, memoryview(memory))
+    try:
+        io.store(1, [PendingChunk(key, row, ChunkNote()) for row, key in enumerate(keys(num_chunks))], [])
+        assert io.finish_writes(30)
+        taken, aligned_rows = [], disk_io.aligned_rows
+        monkeypatch.setattr(disk_io, "aligned_rows", lambda *shape: (taken.append(shape), aligned_rows(*shape))[1])
+        load = Load(2, keys(num_chunks), time.monotonic())
+        io.load(load, list(range(num_chunks, 2 * num_chunks)))
+        assert io.finish_reads(30)
+    finally:
+        io.close()
+    assert load.outcome() == [True] * num_chunks
+    assert (memory[num_chunks:] == memory[:num_chunks]).all()
+    assert [num_rows for num_rows, _ in taken] == [2, 2, 1], "16 MiB at most"

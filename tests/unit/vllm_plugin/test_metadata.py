@@ -1,0 +1,177 @@
+"""Whatever a client says of its documents, the request is served."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.chunkstore.regrowing import note_of
+from ragcache_core.errors import ConfigError
+from ragcache_core.tree import check_invariants
+from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.wire import (
+    KEY,
+    MAX_DOC_ID_CHARS,
+    MAX_DOCUMENTS,
+    check_depth,
+    decode_kv_transfer_params,
+    decode_speculation,
+    encode_kv_transfer_params,
+    tile,
+    unsendable,
+)
+from tests.unit.vllm_plugin.scene import BLOCK, controller, keys, run
+
+
+def absurd() -> list[dict[str, object]]:
+    documents = [{"id": "a", "start": 0, "end": 8}]
+    return [
+        {"version": 2, "documents": documents},
+        {"version": None},
+        {"version": 1, "documents": "a"},
+        {"version": 1, "documents": None},
+        {"version": 1, "documents": [None]},
+        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 8}]},
+        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 4}]},
+        {"version": 1, "documents": [{"id": "a", "start": -4, "end": 4}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 101}]},
+        {"version": 1, "documents": [{"id": "a", "start": 10**30, "end": 10**31}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 8}, {"id": "b", "start": 7, "end": 12}]},
+        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 12}, {"id": "b", "start": 0, "end": 4}]},
+        {"version": 1, "documents": [{"id": "a", "start": False, "end": True}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0.0, "end": 8.0}]},
+        {"version": 1, "documents": [{"id": "a", "start": math.nan, "end": 8}]},
+        {"version": 1, "documents": [{"id": "a", "start": 0, "end": math.inf}]},
+        {"version": 1, "documents": [{"id": "", "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": 7, "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": "\ud800", "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": "x" * (1 << 20), "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": "x" * (MAX_DOC_ID_CHARS + 1), "start": 0, "end": 8}]},
+        {"version": 1, "documents": [{"id": str(i), "start": 0, "end": 1} for i in range(10_000)]},
+        {"version": 1, "documents": [{"id": "a", "start": 0}]},
+        {"version": 1, "documents": {"id": "a"}},
+    ]
+
+
+@pytest.mark.parametrize("metadata", absurd(), ids=lambda metadata: repr(metadata)[:60])
+def test_metadata_that_cannot_be_is_a_config_error_with_a_short_message(metadata: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        decode_kv_transfer_params({KEY: metadata}, 100)
+    assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("metadata", [7, "x", ["documents"], 1.5, True])
+def test_metadata_that_is_no_object_is_a_config_error(metadata: object) -> None:
+    with pytest.raises(ConfigError):
+        decode_kv_transfer_params({KEY: metadata}, 100)
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        nested(10_000),
+        {"version": nested(10_000)},
+        {"version": 1, "documents": [nested(10_000)]},
+        {"version": 1, "documents": [], "speculation": nested(10_000)},
+        {"version": 1, "documents": [], "reordered": nested(10_000)},
+        {"version": 1, "documents": [], "chunk_reuse": {"selection": nested(10_000)}},
+    ],
+    ids=["all of it", "version", "document", "speculation", "reordered", "chunk_reuse"],
+)
+def test_metadata_that_is_nested_too_deeply_is_a_config_error(metadata: object) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply: send"):
+        decode_kv_transfer_params({KEY: metadata}, 100)
+    assert decode_speculation({KEY: metadata}) is None
+
+
+def test_a_client_lists_as_many_documents_as_an_engine_reads_and_the_rest_is_the_question() -> None:
+    parts = tuple(PromptSegment(SegmentKind.DOCUMENT, i, i + 1, f"d{i}") for i in range(MAX_DOCUMENTS + 7))
+    read = decode_kv_transfer_params(encode_kv_transfer_params(parts), len(parts)).segments
+    assert read[:-1] == tuple(replace(part, text_end=part.end) for part in parts[:MAX_DOCUMENTS])
+    assert read[-1] == PromptSegment(SegmentKind.QUESTION, MAX_DOCUMENTS, len(parts))
+
+
+@pytest.mark.parametrize("speculation", [None, "s-1", "no speculation"])
+def test_what_cannot_be_sent_is_a_config_error_in_the_engine_and_a_guess_stays_one(speculation: str | None) -> None:
+    documents = [{"id": "\ud800", "start": 0, "end": 8}]
+    error = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+    sent = unsendable({"version": 1, "documents": documents, "speculation": speculation}, error)
+    json.dumps(sent, ensure_ascii=False).encode()
+    with pytest.raises(ConfigError, match=r"cannot be sent to the engine \(.*surrogates not allowed.*\): send version"):
+        decode_kv_transfer_params({KEY: sent}, 100)
+    assert decode_speculation({KEY: sent}) == ("s-1" if speculation == "s-1" else None)
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        decode_kv_transfer_params({KEY: unsendable("text", OverflowError("too large"))}, 100)
+
+
+def test_metadata_may_be_as_deep_as_ours_and_not_as_deep_as_a_stack() -> None:
+    documents = [{"id": str(i), "start": i, "end": i + 1, "more": {"deep": [1]}} for i in range(3)]
+    check_depth({"version": 1, "documents": documents, "chunk_reuse": {"selection": "random"}})
+    for deep in (list[object](), dict[str, object]()):
+        value: object = deep
+        for _ in range(100_000):
+            value = [value] if isinstance(deep, list) else {"a": value}
+        with pytest.raises(ValueError, match="nested more than 8 deep"):
+            check_depth(value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=4), children, max_size=4),
+    max_leaves=8,
+)
+spans = st.fixed_dictionaries(
+    {
+        "id": st.text(st.characters(), max_size=4) | json_values,
+        "start": st.integers(-3, 40) | json_values,
+        "end": st.integers(-3, 40) | json_values,
+    }
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    metadata=st.fixed_dictionaries({"version": st.sampled_from((1, 1, 1, 2))}, optional={"documents": st.lists(spans)})
+    | json_values,
+    num_tokens=st.integers(1, 40),
+    limit=st.none() | st.integers(1, 3),
+)
+def test_whatever_the_metadata_the_controller_serves_the_request(
+    metadata: object, num_tokens: int, limit: int | None
+) -> None:
+    it = controller(max_cached_documents=limit)
+    try:
+        parts = decode_kv_transfer_params({KEY: metadata}, num_tokens).segments
+    except ConfigError:
+        parts = tile([], num_tokens)
+    assert [part.start for part in parts] == [0, *[part.end for part in parts[:-1]]]
+    assert parts[-1].end == num_tokens
+    run(it, "r", parts, keys(num_tokens // BLOCK))
+    check_invariants(it.tree)
+    json.dumps(it.report()).encode()
+
+
+def test_the_most_documents_with_the_longest_ids_are_served() -> None:
+    it = controller()
+    documents = [
+        {"id": f"{i:04}".ljust(MAX_DOC_ID_CHARS, "\U0001f600"), "start": i * 4, "end": i * 4 + 4}
+        for i in range(MAX_DOCUMENTS)
+    ]
+    parts = decode_kv_transfer_params({KEY: {"version": 1, "documents": documents}}, MAX_DOCUMENTS * 4).segments
+    run(it, "r", parts, keys(MAX_DOCUMENTS))
+    assert len(it.tree) == MAX_DOCUMENTS
+    location = it.tree.locate(keys(MAX_DOCUMENTS)[-1])
+    assert location is not None
+    assert note_of(it.tree, location).doc_id == documents[-1]["id"], "and it can be stored"

@@ -1,0 +1,199 @@
+"""Where the blocks of prompts and answers stand in the tree, and what of them is worth keeping."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragcache_core.chunkstore import ChunkEntry
+from ragcache_core.chunkstore.regrowing import note_of, regrow
+from ragcache_core.tree import check_invariants
+from ragcache_core.types import PromptSegment, Tier
+from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.wire import RequestMetadata
+from tests.unit.vllm_plugin.scene import controller, keys, nodes, run, segments
+
+
+def test_a_block_that_straddles_two_documents_belongs_to_the_later_one() -> None:
+    it = controller()
+    it.on_new_request("r", RequestMetadata(segments(("", 3), ("a", 10), ("b", 16), (None, 21))), keys(5), 21, 0.0)
+    assert nodes(it) == [("a", 0, 2, False), ("b", 2, 2, False), (None, 4, 1, False)]
+
+
+def test_a_document_shorter_than_a_block_is_part_of_the_next() -> None:
+    it = controller()
+    it.on_new_request("r", RequestMetadata(segments(("tiny", 2), ("a", 8), (None, 9))), keys(2), 9, 0.0)
+    assert nodes(it) == [("a", 0, 2, False)]
+
+
+@pytest.mark.parametrize("num_keys", [0, 1, 2, 3])
+def test_a_prompt_with_fewer_keys_than_blocks_is_taken_as_far_as_they_go(num_keys: int) -> None:
+    """vLLM hashes full blocks only, and none where prefix caching is off."""
+    it = controller()
+    parts = segments(("a", 8), (None, 14))
+    figures = run(it, "r", parts, keys(num_keys))
+    assert figures["num_gpu_tokens"] == 0
+    assert sum(num_blocks for _, _, num_blocks, _ in nodes(it)) == min(num_keys, 3)
+    assert it.is_idle
+
+
+def test_an_answers_keys_are_not_taken_for_the_prompts() -> None:
+    """A request that is resumed brings the keys of what it has answered."""
+    it = controller()
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 0.0)
+    it.on_admitted("r", keys(6), {}, 1.0)
+    assert sum(num_blocks for _, _, num_blocks, _ in nodes(it)) == 2
+
+
+def test_documents_beyond_the_limit_are_transient_and_not_stored() -> None:
+    it = controller(max_cached_documents=2)
+    parts = segments(("", 4), ("a", 8), ("b", 14), ("c", 20), ("d", 24), (None, 30))
+    it.on_new_request("r", RequestMetadata(parts), keys(7), 30, 0.0)
+    assert nodes(it) == [
+        (None, 0, 1, False),
+        ("a", 1, 1, False),
+        ("b", 2, 1, False),
+        ("c", 3, 2, True),
+        ("d", 5, 1, True),
+        (None, 6, 1, True),
+    ]
+    assert it.num_storable_tokens("r") == 14
+
+
+@pytest.mark.parametrize(
+    ("parts", "limit", "expected"),
+    [
+        (segments((None, 20)), None, None),
+        (segments((None, 20)), 1, None),
+        (segments(("", 4), (None, 20)), None, None),
+        (segments(("a", 8), (None, 20)), None, 8),
+        (segments(("a", 8), ("b", 12), (None, 20)), None, 12),
+        (segments(("a", 8), ("b", 12), (None, 20)), 1, 8),
+        (segments(("a", 8), ("b", 20)), 5, 20),
+    ],
+)
+def test_what_is_worth_storing_ends_with_the_last_kept_document(
+    parts: tuple[PromptSegment, ...], limit: int | None, expected: int | None
+) -> None:
+    it = controller(max_cached_documents=limit)
+    it.on_new_request("r", RequestMetadata(parts), keys(5), 20, 0.0)
+    assert it.num_storable_tokens("r") == expected
+
+
+def test_a_request_longer_than_the_host_tier_stores_what_fits() -> None:
+    it = controller()
+    it.tiers[Tier.HOST] = TierReport(capacity_bytes=350, block_bytes=100)
+    for name, parts, expected in (
+        ("long", segments(("a", 20), (None, 24)), 12),
+        ("short", segments(("a", 8), (None, 24)), 8),
+        ("nameless", segments((None, 24)), 12),
+    ):
+        it.on_new_request(name, RequestMetadata(parts), keys(6, name), 24, 0.0)
+        assert it.num_storable_tokens(name) == expected
+
+
+def test_a_transient_document_is_kept_when_another_prompt_has_it_in_front() -> None:
+    it = controller(max_cached_documents=1)
+    run(it, "r1", segments(("a", 4), ("b", 8)), keys(2))
+    run(it, "r2", segments(("a", 4), ("b", 8)), keys(2))
+    assert [n for n in nodes(it) if n[0] == "b"] == [("b", 1, 1, True)]
+    run(it, "r3", segments(("", 4), ("b", 8)), keys(2))
+    assert [n for n in nodes(it) if n[0] == "b"] == [("b", 1, 1, False)]
+
+
+def test_a_path_stays_in_the_tree_as_long_as_its_request_lives() -> None:
+    it = controller(ghost_size=0)
+    it.on_new_request("r1", RequestMetadata(segments(("a", 8), (None, 12))), keys(3), 12, 0.0)
+    it.on_new_request("same", RequestMetadata(segments(("a", 8), (None, 12))), keys(3), 12, 0.0)
+    it.on_finished("r1")
+    run(it, "r2", segments(("b", 8), (None, 12)), keys(3, "b"))
+    assert it.tree.locate(b"2") is not None
+    it.on_finished("same")
+    run(it, "r3", segments(("b", 8), (None, 12)), keys(3, "b"))
+    assert it.tree.locate(b"2") is None
+    check_invariants(it.tree)
+
+
+# Blocks
+
+
+def test_a_block_of_an_answer_is_added_to_the_tree_after_its_prompt() -> None:
+    it = controller()
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10))), keys(2), 10, 0.0)
+    location = it.locate_block(keys(5), 4)
+    assert (location.node.doc_id, location.node.start, location.unit) == (None, 2, 2)
+    assert it.locate_block(keys(5), 4) == location
+    assert it.locate_block(keys(6), 5).node is location.node, "an answer is one node"
+    check_invariants(it.tree)
+
+
+def test_a_block_whose_whole_prompt_is_gone_from_the_tree_is_added_with_it() -> None:
+    it = controller()
+    location = it.locate_block(keys(3), 2)
+    assert (location.node.start, location.unit, location.node.num_tokens) == (0, 2, 12)
+    check_invariants(it.tree)
+
+
+# From storage
+
+
+def test_a_tree_grows_again_from_what_was_noted_with_its_blocks() -> None:
+    it = controller()
+    parts = segments(("a", 8), ("b", 16), (None, 20))
+    for i in range(3):
+        run(it, f"r{i}", parts, keys(5))
+    locations = [it.tree.locate(key) for key in keys(5)]
+    assert all(locations)
+    entries = []
+    for key, location in zip(keys(5), locations, strict=True):
+        assert location is not None
+        note = note_of(it.tree, location)
+        entries.append(ChunkEntry(key, note.parent, note.doc_id, note.position, note.frequency, note.cost))
+    again = controller()
+    found, orphans = regrow(again.tree, entries, Tier.DISK, again.tokens_per_block)
+    assert (found, orphans) == (keys(5), [])
+    assert nodes(again) == nodes(it)
+    assert {n.doc_id: (n.frequency, n.avg_cost_s) for n in again.tree.nodes()} == {
+        n.doc_id: (n.frequency, n.avg_cost_s) for n in it.tree.nodes()
+    }
+    check_invariants(again.tree)
+    assert [unit.key for unit in again.tree.evict(Tier.DISK, 5) or ()] == keys(5)[::-1]
+
+
+@pytest.mark.parametrize("policy", ["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"])
+def test_what_grew_again_gives_way_in_the_order_of_its_numbers(policy: str) -> None:
+    it = controller(policy=policy)
+    entries = [
+        ChunkEntry(f"{doc} {i}".encode(), f"{doc} {i - 1}".encode() if i else None, doc, i, frequency, 0.01)
+        for doc, frequency, num_blocks in (("often", 9.0, 2), ("once", 1.0, 6))
+        for i in range(num_blocks)
+    ]
+    regrow(it.tree, entries, Tier.DISK, it.tokens_per_block)
+    check_invariants(it.tree)
+    evicted = it.tree.evict(Tier.DISK, 6)
+    assert evicted is not None
+    if policy != "lru":
+        assert {unit.node.doc_id for unit in evicted} == {"once"}
+
+
+def test_blocks_without_their_prefix_are_orphans_and_so_is_what_follows_them() -> None:
+    it = controller()
+    entries = [
+        ChunkEntry(b"1", None, "a", 0, 1.0, 0.1),
+        ChunkEntry(b"2", b"lost", "a", 1, 1.0, 0.1),
+        ChunkEntry(b"3", b"2", "a", 2, 1.0, 0.1),
+        ChunkEntry(b"4", b"4", "a", 2, 1.0, 0.1),
+    ]
+    assert regrow(it.tree, entries, Tier.HOST, it.tokens_per_block) == ([b"1"], [b"2", b"3", b"4"])
+    check_invariants(it.tree)
+
+
+def test_a_block_in_host_memory_whose_prefix_is_on_disk_alone_is_an_orphan_the_other_way_round_it_is_not() -> None:
+    it = controller()
+    first = ChunkEntry(b"1", None, "a", 0, 1.0, 0.1)
+    second = ChunkEntry(b"2", b"1", "a", 1, 1.0, 0.1)
+    third = ChunkEntry(b"3", b"2", "a", 2, 1.0, 0.1)
+    assert regrow(it.tree, [first, second], Tier.DISK, it.tokens_per_block) == ([b"1", b"2"], [])
+    assert regrow(it.tree, [first, third], Tier.HOST, it.tokens_per_block) == ([b"1"], [b"3"])
+    check_invariants(it.tree)
+    assert regrow(it.tree, [third], Tier.DISK, it.tokens_per_block) == ([b"3"], [])
+    check_invariants(it.tree)

@@ -1,0 +1,92 @@
+"""What the server's process knows of its engines, before and after they have said anything."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ragcache_core.vllm_plugin.server.engine_view import Received, Wait
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+
+def test_a_server_that_nobody_has_asked_yet_has_an_empty_report() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf"))
+    report = received.engine()
+    assert report is not None
+    assert report["policy"] == "pgdsf"
+    assert (report["tiers"], report["hottest_documents"]) == ([], [])
+    assert {report[name] for name in report if name.startswith("num_")} == {0}
+
+
+def test_the_first_report_of_an_engine_takes_the_empty_ones_place() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf"))
+    received.add({"engine": {"policy": "pgdsf", "num_requests": 1}}, engine_index=0)
+    assert received.engine() == {"policy": "pgdsf", "num_requests": 1}
+
+
+def test_what_an_idle_engine_says_without_a_step_is_its_report() -> None:
+    received, observed = Received(), list[object]()
+    received.begin(PluginSettings(policy="pgdsf"), lambda *said: observed.append(said), first_engine=2)
+    received.tell({"num_requests": 1})
+    assert observed == [({"engine": {"num_requests": 1}}, 2)]
+    received = Received()
+    received.tell({"num_requests": 1})
+    assert received.engine() == {"num_requests": 1}
+
+
+def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_says_so() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=2))
+
+    def has_room() -> object:
+        load = received.load()
+        assert load is not None
+        return load["has_room"]
+
+    assert has_room() is True
+    received.add({"has_room": False}, engine_index=0)
+    received.add({"has_room": True}, engine_index=1)
+    received.add({"has_room": None}, engine_index=0)
+    assert has_room() is False
+    received.add({"has_room": True}, engine_index=0)
+    assert has_room() is True
+
+
+def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> None:
+    received = Received()
+    assert received.wait_of("s") is None
+    received.add({"waited_s": {"s": 0.25}}, engine_index=0)
+    received.add({"waited_s": {"s": 100.0}}, engine_index=1)
+    assert received.wait_of("s") == Wait(0, 1, 0.25)
+    assert received.wait_of("s", after=1) is None, "that is known"
+    received.add({"waited_s": {"s": 1.5}}, engine_index=0)
+    assert received.wait_of("s", after=1) == received.wait_of("s") == Wait(0, 2, 1.5)
+    for i in range(1100):
+        received.add({"waited_s": {f"s{i}": 0.0}}, engine_index=0)
+    assert received.wait_of("s") is None, "the newest are remembered"
+    assert received.wait_of("s1099") is not None
+
+
+async def test_whoever_waits_for_figures_gets_them_when_they_arrive() -> None:
+    received = Received()
+    waiting = [
+        asyncio.create_task(received.news.wait_for(lambda: received.request("cmpl-1"), 5.0)),
+        asyncio.create_task(received.news.wait_for(lambda: received.wait_of("s"), 5.0)),
+        asyncio.create_task(received.news.wait_for(lambda: received.wait_of("nobody"), 0.0)),
+    ]
+    await asyncio.sleep(0)  # let the three begin to wait
+    received.add({"requests": {"cmpl-1": {"queue_s": 0.5}}}, engine_index=0)
+    assert await waiting[0] == {"queue_s": 0.5}
+    assert not waiting[1].done()
+    await asyncio.to_thread(received.add, {"waited_s": {"s": 0.25}}, 0)
+    assert await waiting[1] == Wait(0, 1, 0.25)
+    assert await waiting[2] is None
+
+
+def test_where_speculation_is_off_there_is_no_room() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=0))
+    load = received.load()
+    assert load is not None
+    assert load["has_room"] is False

@@ -1,0 +1,86 @@
+"""Bodies that no engine can take are answered with our error; all others arrive as they were sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck, problem_of
+
+HUGE = "1" + "0" * 400
+
+
+async def ask(*parts: bytes, method: str = "POST") -> tuple[int, bytes]:
+    """What the server answers, and what arrived at its application."""
+    arrived: list[bytes] = []
+    sent: list[Any] = []
+    waiting = [{"type": "http.request", "body": part, "more_body": i < len(parts)} for i, part in enumerate(parts, 1)]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request":
+            arrived.append(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"".join(arrived)})
+
+    async def receive() -> Any:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": []}
+    await RequestBodyCheck(app)(scope, receive, send)
+    return sent[0]["status"], sent[1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"prompt": "a\\ud800"}', "the request.prompt holds '\\ud800' at character 2 of 2"),
+        ('{"messages": [{"role": "user", "content": [{"text": "\\udc00"}]}]}', "messages[0].content[0].text holds"),
+        ('{"stop": ["\\uDFFF"]}', "the request.stop[0] holds"),
+        ('{"a\\ud800": 1}', "a name in the request holds"),
+        (f'{{"top_k": {HUGE}}}', "the request.top_k is 100000000000000000000000000000; a whole number must lie"),
+        (f'{{"seed": -{HUGE}}}', "the request.seed is -1"),
+        (f'{{"top_k": 1{"0" * 5000}}}', "a number of thousands of digits"),
+        ('{"temperature": 1e999}', "the request.temperature is inf; a number must be finite"),
+        ('{"logit_bias": {"1": NaN}}', "the request.logit_bias.1 is nan"),
+        ('{"top_p": -Infinity}', "the request.top_p is -inf"),
+    ],
+)
+async def test_what_no_engine_can_take_is_refused_with_place_value_limit_and_cure(body: str, said: str) -> None:
+    status, answer = await ask(body.encode())
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (400, 400)
+    assert said in error["message"]
+    assert any(cure in error["message"] for cure in ("send ", "remove it"))
+    assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"prompt": "\\ud83d\\ude42 NaN 12345678901234567890123 1e9999"}',
+        '{"seed": 9223372036854775807, "temperature": 1e-400, "top_k": 18446744073709551615}',
+        '{"kv_transfer_params": {"ragcache": {"version": 1, "documents": [{"id": "\\ud800"}]}}}',
+        "[NaN]",
+        '{"prompt": "NaN',
+        "",
+    ],
+)
+async def test_other_bodies_arrive_as_they_were_sent(body: str) -> None:
+    sent = body.encode()
+    assert await ask(sent) == (200, sent)
+    assert await ask(sent[:7], sent[7:9], sent[9:]) == (200, sent)
+    assert await ask(b'{"seed": 1e999}', method="GET") == (200, b'{"seed": 1e999}')
+
+
+async def test_a_number_in_two_parts_of_a_body_is_found() -> None:
+    status, _ = await ask(b'{"temperature": 1e', b"999}")
+    assert status == 400
+
+
+def test_a_body_nested_as_deep_as_it_likes_is_left_to_vllm() -> None:
+    assert problem_of(b'{"a": NaN, "b": ' + b"[" * 200_000) is None

@@ -1,0 +1,69 @@
+"""What the plugin reads from the connector's configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.client.launch.arguments import cache_arguments
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+
+@pytest.mark.parametrize("extra", [{}, {"ragcache": {}}, {"ragcache": None}, {"spec_name": "RAGCacheSpec"}])
+def test_what_is_missing_has_its_default(extra: dict[str, Any]) -> None:
+    assert PluginSettings.from_extra_config(extra) == PluginSettings()
+
+
+def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
+    config = CacheConfig(
+        policy="hybrid",
+        frequency="cached",
+        max_cached_documents=3,
+        ghost_size=7,
+        host_bytes="1MiB",
+        directory=None,
+        queue="fifo",
+        queue_window=5,
+        max_prefill_bs=2,
+    )
+    arguments = cache_arguments(config, engine_id="ragcache-1-2-ab", profile=tmp_path / "profile.json")
+    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert PluginSettings.from_extra_config(transfer["kv_connector_extra_config"]) == PluginSettings(
+        policy="hybrid",
+        keeps_frequency=False,
+        ghost_size=7,
+        max_cached_documents=3,
+        profile=tmp_path / "profile.json",
+        is_queue_cache_aware=False,
+        queue_window=5,
+        max_prefill_bs=2,
+    )
+
+
+@pytest.mark.parametrize("given", [{"polcy": "lru"}, "lru", 7, [1], {"profile": 7}, {"profile": []}])
+def test_what_this_version_does_not_know_is_a_config_error(given: object) -> None:
+    with pytest.raises(ConfigError, match="ragcache"):
+        PluginSettings.from_extra_config({"ragcache": given})
+
+
+def test_the_cost_of_a_prefill_is_the_default_until_it_is_measured(tmp_path: Path) -> None:
+    assert PluginSettings().prefill_cost() == PrefillCostModel.default()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe", b"[]", b'{"format": 99}'])
+def test_a_damaged_profile_is_logged_and_the_default_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert PluginSettings(profile=path).prefill_cost() == PrefillCostModel.default()
+    assert "by default" in caplog.text

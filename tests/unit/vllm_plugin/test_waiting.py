@@ -1,0 +1,350 @@
+"""How the engine's controller ranks the requests that wait, and protects what they will find."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from statistics import median
+from time import process_time
+from typing import Any
+
+import pytest
+
+from ragcache_core.queueing import CacheAwareQueue
+from ragcache_core.tree import KnowledgeTree, Location, check_invariants
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.wire import RequestMetadata
+from tests.unit.vllm_plugin.scene import BLOCK, controller, keys, segments
+
+
+def wait(it: CacheController, request_id: str, *documents: str, num_blocks: int = 2) -> list[bytes]:
+    """Announce a request over documents of ``num_blocks`` blocks, and return its keys."""
+    chain, name, ends = [], "", []
+    for document in documents:
+        name += document
+        chain += keys(num_blocks, name + ":")
+        ends.append((document, len(chain) * BLOCK))
+    parts = segments(*ends, (None, len(chain) * BLOCK + 2))
+    it.on_new_request(request_id, RequestMetadata(parts), chain, parts[-1].end, 0.0)
+    return chain
+
+
+def put(it: CacheController, key: bytes, tier: Tier = Tier.GPU) -> None:
+    location = it.tree.locate(key)
+    assert location is not None
+    it.tree.add(location.node, 1 << location.unit, tier)
+
+
+def drop(it: CacheController, key: bytes) -> None:
+    location = it.tree.locate(key)
+    assert location is not None
+    for tier in Tier:
+        if it.tree.resident_mask(location.node, tier) >> location.unit & 1:
+            it.tree.remove(location.node, 1 << location.unit, tier)
+
+
+def is_cached(it: CacheController, key: bytes) -> bool:
+    location = it.tree.locate(key)
+    assert location is not None
+    return any(it.tree.resident_mask(location.node, tier) >> location.unit & 1 for tier in Tier)
+
+
+def test_the_priority_is_cached_over_computed_tokens_and_follows_the_tiers() -> None:
+    it = controller()
+    chain = wait(it, "r", "a", "b")
+    assert it.order_priority("r") == 0
+    assert it.take_touched() == set()
+    for key in chain[:2]:
+        put(it, key)
+    put(it, chain[2], Tier.HOST)
+    assert it.take_touched() == {"r"}
+    assert it.order_priority("r") == 12 / 6
+    location = it.tree.locate(chain[0])
+    assert location is not None
+    it.tree.remove(location.node, 1, Tier.GPU)
+    assert it.take_touched() == {"r"}
+    assert it.order_priority("r") == 0, "a prefix begins at the beginning"
+
+
+def test_a_change_touches_those_on_whose_path_it_is_even_after_a_split() -> None:
+    it = controller()
+    long = wait(it, "long", "a", num_blocks=6)
+    wait(it, "other", "z")
+    it.take_touched()
+    it.on_new_request("short", RequestMetadata(segments(("a", 8), (None, 10))), long[:2], 10, 0.0)
+    it.take_touched()
+    put(it, long[4])
+    assert it.take_touched() == set(), "what stands before it is not there"
+    for key in long[:2]:
+        put(it, key)
+    assert it.take_touched() == {"long", "short"}
+    put(it, long[2])
+    assert it.take_touched() == {"long"}
+    it.on_admitted("long", long, {}, 1.0)
+    drop(it, long[1])
+    assert it.take_touched() == {"short"}
+    assert it.order_priority("short") == 4 / 6
+
+
+def test_priorities_follow_whatever_comes_goes_and_is_cut() -> None:
+    rng = random.Random(7)
+    it = controller()
+    chains: dict[str, list[bytes]] = {}
+    known: dict[str, float] = {}
+    for step in range(4000):
+        match rng.randrange(8):
+            case 0 if len(chains) < 20:
+                names = rng.choices("abc", k=rng.randint(1, 3))
+                chain = wait(it, f"r{step}", *names, num_blocks=3)
+                chains[f"r{step}"] = chain
+            case 1 if len(chains) > 8:
+                gone = rng.choice(list(chains))
+                del chains[gone]
+                it.on_finished(gone)
+            case 2 if chains:
+                chain = rng.choice(list(chains.values()))
+                cut = rng.randrange(1, len(chain))
+                parts = segments(("other", cut * BLOCK), (None, cut * BLOCK + 1))
+                it.on_new_request(f"cut{step}", RequestMetadata(parts), chain[:cut], parts[-1].end, 0.0)
+                it.on_finished(f"cut{step}")
+            case 3 if chains:
+                drop(it, rng.choice(rng.choice(list(chains.values()))))
+            case _ if chains:
+                key = rng.choice(rng.choice(list(chains.values())))
+                put(it, key, rng.choice((Tier.GPU, Tier.HOST)))
+        if rng.random() < 0.5:
+            continue
+        touched = it.take_touched()
+        for name, chain in chains.items():
+            num_cached = next((i for i, key in enumerate(chain) if not is_cached(it, key)), len(chain)) * BLOCK
+            assert it.order_priority(name) == num_cached / (len(chain) * BLOCK + 2 - num_cached)
+            assert name in touched or it.order_priority(name) == known.get(name, it.order_priority(name))
+            known[name] = it.order_priority(name)
+
+
+def test_a_request_that_comes_between_two_changes_follows_what_is_cached_after_them() -> None:
+    it = controller()
+    first = wait(it, "first", "a", "b")
+    for key in first[:2]:
+        put(it, key)
+    it.take_touched()
+    drop(it, first[0])
+    second = wait(it, "second", "a", "c")
+    put(it, first[0])
+    it.take_touched()
+    for key in second[2:]:
+        put(it, key)
+    assert it.take_touched() == {"second"}
+    assert it.order_priority("second") == 16 / 2
+
+
+def test_nothing_is_kept_of_changes_that_nobody_asks_for() -> None:
+    it = controller(is_queue_cache_aware=False, max_prefill_bs=0)
+    it.waiting.max_protected_units = 8
+    chain = wait(it, "r", "a")
+    put(it, chain[0])
+    assert set(it.tree.protected_keys) == {chain[-1]}
+    assert not it.waiting._changed
+    it.on_finished("r")
+    assert not it.tree.protected_keys
+
+
+def test_an_unknown_request_has_no_priority() -> None:
+    assert controller().order_priority("nobody") == 0
+
+
+def test_a_waiting_requests_path_is_protected_until_it_is_admitted_or_ends() -> None:
+    it = controller()
+    it.waiting.max_protected_units = 8
+    first, second = wait(it, "r1", "a"), wait(it, "r2", "a", "b")
+    for key in (*first, *second):
+        put(it, key)
+    assert set(it.tree.protected_keys) == {first[-1], second[-1]}
+    it.on_admitted("r1", first, {}, 1.0)
+    assert set(it.tree.protected_keys) == {second[-1]}
+    it.on_finished("r2")
+    it.on_finished("r1")
+    assert not it.tree.protected_keys
+    check_invariants(it.tree)
+
+
+def test_no_more_is_protected_than_fits_and_the_next_follow_in_their_turn() -> None:
+    it = controller()
+    it.waiting.max_protected_units = 5
+    chains = [wait(it, f"r{i}", name) for i, name in enumerate("abcd")]
+    assert set(it.tree.protected_keys) == {chains[0][-1], chains[1][-1]}
+    large = wait(it, "large", "x", "y", "z")
+    it.on_finished("r0")
+    assert set(it.tree.protected_keys) == {chains[1][-1], chains[2][-1]}
+    for i in (1, 2, 3):
+        it.on_finished(f"r{i}")
+    assert large[-1] not in it.tree.protected_keys, "it alone is more than may be protected"
+    it.on_finished("large")
+    assert not it.tree.protected_keys
+
+
+class CountingTree:
+    """Counts how often a unit is looked for."""
+
+    def __init__(self, tree: KnowledgeTree) -> None:
+        self._tree = tree
+        self.num_looks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tree, name)
+
+    def locate(self, key: Hashable) -> Location | None:
+        self.num_looks += 1
+        return self._tree.locate(key)
+
+
+def test_an_admission_looks_at_a_few_of_those_that_wait_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = controller()
+    it.waiting.max_protected_units = 5
+    chains = [wait(it, f"r{i}", f"d{i}") for i in range(2000)]
+    tree = CountingTree(it.tree)
+    monkeypatch.setattr(it.waiting, "_tree", tree)
+    for i in range(1000):
+        it.on_admitted(f"r{i}", chains[i], {}, 1.0)
+        assert set(it.tree.protected_keys) == {chains[i + 1][-1], chains[i + 2][-1]}
+    assert 0 < tree.num_looks < 100 * 1000
+    check_invariants(it.tree)
+
+
+def test_a_speculative_request_is_neither_protected_nor_pending_until_it_is_confirmed() -> None:
+    it = controller()
+    it.waiting.max_protected_units = 8
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10)), "s"), keys(2), 10, 0.0)
+    assert not it.tree.protected_keys
+    assert it.is_speculative("r")
+    assert it.num_pending_prefills == 0
+    assert it.confirm("s") == ["r"]
+    it.on_waiting("r")
+    assert set(it.tree.protected_keys) == {keys(2)[-1]}
+    assert it.num_pending_prefills == 1
+    it.on_admitted("r", keys(2), {}, 1.0)
+    it.on_first_token("r", 1.0)
+    assert it.num_pending_prefills == 0
+    figures = it.on_finished("r")
+    assert figures is not None
+    assert (figures["is_speculative"], figures["is_confirmed"]) == (True, True)
+
+
+def test_a_speculation_that_was_preempted_and_confirmed_is_protected_until_it_is_admitted_again() -> None:
+    it = controller()
+    it.waiting.max_protected_units = 8
+    it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10)), "s"), keys(2), 10, 0.0)
+    it.on_admitted("r", keys(2), {}, 1.0)
+    assert it.confirm("s") == ["r"]
+    it.on_waiting("r")
+    assert set(it.tree.protected_keys) == {keys(2)[-1]}
+    put(it, keys(2)[0])
+    assert it.take_touched() == {"r"}
+    it.on_admitted("r", keys(2), {}, 2.0)
+    assert not it.tree.protected_keys
+
+
+def test_reordered_prompts_are_counted() -> None:
+    it = controller()
+    for request_id, is_reordered in (("r1", True), ("r2", False)):
+        metadata = RequestMetadata(segments(("a", 8), (None, 10)), None, is_reordered)
+        it.on_new_request(request_id, metadata, keys(2), 10, 0.0)
+        it.on_admitted(request_id, keys(2), {}, 1.0)
+    assert it.report()["num_reordered_prompts"] == 1
+
+
+def test_ordering_256_waiting_requests_takes_a_fraction_of_a_millisecond_a_step() -> None:
+    it = controller()
+    it.waiting.max_protected_units = 2000
+    steps = _Steps(it)
+    chains = {f"r{i}": steps.add(f"r{i}", "system", *(f"d{(i * k) % 40}" for k in range(1, 5))) for i in range(256)}
+    for step in range(100):
+        put(it, chains[f"r{step}"][2 + step % 8])
+        steps.choose()
+        it.on_admitted(steps.queue.pop().name, [], {}, 1.0)
+    assert median(steps.took_s) < median(steps.all_priorities_s), "a thirtieth, on an idle machine"
+
+
+def test_a_document_that_256_requests_wait_for_may_arrive_block_by_block() -> None:
+    it = controller()
+    steps = _Steps(it)
+    for i in range(256):
+        chain = steps.add(f"r{i}", "hot", f"d{i}", num_blocks=100)
+    for key in chain[:100]:
+        put(it, key)
+        steps.choose()
+        assert len({it.order_priority(f"r{i}") for i in range(256)}) == 1
+    assert it.order_priority("r0") == 400 / 402
+    assert median(steps.found_s) < median(steps.all_priorities_s) / 4, "a thirtieth: whom a block concerns"
+    assert median(steps.took_s) < 4 * median(steps.all_priorities_s), "1.8 times: 256 priorities have changed"
+
+
+@pytest.mark.parametrize("block", [50, 99])
+def test_a_document_that_256_requests_wait_for_may_lose_a_block_and_get_it_back(block: int) -> None:
+    it = controller()
+    steps = _Steps(it)
+    for i in range(256):
+        chain = steps.add(f"r{i}", "hot", f"d{i}", num_blocks=100)
+    for key in chain[:100]:
+        put(it, key)
+    steps.choose()
+    for step in range(100):
+        (put if step % 2 else drop)(it, chain[block])
+        steps.choose()
+        num_cached = 400 if step % 2 else block * BLOCK
+        assert {it.order_priority(f"r{i}") for i in range(256)} == {num_cached / (802 - num_cached)}
+    assert median(steps.took_s) < 4 * median(steps.all_priorities_s), "1.8 times: 256 priorities have changed"
+
+
+def test_a_block_behind_a_gap_touches_nobody() -> None:
+    it = controller()
+    chain = wait(it, "r", "a", "b", "c")
+    for key in (*chain[:2], chain[4]):
+        put(it, key)
+    it.take_touched()
+    put(it, chain[5])
+    assert it.take_touched() == set(), "the second document is not there"
+    put(it, chain[2])
+    put(it, chain[3])
+    assert it.take_touched() == {"r"}
+    assert it.order_priority("r") == 24 / 2
+
+
+class _Steps:
+    """A queue, and what its steps cost in CPU time: to find whom a change concerns, and with the choice of the next.
+
+    Beside each of them, what a step without marks would take: to ask for every waiting request's priority.
+    """
+
+    def __init__(self, it: CacheController) -> None:
+        self.queue: CacheAwareQueue[_Request] = CacheAwareQueue(lambda request: it.order_priority(request.name))
+        self.found_s: list[float] = []
+        self.took_s: list[float] = []
+        self.all_priorities_s: list[float] = []
+        self._it = it
+        self._waiting: dict[str, _Request] = {}
+
+    def add(self, name: str, *documents: str, num_blocks: int = 2) -> list[bytes]:
+        chain = wait(self._it, name, *documents, num_blocks=num_blocks)
+        self.queue.add(self._waiting.setdefault(name, _Request(name)))
+        return chain
+
+    def choose(self) -> None:
+        """Do what a step does before it takes somebody from the queue."""
+        began_s = process_time()
+        self.queue.reconsider()
+        touched = self._it.take_touched()
+        self.found_s.append(process_time() - began_s)
+        self.queue.touch(*map(self._waiting.__getitem__, touched))
+        self.queue.peek()
+        self.took_s.append(process_time() - began_s)
+        began_s = process_time()
+        for i in range(256):
+            self._it.order_priority(f"r{i}")
+        self.all_priorities_s.append(process_time() - began_s)
+
+
+class _Request:
+    def __init__(self, name: str) -> None:
+        self.name = name
