@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from ragcache_core.client import Engine
-from ragcache_core.client.speculation.manager import Speculations
+from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.config import CacheConfig
 
@@ -76,11 +76,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def num_begun(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Of how many speculations the engine has told when it began with them."""
     sent: list[Speculation] = []
-    start = Speculations.start
+    start = SpeculationManager.start
 
     def noted(*args: Any, **kwargs: Any) -> Speculation:
         sent.append(start(*args, **kwargs))
         return sent[-1]
 
-    monkeypatch.setattr(Speculations, "start", noted)
+    monkeypatch.setattr(SpeculationManager, "start", noted)
     return lambda: sum(speculation.started_s is not None for speculation in sent)

@@ -135,11 +135,11 @@ class Plot:
         legend_height = _LINE_INCHES * max((math.ceil(len(n) / c) for n, c in columns.items()), default=0)
         notes = wrap(self.note, int(width / _CHARACTER_INCHES * 1.35))
         drawn_height = (_INCHES[1] + (0 if is_shared else legend_height)) * num_rows + legend_height * is_shared
-        note_height = _LINE_INCHES * len(notes)
-        figure = Figure(figsize=(width, drawn_height + note_height), layout="constrained")
+        record_height = _LINE_INCHES * len(notes)
+        figure = Figure(figsize=(width, drawn_height + record_height), layout="constrained")
         drawn: FigureBase = figure
         if notes:
-            drawn, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(drawn_height, note_height))[:, 0]
+            drawn, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(drawn_height, record_height))[:, 0]
             below.text(0.01, 0.5, "\n".join(notes), fontsize=8, color="#555555", va="center")
         cells = drawn.subfigures(num_rows, num_columns, squeeze=False).flat
         for cell, panel in zip(cells, self.panels, strict=False):  # the last row may have room for one more

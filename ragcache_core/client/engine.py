@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 import httpx
 
-from ragcache_core.client.engine_client import FindTokenizer, ServerDoor
+from ragcache_core.client.engine_client import EngineClient, FindTokenizer
 from ragcache_core.client.http.transport import Health
 from ragcache_core.client.launch.launch import launch_server
 from ragcache_core.client.launch.process import GRACE_S
@@ -30,7 +30,7 @@ _open_engines: set[Engine] = set()
 """Engines that own a server, until they are closed: the end of the program closes them."""
 
 
-class Engine(ServerDoor):
+class Engine(EngineClient):
     """A running vLLM server, and the one way to ask it.
 
     Make one with :meth:`launch` or :meth:`connect`. Both kinds do the same; a launched engine owns its server and ends

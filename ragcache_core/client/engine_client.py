@@ -19,16 +19,16 @@ from ragcache_core.client.generation import (
 )
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport, ServerWatch
-from ragcache_core.client.ordering.cached_prefixes import CacheMirror
-from ragcache_core.client.ordering.document_order import ArrangingDoor, RememberedOrders
-from ragcache_core.client.prompts.client import PromptingDoor
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.ordering.document_order import OrderingClient, RememberedOrders
+from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.layout_learner import LayoutLearner
 from ragcache_core.client.prompts.request_plan import RememberedDocuments, RequestPlan, plan_rendered
 from ragcache_core.client.prompts.tokenizer import checked_tokenizer
 from ragcache_core.client.server_info import Handshake, ModelCard
-from ragcache_core.client.speculation.client import SpeculatingDoor
+from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.client.speculation.engine_load import LoadRoute
-from ragcache_core.client.speculation.manager import Speculations
+from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
 from ragcache_core.client.stats.server_metrics import parse_metrics
 from ragcache_core.client.warm_imports import importing_requests
@@ -42,7 +42,7 @@ FindTokenizer = Callable[[Handshake, ModelCard], PromptTokenizer]
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
-class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
+class EngineClient(PromptClient, SpeculationClient, OrderingClient):
     """The one way to ask a server that runs. Its methods may be called by any thread, the async ones from any loop.
 
     Attributes:
@@ -60,7 +60,7 @@ class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
         self.base_url = base_url
         self.api_key = api_key
         self._watch = watch
-        self._speculations = Speculations(base_url, api_key)
+        self._speculations = SpeculationManager(base_url, api_key)
         self._transport = RetryingTransport(watch, self._speculations)
         self._async_transport = AsyncRetryingTransport(watch, self._speculations)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
@@ -73,7 +73,7 @@ class ServerDoor(PromptingDoor, SpeculatingDoor, ArrangingDoor):
         self._load = LoadRoute(base_url, api_key, self._http, self._http_async)
         self._remembered = RememberedDocuments()
         self._reordered = RememberedOrders()
-        self._mirror = CacheMirror(base_url, api_key)
+        self._mirror = CachedPrefixes(base_url, api_key)
         self._bound = None
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
-_asker: ContextVar[object | None] = ContextVar("ragcache_asker", default=None)
+_scope: ContextVar[object | None] = ContextVar("ragcache_request_scope", default=None)
 
 
-def current_asker() -> object | None:
+def current_scope() -> object | None:
     """Return in whose name requests are made here; ``None``: in nobody's."""
-    return _asker.get()
+    return _scope.get()
 
 
 @contextmanager
-def asking_for(asker: object) -> Iterator[None]:
-    """Make requests and speculations in the name of ``asker``. No generator may yield inside: its reader would too."""
-    token = _asker.set(asker)
+def request_scope(scope: object) -> Iterator[None]:
+    """Make requests and speculations in the name of ``scope``. No generator may yield inside: its reader would too."""
+    token = _scope.set(scope)
     try:
         yield
     finally:
         with suppress(ValueError):  # what never went on is closed in another context, which was not changed
-            _asker.reset(token)
+            _scope.reset(token)

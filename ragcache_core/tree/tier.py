@@ -122,7 +122,7 @@ class TierState:
         has_rank = self._uses_clock or node.is_transient
         return self.ranks[node.id] if has_rank else self.policy.rank(node, 0.0)
 
-    def note_copies(self, node: TreeNode) -> None:
+    def record_copies(self, node: TreeNode) -> None:
         """Take note that units of ``node`` came or went, here or below: its rank may be discounted, or no longer."""
         here = missing = self.resident[node.id]
         for state in self.slower:
@@ -134,7 +134,7 @@ class TierState:
             self.offer(node)
 
     def is_copied(self, node: TreeNode) -> bool:
-        """Return whether the node's rank is discounted, as of the last :meth:`note_copies`."""
+        """Return whether the node's rank is discounted, as of the last :meth:`record_copies`."""
         return bool(self._is_copied[node.id])
 
     def unprotect(self, node: TreeNode) -> None:

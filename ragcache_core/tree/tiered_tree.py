@@ -326,7 +326,7 @@ class TieredTree(PrefixTree):
             self.changes.note(node)
         if self._looks_below:
             for tier in self._up_from[state]:
-                tier.note_copies(node)
+                tier.record_copies(node)
 
     def _resident_anywhere(self, node: TreeNode) -> int:
         """Return which units of ``node`` lie in any tier, one bit each."""

@@ -14,7 +14,7 @@ from langchain_core.runnables import Runnable
 
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.run import PipelineEvent
-from ragcache_core.client.pipeline.session import AskedSearch
+from ragcache_core.client.pipeline.session import SearchSession
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.types import Document
@@ -30,7 +30,7 @@ Documents = list[LangChainDocument]
 Prompt = Runnable[dict[str, Any], PromptValue]
 
 
-class AskedQuestion(AskedSearch):
+class AskedQuestion(SearchSession):
     """One question: what its prompt is made of, what the search for it came to, and whether that was reported."""
 
     def __init__(self, question: str, values: Callable[[Documents], dict[str, Any]], prompt: Prompt) -> None:

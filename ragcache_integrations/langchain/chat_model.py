@@ -55,8 +55,8 @@ class ChatRAGCache(BaseChatOpenAI):
     that any retriever of LangChain's returned lately in this process. Whose prompts show none is told so once.
 
     ``chunk_reuse`` lets documents be reused behind others than they were computed behind, which is approximate; of the
-    model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`ServerDoor.stream
-    <ragcache_core.client.engine_client.ServerDoor.stream>`.
+    model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`EngineClient.stream
+    <ragcache_core.client.engine_client.EngineClient.stream>`.
 
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.

@@ -12,7 +12,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
-from ragcache_core.client.pipeline.session import AskedSearch
+from ragcache_core.client.pipeline.session import SearchSession
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_integrations.llamaindex.events import publish
@@ -26,7 +26,7 @@ PIPELINE_KEY = "ragcache_pipeline"
 _Response = TypeVar("_Response", bound=RESPONSE_TYPE)
 
 
-class AskedQuery(AskedSearch, AbstractContextManager["AskedQuery"]):
+class AskedQuery(SearchSession, AbstractContextManager["AskedQuery"]):
     """One query: who asks ahead for its answer, and what the search for it came to.
 
     Leaving it ends a speculation that no request took over, unless a stream does that at its end.

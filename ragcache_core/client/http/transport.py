@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import httpx
 
 from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.speculation.manager import Speculations
+from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.errors import EngineClosedError, EngineDiedError
 
 _POLL_S = 0.05
@@ -117,7 +117,7 @@ class RetryingTransport(httpx.BaseTransport):
     A fork starts with connections of its own: on a shared one, two processes would read each other's answers.
     """
 
-    def __init__(self, watch: ServerWatch | None = None, speculations: Speculations | None = None) -> None:
+    def __init__(self, watch: ServerWatch | None = None, speculations: SpeculationManager | None = None) -> None:
         self._watch = watch
         self._speculations = speculations
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per fork
@@ -168,7 +168,7 @@ class RetryingTransport(httpx.BaseTransport):
 class AsyncRetryingTransport(httpx.AsyncBaseTransport):
     """The asynchronous transport; one instance serves any number of event loops and keeps no idle connection."""
 
-    def __init__(self, watch: ServerWatch | None = None, speculations: Speculations | None = None) -> None:
+    def __init__(self, watch: ServerWatch | None = None, speculations: SpeculationManager | None = None) -> None:
         self._watch = watch
         self._speculations = speculations
         self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncHTTPTransport] = WeakKeyDictionary()

@@ -32,14 +32,14 @@ _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
 
 _logger = logging.getLogger(__name__)
-_all: WeakSet[CacheMirror] = WeakSet()
+_all: WeakSet[CachedPrefixes] = WeakSet()
 
 
 class _NothingToMirrorError(Exception):
     """The server will not tell: there is no use in asking again."""
 
 
-class CacheMirror:
+class CachedPrefixes:
     """Follows one server from the first question on, in a thread of its own, until :meth:`close`.
 
     While the connection is down nothing is known: what was cached before may be gone. A fork begins anew.

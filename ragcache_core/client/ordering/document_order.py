@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ragcache_core.client.ordering.cached_prefixes import CacheMirror
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.ordering import DocumentOrder, arrange
 from ragcache_core.types import DocId, Document
 
@@ -25,14 +25,14 @@ class Arrangement:
 
 
 def in_order(
-    door: ArrangingDoor | None,
+    door: OrderingClient | None,
     documents: Sequence[Document],
     order: DocumentOrder,
     *,
     keep_first: bool,
     prefix: bytes | None = None,
 ) -> Sequence[Document]:
-    """Return documents as :meth:`ArrangingDoor.arrange_documents` does; ``cache_aware`` needs a door to go by."""
+    """Return documents as :meth:`OrderingClient.arrange_documents` does; ``cache_aware`` needs a door to go by."""
     if door is not None:
         return door.arrange_documents(documents, order, keep_first=keep_first, prefix=prefix).documents
     return [documents[i] for i in arrange([d.doc_id for d in documents], order, None, keep_first=keep_first)]
@@ -64,10 +64,10 @@ class RememberedOrders:
             return documents in self._orders
 
 
-class ArrangingDoor:
-    """The part of :class:`~ragcache_core.client.engine_client.ServerDoor` that knows what the engine has cached."""
+class OrderingClient:
+    """The part of :class:`~ragcache_core.client.engine_client.EngineClient` that knows what the engine has cached."""
 
-    _mirror: CacheMirror
+    _mirror: CachedPrefixes
     _reordered: RememberedOrders
 
     def arrange_documents(

@@ -9,7 +9,7 @@ from ragcache_core.client.pipeline.result import PipelineEvent, PipelineResult
 from ragcache_core.client.pipeline.search import SearchRun
 from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.speculation.attempt import Speculator
-from ragcache_core.client.speculation.client import SpeculatingDoor
+from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 
@@ -23,7 +23,7 @@ __all__ = ["PipelineEvent", "PipelineResult", "Speculator", "run_pipeline"]
 
 async def run_pipeline(
     updates: AsyncIterator[RetrievalUpdate],
-    door: SpeculatingDoor | None,
+    door: SpeculationClient | None,
     speculator: Speculator | None,
     *,
     timeout_s: float | None = None,

@@ -20,8 +20,8 @@ from typing import Literal
 from ragcache_core.client.pipeline.result import PipelineEvent, PipelineResult, unhidden_search_s
 from ragcache_core.client.pipeline.tasks import SearchTasks
 from ragcache_core.client.speculation.attempt import Speculator, StartedSpeculation, Starts
-from ragcache_core.client.speculation.client import SpeculatingDoor
-from ragcache_core.client.speculation.engine_load import Load
+from ragcache_core.client.speculation.client import SpeculationClient
+from ragcache_core.client.speculation.engine_load import EngineLoad
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -44,7 +44,7 @@ class SearchRun:
 
     def __init__(
         self,
-        door: SpeculatingDoor | None,
+        door: SpeculationClient | None,
         speculator: Speculator | None,
         on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None,
         arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
@@ -59,7 +59,7 @@ class SearchRun:
         self._history = history
         self._k = k
         self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
-        self._load: Load | None = None
+        self._load: EngineLoad | None = None
         self._load_told_s = 0.0
         self._is_asking = False
         self._poll_s = _FIRST_POLL_S
@@ -190,7 +190,7 @@ class SearchRun:
             why_not = f"the engine did not tell its load: {error}"
         self._tasks.put(partial(self._on_load, load, why_not))
 
-    async def _on_load(self, load: Load | None, why_not: str) -> None:
+    async def _on_load(self, load: EngineLoad | None, why_not: str) -> None:
         self._is_asking = False
         if load is None or load.max_prefill_bs == 0:
             self._cannot = why_not
@@ -208,7 +208,7 @@ class SearchRun:
         """Return what decides a start: the scheduler knows better than a count whether it would admit one."""
         return 0 if self._load is not None and self._load.has_room else self._pipeline.max_prefill_bs
 
-    # Speculations
+    # SpeculationManager
 
     def _perform(self, actions: Sequence[Action[_Documents]]) -> None:
         for action in actions:

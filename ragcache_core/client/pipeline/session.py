@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ragcache_core.client.pipeline.run import PipelineEvent, PipelineResult, run_pipeline
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
-from ragcache_core.client.request_scope import asking_for
+from ragcache_core.client.request_scope import request_scope
 from ragcache_core.retrieval.sources import one_stage
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document
@@ -18,13 +18,13 @@ _Found = TypeVar("_Found")
 _Part = TypeVar("_Part")
 
 
-class AskedSearch:
+class SearchSession:
     """What a search came to, once it has; its speculation is ended here unless a request took it over."""
 
     def __init__(self) -> None:
         self._result: PipelineResult | None = None
         self._settled: PipelineReport | None = None
-        self._asker = object()
+        self._scope = object()
 
     def take(self, result: PipelineResult) -> None:
         """Own the result of the search, and its speculation."""
@@ -32,7 +32,7 @@ class AskedSearch:
 
     def asking(self) -> AbstractContextManager[None]:
         """Ask the model in this question's name: the request joins what was sent ahead of it, not of an equal one."""
-        return asking_for(self._asker)
+        return request_scope(self._scope)
 
     def asked_parts(self, parts: Generator[_Part, None, None]) -> Generator[_Part, None, None]:
         """Yield what ``parts`` does, which asks the model in this question's name; close them in the end."""

@@ -16,15 +16,15 @@ from ragcache_core.client.prompts.request_plan import (
     server_renders,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.client.request_scope import current_asker
+from ragcache_core.client.request_scope import current_scope
 from ragcache_core.errors import TokenizerUnavailableError
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, escape_documents
 from ragcache_core.types import Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
 
 
-class PromptingDoor:
-    """The part of :class:`~ragcache_core.client.engine_client.ServerDoor` that lays prompts out as token ids."""
+class PromptClient:
+    """The part of :class:`~ragcache_core.client.engine_client.EngineClient` that lays prompts out as token ids."""
 
     max_model_len: int
     _tokenizer: PromptTokenizer | TokenizerUnavailableError
@@ -143,7 +143,7 @@ class PromptingDoor:
             return RequestPlan(changed_messages(messages, escape_documents(self._tokenizer, messages, shown)))
         searches = self._remembered.searches()
         if self._bound is None:
-            is_prefilled = current_asker() is None  # who asks in a name asks for the whole answer ahead
+            is_prefilled = current_scope() is None  # who asks in a name asks for the whole answer ahead
             self._learner.see(messages, searches, is_prefilled=is_prefilled)
         return plan_chat(
             self._tokenizer,

@@ -10,21 +10,21 @@ import httpx
 
 from ragcache_core.client.prompts.request_plan import plan_rendered
 from ragcache_core.client.speculation import request_capture as rehearsing
-from ragcache_core.client.speculation.engine_load import Load, LoadRoute
-from ragcache_core.client.speculation.manager import Speculations
+from ragcache_core.client.speculation.engine_load import EngineLoad, LoadRoute
+from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.prompt import RenderedPrompt
 
 
-class SpeculatingDoor:
-    """The part of ``ServerDoor`` that sends requests before they are certain."""
+class SpeculationClient:
+    """The part of ``EngineClient`` that sends requests before they are certain."""
 
     model: str
     max_model_len: int
     base_url: str
     api_key: str
-    _speculations: Speculations
+    _speculations: SpeculationManager
     _load: LoadRoute
 
     def can_speculate(self) -> bool:
@@ -38,15 +38,15 @@ class SpeculatingDoor:
         """Do :meth:`can_speculate` without blocking the event loop."""
         return await self._load.amay_speculate()
 
-    def pending_prefills(self) -> Load | None:
+    def pending_prefills(self) -> EngineLoad | None:
         """Return what the engine says of its prefills and its room; ``None`` if it does not say. Never fails."""
         return self._load.pending()
 
-    async def apending_prefills(self) -> Load | None:
+    async def apending_prefills(self) -> EngineLoad | None:
         """Do :meth:`pending_prefills` without blocking the event loop."""
         return await self._load.apending()
 
-    def rehearse(self, call: Callable[[], object]) -> CapturedRequest:
+    def capture_request(self, call: Callable[[], object]) -> CapturedRequest:
         """Return the request for a completion that ``call`` would send to this engine; it is not sent.
 
         ``call`` is the very code that will make the request later, with this engine's :meth:`http_client`; it ends
@@ -56,7 +56,7 @@ class SpeculatingDoor:
             ConfigError: it sent none.
             Exception: whatever ``call`` raised before it came to that.
         """
-        return rehearsing.rehearse(call, self._speculations)
+        return rehearsing.capture_request(call, self._speculations)
 
     def speculate(self, call: Callable[[], object]) -> Speculation:
         """Send the request that ``call`` would send, as a speculation: a real one that is the same joins it.
@@ -71,7 +71,7 @@ class SpeculatingDoor:
 
     def prepare(self, call: Callable[[], object]) -> Callable[[], Speculation]:
         """Make the request of :meth:`speculate`, and return what sends it: with the same errors, some of them then."""
-        return partial(self._speculations.start, self.rehearse(call))
+        return partial(self._speculations.start, self.capture_request(call))
 
     def warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Speculation:
         """Prefill ``prompt`` in idle room, so that later requests which begin with it find it cached.

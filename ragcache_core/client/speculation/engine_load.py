@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
 
     ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides.
@@ -47,10 +47,10 @@ class _Answer:
     is_speculative: bool = True
     has_room: bool | None = None
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Return it as a load. An older engine does not say whether there is room: its count decides."""
         has_room = self.num_pending_prefills < self.max_prefill_bs if self.has_room is None else self.has_room
-        return Load(self.num_pending_prefills, self.max_prefill_bs, has_room)
+        return EngineLoad(self.num_pending_prefills, self.max_prefill_bs, has_room)
 
 
 _ANSWER = TypeAdapter(_Answer)
@@ -71,7 +71,7 @@ class LoadRoute:
         self._http_async = http_async
         self._may_speculate: bool | None = None
         self._paused_until_s = 0.0
-        self._latest: tuple[float, Load | None] = (-_FRESH_S, None)
+        self._latest: tuple[float, EngineLoad | None] = (-_FRESH_S, None)
 
     def may_speculate(self) -> bool:
         """Return whether the server takes speculative requests: asked once, and said once why not. Never fails."""
@@ -85,7 +85,7 @@ class LoadRoute:
             await self.apending()
         return self._may_speculate is True
 
-    def pending(self) -> Load | None:
+    def pending(self) -> EngineLoad | None:
         """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
         if (load := self._fresh()) is not None:
             return load
@@ -94,7 +94,7 @@ class LoadRoute:
                 return self._read(self._http.get(self._url, **self._once))
         return None
 
-    async def apending(self) -> Load | None:
+    async def apending(self) -> EngineLoad | None:
         """Do :meth:`pending` without blocking the event loop."""
         if (load := self._fresh()) is not None:
             return load
@@ -103,14 +103,14 @@ class LoadRoute:
                 return self._read(await self._http_async.get(self._url, **self._once))
         return None
 
-    def _fresh(self) -> Load | None:
+    def _fresh(self) -> EngineLoad | None:
         told_s, load = self._latest
         return load if self._may_speculate and time.monotonic() - told_s < _FRESH_S else None
 
     def _may_ask(self) -> bool:
         return self._may_speculate is not False and time.monotonic() >= self._paused_until_s
 
-    def _read(self, response: httpx.Response) -> Load | None:
+    def _read(self, response: httpx.Response) -> EngineLoad | None:
         if response.status_code != 404:  # whatever else is refused may be allowed later
             response.raise_for_status()
         answer = _answer(response)

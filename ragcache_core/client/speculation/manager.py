@@ -22,7 +22,7 @@ import httpx
 
 from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.client.http.buffered_response import BufferedBody
-from ragcache_core.client.request_scope import current_asker
+from ragcache_core.client.request_scope import current_scope
 from ragcache_core.client.speculation.pending import Claims
 from ragcache_core.client.speculation.request_capture import CapturedRequest, asks_completion, capture, request_key
 from ragcache_core.client.speculation.routes import SpeculationRoutes, marked_request, receive
@@ -33,10 +33,10 @@ _KEEP_S = 60.0
 """How long an answer is kept that nobody asked for (again)."""
 
 _logger = logging.getLogger(__name__)
-_all: WeakSet[Speculations] = WeakSet()
+_all: WeakSet[SpeculationManager] = WeakSet()
 
 
-class Speculations:
+class SpeculationManager:
     """The speculative requests of one engine's handle, and the thread that they run in.
 
     The thread starts with the first of them and ends in :meth:`close`. A fork starts without any. True while a real
@@ -85,7 +85,7 @@ class Speculations:
 
     def claim(self, key: bytes) -> Speculation | None:
         """Return the speculation that a request with this key gets, and confirm it; see :meth:`Claims.take`."""
-        speculation = self._claims.take(key, current_asker())
+        speculation = self._claims.take(key, current_scope())
         if speculation is not None:
             speculation.confirm()
         return speculation

@@ -13,7 +13,7 @@ _MAX_KEPT = 64
 
 
 class Claims:
-    """Speculations that nobody has joined yet, by what they ask, the oldest first. Thread-safe.
+    """SpeculationManager that nobody has joined yet, by what they ask, the oldest first. Thread-safe.
 
     True while there are any.
     """
@@ -30,16 +30,16 @@ class Claims:
         with self._lock:
             self._by_key.setdefault(speculation.key, []).append(speculation)
 
-    def take(self, key: bytes, asker: object | None) -> Speculation | None:
-        """Return the oldest that asks this and did not fail, claimed for ``asker``. Nobody gets it again.
+    def take(self, key: bytes, scope: object | None) -> Speculation | None:
+        """Return the oldest that asks this and did not fail, claimed for ``scope``. Nobody gets it again.
 
-        The asker's own go first, then nobody's; another asker's goes only to a request in nobody's name.
+        The scope's own go first, then nobody's; another scope's goes only to a request in nobody's name.
         """
         with self._lock:
-            while (speculation := self._oldest(key, asker)) is not None:
+            while (speculation := self._oldest(key, scope)) is not None:
                 self._drop(speculation)
                 if not speculation.is_failed and not speculation.is_cancelled:
-                    speculation.claim(asker)
+                    speculation.claim(scope)
                     return speculation
         return None
 
@@ -64,10 +64,10 @@ class Claims:
         with self._lock:
             self._by_key.clear()
 
-    def _oldest(self, key: bytes, asker: object | None) -> Speculation | None:
+    def _oldest(self, key: bytes, scope: object | None) -> Speculation | None:
         waiting = self._by_key.get(key, ())
-        own = (s for s in waiting if s.asker is asker)
-        return next(own, next((s for s in waiting if asker is None or s.asker is None), None))
+        own = (s for s in waiting if s.scope is scope)
+        return next(own, next((s for s in waiting if scope is None or s.scope is None), None))
 
     def _drop(self, speculation: Speculation) -> None:
         waiting = self._by_key.get(speculation.key, [])

@@ -1,4 +1,4 @@
-"""Rehearsals: code that asks the engine runs up to its request, which is kept instead of sent."""
+"""Code that asks the engine, run up to its request, which is captured instead of sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 
 from ragcache_core.client.http.buffered_response import RawHeaders
-from ragcache_core.client.request_scope import current_asker
+from ragcache_core.client.request_scope import current_scope
 from ragcache_core.errors import ConfigError
 
 _COMPLETIONS = "/completions"
@@ -21,7 +21,7 @@ _SET_AGAIN = frozenset((b"content-length", b"transfer-encoding"))
 class CapturedRequest:
     """A request for a completion as it would have been sent.
 
-    ``key`` is that of every request that asks the same; it is made in the name of ``asker``.
+    ``key`` is that of every request that asks the same; it is made in the name of ``scope``.
     """
 
     method: str
@@ -29,13 +29,13 @@ class CapturedRequest:
     headers: RawHeaders
     body: bytes
     key: bytes
-    asker: object | None
+    scope: object | None
 
     @classmethod
     def of(cls, request: httpx.Request) -> CapturedRequest:
         """Return what ``request`` asks; its body was read before."""
         headers = [(name, value) for name, value in request.headers.raw if name.lower() not in _SET_AGAIN]
-        return cls(request.method, str(request.url), headers, request.content, request_key(request), current_asker())
+        return cls(request.method, str(request.url), headers, request.content, request_key(request), current_scope())
 
 
 def asks_completion(request: httpx.Request) -> bool:
@@ -52,7 +52,7 @@ def request_key(request: httpx.Request) -> bytes:
     return digest.digest()
 
 
-def rehearse(call: Callable[[], object], owner: object) -> CapturedRequest:
+def capture_request(call: Callable[[], object], owner: object) -> CapturedRequest:
     """Return the request for a completion that ``call`` would send through a transport of ``owner``.
 
     ``call`` ends where it would send it. Requests of another kind, or to another server, are sent as always.
@@ -61,41 +61,41 @@ def rehearse(call: Callable[[], object], owner: object) -> CapturedRequest:
         ConfigError: it sent none.
         Exception: whatever ``call`` raised before it came to that.
     """
-    rehearsal = _Rehearsal(owner)
-    token = _current.set(rehearsal)
+    pending = _Capture(owner)
+    token = _current.set(pending)
     try:
         call()
     except _Captured:
         pass
     except Exception:  # some code raises its own error for everything that goes wrong below it
-        if rehearsal.captured is None:
+        if pending.captured is None:
             raise
     finally:
         _current.reset(token)
-    if rehearsal.captured is None:
+    if pending.captured is None:
         raise ConfigError(
-            "the rehearsed code sent this engine no request for a completion: let it ask with this engine's "
+            "the captured code sent this engine no request for a completion: let it ask with this engine's "
             "http_client() and base_url, in the thread and context that it is called in"
         )
-    return rehearsal.captured
+    return pending.captured
 
 
 def capture(request: httpx.Request, owner: object) -> None:
-    """End the rehearsal that this code runs in, if it does and ``request`` is what it waits for."""
-    rehearsal = _current.get()
-    if rehearsal is not None and rehearsal.owner is owner and asks_completion(request):
-        rehearsal.captured = CapturedRequest.of(request)
+    """End the capture that this code runs in, if it does and ``request`` is what it waits for."""
+    pending = _current.get()
+    if pending is not None and pending.owner is owner and asks_completion(request):
+        pending.captured = CapturedRequest.of(request)
         raise _Captured
 
 
 class _Captured(BaseException):
-    """Unwinds rehearsed code. Not an ``Exception``: clients would wrap that, or send their request again."""
+    """Unwinds captured code. Not an ``Exception``: clients would wrap that, or send their request again."""
 
 
 @dataclass(slots=True)
-class _Rehearsal:
+class _Capture:
     owner: object
     captured: CapturedRequest | None = None
 
 
-_current: ContextVar[_Rehearsal | None] = ContextVar("ragcache_rehearsal", default=None)
+_current: ContextVar[_Capture | None] = ContextVar("ragcache_capture", default=None)

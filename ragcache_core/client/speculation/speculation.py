@@ -16,7 +16,7 @@ from ragcache_core.client.http.buffered_response import BufferedResponse
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 
 if TYPE_CHECKING:
-    from ragcache_core.client.speculation.manager import Speculations
+    from ragcache_core.client.speculation.manager import SpeculationManager
 
 _LAST_EVENT = b"data: [DONE]\n\n"
 _logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Speculation:
     Attributes:
         id: its name in the engine.
         key: that of the real requests that may join it.
-        asker: in whose name it was sent; only a request in nobody's name or theirs joins it.
+        scope: in whose name it was sent; only a request in nobody's name or theirs joins it.
         sent_s: when it was sent, by ``time.perf_counter()``.
         started_s: when it was sent, and as much later as it has waited in the engine for room, once that has told. The
             way there is not counted: a request that is made when the search has ended has it before it as well.
@@ -40,11 +40,11 @@ class Speculation:
     """
 
     def __init__(
-        self, owner: Speculations, captured: CapturedRequest, *, is_claimable: bool, has_documents: bool
+        self, owner: SpeculationManager, captured: CapturedRequest, *, is_claimable: bool, has_documents: bool
     ) -> None:
         self.id = uuid.uuid4().hex
         self.key = captured.key
-        self.asker = captured.asker
+        self.scope = captured.scope
         self.is_claimable, self.has_documents = is_claimable, has_documents
         self.sent_s = time.perf_counter()
         self.started_s: float | None = None
@@ -76,7 +76,7 @@ class Speculation:
     @property
     def is_claimed(self) -> bool:
         """Whether a real request joined it, and was not sent after all; where it was sent in a name, one of theirs."""
-        is_theirs = self.asker is None or self.asker is self._claimer
+        is_theirs = self.scope is None or self.scope is self._claimer
         return self.is_promised and is_theirs and (self.response.has_bytes or not self.is_failed)
 
     def cancel(self) -> None:

@@ -14,17 +14,17 @@ from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
 from ragcache_core.types import SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
-from ragcache_core.vllm_plugin.cache.prefix_publisher import PathTracker
-from ragcache_core.vllm_plugin.cache.queued_prefixes import WaitingRequests
+from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
+from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
 from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestRecord
-from ragcache_core.vllm_plugin.cache.speculations import Speculations
+from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
 if TYPE_CHECKING:
     from ragcache_core.queueing import CacheAwareQueue
     from ragcache_core.stats import ChunkReuseStats
-    from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+    from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 
 
 @dataclass(slots=True)
@@ -57,14 +57,14 @@ class CacheController:
             keeps_frequency=settings.keeps_frequency,
             shadow_tokens=shadow_blocks * tokens_per_block,
         )
-        self.paths = PathTracker(self.tree, tokens_per_block)
+        self.paths = PrefixPublisher(self.tree, tokens_per_block)
         self.counters = Counters()
         self.tiers: dict[Tier, TierReport] = {}
-        self.speculations = Speculations()
+        self.speculations = QueuedSpeculations()
         self.is_queue_ordered = settings.is_queue_cache_aware or settings.max_prefill_bs > 0
-        self.waiting = WaitingRequests(self.tree, follows_changes=self.is_queue_ordered)
+        self.waiting = QueuedPrefixes(self.tree, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] | None = None
-        self.library: ChunkLibrary | None = None
+        self.library: ChunkManager | None = None
         self.has_room: Callable[[], bool] = lambda: False  # for a speculation now, as our scheduler says
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestRecord] = {}
@@ -123,7 +123,7 @@ class CacheController:
             return
         record.admitted_s = now_s
         self.speculations.on_admitted(request_id, record)
-        self.note_change()
+        self.record_change()
         for tier, num_tokens in num_tokens_by_tier.items():
             record.num_tokens_by_tier[tier] = num_tokens
             self.counters.num_tokens_by_tier[tier] += num_tokens
@@ -156,7 +156,7 @@ class CacheController:
         Until then nobody has used the documents of a speculation: they count now, and so does the request, unless it
         only prefilled for one that comes by itself.
         """
-        self.note_change()
+        self.record_change()
         confirmed = self.speculations.confirm(speculation)
         for request_id, record in confirmed.alive.items():
             if record.first_token_s is None:
@@ -172,7 +172,7 @@ class CacheController:
 
     def on_speculated(self, request_id: str, num_tokens: int) -> None:
         """Count prompt tokens that are computed for a request that nobody has asked for."""
-        self.note_change()
+        self.record_change()
         self.speculations.on_computed(self._requests[request_id], num_tokens)
 
     def is_speculative(self, request_id: str) -> bool:
@@ -196,14 +196,14 @@ class CacheController:
 
     def on_loaded(self, request_id: str, num_bytes: int) -> None:
         """Count bytes that are copied into the engine's KV memory for a request."""
-        self.note_change()
+        self.record_change()
         self.counters.num_loaded_bytes += num_bytes
         if (record := self._requests.get(request_id)) is not None:
             record.num_loaded_bytes += num_bytes
 
     def on_stored(self, request_id: str, num_bytes: int) -> None:
         """Count bytes that are copied out of the engine's KV memory for a request, finished or not."""
-        self.note_change()
+        self.record_change()
         self.counters.num_stored_bytes += num_bytes
         if (record := self._requests.get(request_id)) is not None:
             record.num_stored_bytes += num_bytes
@@ -220,7 +220,7 @@ class CacheController:
         record = self._requests.pop(request_id, None)
         if record is None:
             return None
-        self.note_change()
+        self.record_change()
         self.waiting.remove(request_id)
         self.without_token.discard(request_id)
         self._pending_prefills.discard(request_id)
@@ -290,7 +290,7 @@ class CacheController:
         """Whether requests ended, speculations were admitted, or what is cached changed, and nobody was told yet."""
         return bool(self._finished or self.paths.has_news or self.speculations.has_waited)
 
-    def note_change(self) -> None:
+    def record_change(self) -> None:
         """Make the next :meth:`take_report` return one."""
         self._is_dirty = True
 

@@ -2,8 +2,8 @@
 
 ::
 
-    engine   PathTracker   the tree's changes -> deltas          with the statistics of a step
-    server   PathFeed      deltas -> a mirror -> its readers     GET /v1/ragcache/cached_paths
+    engine   PrefixPublisher   the tree's changes -> deltas          with the statistics of a step
+    server   PrefixFeed      deltas -> a mirror -> its readers     GET /v1/ragcache/cached_paths
 
 A question to the engine would wait for its running step, so nobody asks it: it tells what has changed.
 """
@@ -46,7 +46,7 @@ class _TrackedPath:
         self.num_sent_tokens: int | None = None
 
 
-class PathTracker:
+class PrefixPublisher:
     """Knows which paths of documents lie where in the tree, and says when more or less of one is cached.
 
     A path is known from the request that showed it; the ``max_paths`` seen last are tracked. The tree's changes are

@@ -37,7 +37,7 @@ class _Watched:
         return before is None
 
 
-class WaitingRequests:
+class QueuedPrefixes:
     """Knows which waiting request a change in the tree concerns, and protects what they will find.
 
     Those that came first are protected, while the units of their paths fit into ``max_protected_units``: were

@@ -20,7 +20,7 @@ class Confirmed:
     ended: list[RequestRecord]
 
 
-class Speculations:
+class QueuedSpeculations:
     """Knows which requests are speculative until they are confirmed, and counts what they cost.
 
     A confirmation may come at any time: before its request (the two travel separately), while it waits or runs, or

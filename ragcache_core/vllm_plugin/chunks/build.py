@@ -9,10 +9,10 @@ from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import make_policy
-from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecution
+from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecutor
 from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import PartialPrefill
-from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import attention_layers
 from ragcache_core.vllm_plugin.chunks.page_layout import LayerShape, num_disk_pages_within, num_pages_within
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
@@ -71,7 +71,7 @@ def build_scheduling(
         num_disk_pages_within(chunks.disk_bytes // num_workers, page_bytes, tokens_per_page) if chunks.disk_bytes else 0
     )
     prefill_cost = settings.prefill_cost()
-    library = ChunkLibrary(
+    library = ChunkManager(
         make_policy(settings.policy, prefill_cost),
         prefill_cost,
         num_pages=num_pages_within(chunks.host_bytes, page_bytes * num_workers),
@@ -95,7 +95,7 @@ def build_scheduling(
 
 def build_execution(
     chunks: ChunkSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_runner: Any
-) -> tuple[ChunkExecution, ChunkMemory]:
+) -> tuple[ChunkExecutor, ChunkMemory]:
     """Return a worker's side, and its memory, which whoever calls closes.
 
     Raises:
@@ -123,4 +123,4 @@ def build_execution(
         pin_memory=prefill.device.type == "cuda",
         disk=disk,
     )
-    return ChunkExecution(prefill, layers, memory), memory
+    return ChunkExecutor(prefill, layers, memory), memory

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
-    from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecution
+    from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecutor
     from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
 
 
@@ -111,7 +111,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._offers: dict[str, _Offer] = {}
         self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
         self._is_prefilling = False  # whether the step computes a prompt that somebody waits for
-        self._execution: ChunkExecution | None = None
+        self._execution: ChunkExecutor | None = None
         self._memory: ChunkMemory | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling: ChunkScheduling = build_scheduling(
@@ -277,7 +277,7 @@ class ChunkReuse(KVConnectorBase_V1):
         self._execution, self._memory = build_execution(self._chunk_settings, *self._chunk_engine, model_runner)
 
     @property
-    def execution(self) -> ChunkExecution:
+    def execution(self) -> ChunkExecutor:
         """The worker's side, once the model is there."""
         assert self._execution is not None, "chunk reuse needs --worker-cls RAGCacheWorker"
         return self._execution

@@ -8,7 +8,7 @@ from ragcache_core.chunk.recompute import plan_reuse
 from ragcache_core.chunk.relevance import lexical_relevance
 from ragcache_core.chunk.selection import make_selection
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant, PlannedChunk, ReusePlan
-from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import FocusRequest, Injection
 from ragcache_core.vllm_plugin.chunks.request_state import RequestState
 
@@ -21,7 +21,7 @@ class ChunkPlans:
         run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
     """
 
-    def __init__(self, library: ChunkLibrary, *, run_tokens: int = 1) -> None:
+    def __init__(self, library: ChunkManager, *, run_tokens: int = 1) -> None:
         self._library = library
         self.run_tokens = run_tokens
         self.least_reused_tokens = 1

@@ -18,7 +18,7 @@ import numpy as np
 from ragcache_core.chunk.recompute import losses
 from ragcache_core.chunk.types import ChunkSpan
 from ragcache_core.policy import PrefillCost
-from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     Capture,
     CapturedChunk,
@@ -59,7 +59,7 @@ class ChunkScheduling:
 
     def __init__(
         self,
-        library: ChunkLibrary,
+        library: ChunkManager,
         *,
         num_workers: int,
         max_step_tokens: int,

@@ -30,7 +30,7 @@ from ragcache_core.vllm_plugin.compat import (
     kv_bytes_per_block,
     resolve_kv_cache_block_sizes,
 )
-from ragcache_core.vllm_plugin.connector.stats_reporter import StepNews
+from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.compat import NOTHING_TO_COPY
 from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
@@ -63,12 +63,12 @@ class DocumentAware:
     last_step = (0.0, 0.0)
     """The first and the last moment of the engine's last step, which the scheduler tells."""
     _num_local_tokens: dict[str, int]
-    _news: StepNews | None = None
+    _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
 
     def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
         self.controller = controller
-        self._news = StepNews(controller, lambda: self._stats_below(), lambda: self._num_copies())
+        self._news = StatsReporter(controller, lambda: self._stats_below(), lambda: self._num_copies())
         self._num_local_tokens = {}
         since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
         self._recorder = TraceRecorder(path, since_s=float(since)) if path else None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _REPORT_EVERY_S = 1.0
 
 
-class StepNews:
+class StatsReporter:
     """Tells of requests that ended at once, of the tiers now and then.
 
     What vLLM's offloading counts goes with the tiers: it has gauges to say in each step, which would cost every step

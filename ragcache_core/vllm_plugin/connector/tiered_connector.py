@@ -30,7 +30,7 @@ from ragcache_core.vllm_plugin.offload.compat import (
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
-from ragcache_core.vllm_plugin.offload.store_planner import StoringSteps
+from ragcache_core.vllm_plugin.offload.store_planner import StorePlanner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,7 +74,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
-        self._storing = StoringSteps(self, self._look_into)
+        self._storing = StorePlanner(self, self._look_into)
         self._ended: list[KVConnectorOutput] = []
         self._had_lull = False
         limits = vllm_config.scheduler_config

@@ -14,7 +14,7 @@ import numpy as np
 
 from ragcache_core.chunkstore import ChunkStore, ChunkWrite, aligned_rows
 from ragcache_core.errors import CacheTierError
-from ragcache_core.vllm_plugin.disk.jobs import Load, Outcome, PendingChunk, StoreJob, WriteBatch
+from ragcache_core.vllm_plugin.disk.jobs import LoadJob, Outcome, PendingChunk, StoreJob, WriteBatch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -50,7 +50,7 @@ class DiskIO:
         self._batches: queue.SimpleQueue[WriteBatch | None] = queue.SimpleQueue()
         self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
-        self._loads: queue.SimpleQueue[tuple[Load, list[int]] | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[LoadJob, list[int]] | None] = queue.SimpleQueue()
         self._num_pending: Counter[_Kind] = Counter()
         self._is_done = threading.Condition()
         self.changing_since_s: float | None = None
@@ -91,11 +91,11 @@ class DiskIO:
         self._begin("writes")
         self._jobs.put(job)
 
-    def hurry(self) -> None:
+    def drop_unbuffered(self) -> None:
         """Have host memory let go without waiting for the disk: what no buffer is free for is dropped."""
         with self._is_done:
             for job in self._held:
-                job.is_hurried = True
+                job.drops_unbuffered = True
             self._is_done.notify_all()
 
     def warn_of_slowness(self, num_chunks: int) -> None:
@@ -113,7 +113,7 @@ class DiskIO:
         """Have chunks forgotten that the store may still hold, before whatever is stored from now on."""
         self._write(WriteBatch(evicted=keys))
 
-    def load(self, load: Load, chunk_ids: list[int]) -> None:
+    def load(self, load: LoadJob, chunk_ids: list[int]) -> None:
         """Read the chunks of ``load`` into the rows ``chunk_ids`` of host memory."""
         self._begin("reads")
         self._loads.put((load, chunk_ids))
@@ -173,7 +173,7 @@ class DiskIO:
             return sum(len(job.chunks) for job in self._held)
 
     def _finish_copies(self) -> None:
-        self.hurry()
+        self.drop_unbuffered()
         with self._is_done:
             self._is_done.wait_for(lambda: not self._held)  # they wait for no disk any more
 
@@ -236,7 +236,7 @@ class DiskIO:
             self._write(batch)
         if late:
             dropped.update(late)
-            if not job.is_hurried:
+            if not job.drops_unbuffered:
                 self.warn_of_slowness(len(late))
             self._written.append(Outcome(late, is_dropped=True))
 
@@ -250,7 +250,8 @@ class DiskIO:
         """Wait for buffers and return how many there are; fewer than wanted when the job must not wait any more."""
         with self._is_done:
             self._is_done.wait_for(
-                lambda: self._num_free_buffers >= num_wanted or job.is_hurried, max(job.ends_s - time.monotonic(), 0.0)
+                lambda: self._num_free_buffers >= num_wanted or job.drops_unbuffered,
+                max(job.ends_s - time.monotonic(), 0.0),
             )
             num_taken = min(self._num_free_buffers, num_wanted)
             self._num_free_buffers -= num_taken
@@ -321,7 +322,7 @@ class DiskIO:
             finally:
                 self._end("reads")
 
-    def _read(self, load: Load, chunk_ids: list[int]) -> None:
+    def _read(self, load: LoadJob, chunk_ids: list[int]) -> None:
         size = self._store.chunks_per_batch
         for first in range(0, len(chunk_ids), size):
             if load.is_abandoned:

@@ -29,7 +29,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Load:
+class LoadJob:
     """A batch of chunks on its way into host memory. Whoever gives up waiting abandons it: then nothing is written."""
 
     job_id: int
@@ -77,7 +77,7 @@ class StoreJob:
     evicted: list[bytes]
     ends_s: float
     """Until when it waits for buffers."""
-    is_hurried: bool = False
+    drops_unbuffered: bool = False
     error: Exception | None = None
 
 

@@ -38,7 +38,7 @@ from ragcache_core.vllm_plugin.compat import (
     get_offload_block_hash,
 )
 from ragcache_core.vllm_plugin.disk.io import DiskIO
-from ragcache_core.vllm_plugin.disk.jobs import Load, PendingChunk
+from ragcache_core.vllm_plugin.disk.jobs import LoadJob, PendingChunk
 from ragcache_core.vllm_plugin.identity import kv_identity
 from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, is_adapted
 
@@ -89,7 +89,7 @@ class DiskTier(SecondaryTierManager):
         self._is_enabled = True
         self._stored: set[Key] = set()
         self._writing: set[Key] = set()
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, LoadJob] = {}
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
         self._controller.tiers[Tier.DISK] = self._report
@@ -123,7 +123,7 @@ class DiskTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
-        load = Load(job_metadata.job_id, [get_offload_block_hash(key) for key in keys], time.monotonic())
+        load = LoadJob(job_metadata.job_id, [get_offload_block_hash(key) for key in keys], time.monotonic())
         for location in map(self._tree.locate, load.keys):
             if location is not None:
                 self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
@@ -235,7 +235,7 @@ class DiskTier(SecondaryTierManager):
 
     def _take_in_written(self) -> None:
         for outcome in self._io.take_written():
-            self._controller.note_change()
+            self._controller.record_change()
             for key in outcome.keys:
                 self._writing.discard(key)
                 location = self._tree.locate(key)
@@ -251,7 +251,7 @@ class DiskTier(SecondaryTierManager):
             if outcome.error is not None:
                 self._disable(str(outcome.error))
 
-    def _finish_load(self, load: Load) -> JobResult:
+    def _finish_load(self, load: LoadJob) -> JobResult:
         del self._loads[load.job_id]
         lost: list[Key] = []
         for key, is_loaded in zip(load.keys, load.outcome(), strict=True):
@@ -277,7 +277,7 @@ class DiskTier(SecondaryTierManager):
     def _lose(self, key: Key, location: Location | None) -> None:
         """Take note that a chunk was damaged, gone, or could not be read: a miss."""
         self._controller.counters.num_corrupt_chunks += 1
-        self._controller.note_change()
+        self._controller.record_change()
         self._stored.discard(key)
         if location is not None:
             self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
@@ -287,10 +287,10 @@ class DiskTier(SecondaryTierManager):
         if self._is_enabled:
             logger.error("RAGCache's disk tier is out of service until the next start: %s", why)
         self._is_enabled = self._report.is_enabled = False
-        self._io.hurry()
+        self._io.drop_unbuffered()
         self._stored.clear()
         self._tree.clear_tier(Tier.DISK)
-        self._controller.note_change()
+        self._controller.record_change()
 
     def _restore(self, store: ChunkStore) -> None:
         """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""

@@ -42,7 +42,7 @@ _Sealing = tuple[int, int, "Key", ChunkNote]
 """Chunk, its generation, its key, its place."""
 
 
-class HostJournal:
+class HostIndex:
     """Owns the index and the thread that writes it.
 
     ``rows`` is host memory, ``[num_chunks, chunk_bytes]``.

@@ -24,7 +24,7 @@ from ragcache_core.vllm_plugin.compat import (
 if TYPE_CHECKING:
     from ragcache_core.tree import TreeNode
     from ragcache_core.vllm_plugin.cache.controller import CacheController
-    from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+    from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 
 
 FIRST_GROUP = bytes(4)
@@ -54,7 +54,7 @@ class TreeCachePolicy(CachePolicy):
     """
 
     controller: CacheController
-    journal: HostJournal | None = None
+    journal: HostIndex | None = None
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)

@@ -30,7 +30,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.identity import kv_identity
 from ragcache_core.vllm_plugin.offload.compat import adopt_chunks, host_policy_of
 from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
-from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, SelectiveHostTier, TreeCachePolicy
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
@@ -133,7 +133,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         view = manager.primary_tier.get_kv_memoryview()
         rows = np.frombuffer(view, np.uint8).reshape(view.shape)
         try:
-            journal = HostJournal.open(self._engine_id, rows, kv_identity(self.config))
+            journal = HostIndex.open(self._engine_id, rows, kv_identity(self.config))
         except (ConfigError, CacheTierError, OSError) as error:
             logger.warning("Host memory will not survive the engine's death: %s", error)
             return

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.compat import OffloadingConnector, OffloadingConnectorMetadata
 
 
-class StoringSteps:
+class StorePlanner:
     """Shows vLLM's offloading what concerns it of each step, and nothing of a step where nothing does.
 
     vLLM looks into each request of each step for 5 us, and most steps of an answer bring it nothing. Into the others it

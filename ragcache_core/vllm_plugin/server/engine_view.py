@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ragcache_core.vllm_plugin.server.notifier import News
-from ragcache_core.vllm_plugin.server.prefix_feed import PathFeed
+from ragcache_core.vllm_plugin.server.notifier import Notifier
+from ragcache_core.vllm_plugin.server.prefix_feed import PrefixFeed
 from ragcache_core.vllm_plugin.server.series import (
     _COUNTERS,
     _GAUGES,
@@ -36,13 +36,13 @@ class Wait:
 class Received:
     """What the server's process knows of the engines; the newest ``max_requests`` requests.
 
-    ``paths`` are those of the first data-parallel engine: nobody can choose which of them serves a request. ``news``
-    wakes those who wait for a request's figures, or for a speculation's wait.
+    ``paths`` are those of the first data-parallel engine: nobody can choose which of them serves a request. Its
+    ``notifier`` wakes those who wait for a request's figures, or for a speculation's wait.
     """
 
     def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
-        self.paths = PathFeed()
-        self.news = News()
+        self.paths = PrefixFeed()
+        self.notifier = Notifier()
         self._max_requests = max_requests
         self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._engines: dict[int, dict[str, Any]] = {}
@@ -105,7 +105,7 @@ class Received:
             while len(self._waits) > _MAX_ADMITTED:
                 self._waits.popitem(last=False)
         if data.get("requests") or data.get("waited_s"):
-            self.news.tell()
+            self.notifier.tell()
 
     def request(self, response_id: str) -> dict[str, Any] | None:
         """Return the figures of an answered request by the ``id`` of its response.

@@ -10,7 +10,7 @@ from typing import TypeVar
 _Found = TypeVar("_Found")
 
 
-class News:
+class Notifier:
     """Wakes those who wait for something, for them to look again. May be told by any thread."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class _Reader:
         self._loop.call_soon_threadsafe(self.has_news.set)
 
 
-class PathFeed:
+class PrefixFeed:
     """A mirror of what an engine has cached, and those who read along. May be fed by any thread.
 
     A reader that falls behind by more than ``max_backlog_bytes`` is cut off: it comes back for a new snapshot.

@@ -36,7 +36,7 @@ async def request_figures(response_id: str) -> dict[str, Any]:
     They may arrive a moment after the answer: it waits for them a little.
     """
     if received.engine() is not None:
-        figures = await received.news.wait_for(lambda: received.request(response_id), _PATIENCE_S)
+        figures = await received.notifier.wait_for(lambda: received.request(response_id), _PATIENCE_S)
         if figures is not None:
             return figures
     raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
@@ -85,7 +85,7 @@ async def speculation(speculation_id: str, after: int = 0) -> dict[str, Any]:
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    wait = await received.news.wait_for(lambda: received.wait_of(speculation_id, after=after), _PATIENCE_S)
+    wait = await received.notifier.wait_for(lambda: received.wait_of(speculation_id, after=after), _PATIENCE_S)
     if wait is None:
         return {"waited_s": None, "num_told": after}
     return {"waited_s": wait.waited_s, "num_told": wait.num_told}

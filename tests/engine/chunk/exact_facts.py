@@ -56,9 +56,9 @@ class Measurement:
         """Note how far the answers to requests that come at the same time are from a prefill's."""
         answers = self.scene.ask(*(self.scene.request(order, reuse) for order in orders))
         self.facts[name] = max(a.distance(self.expected[order]) for a, order in zip(answers, orders, strict=True))
-        self.note_plans(name)
+        self.record_plans(name)
 
-    def note_plans(self, name: str) -> None:
+    def record_plans(self, name: str) -> None:
         """Note what was planned since the last time."""
         made = [plan for plan in self._plans if plan is not None]
         if made:
@@ -86,7 +86,7 @@ def measure(dtype: str, *, is_compiled: bool, has_own_process: bool, connector: 
     scene.forget_exact()
     for name in ("behind other text between the same chunks", "behind the same text between them"):
         facts[name] = scene.ask_one(ORDERS[0], FULL, between=BETWEEN).distance(expected)
-        found.note_plans(name)
+        found.record_plans(name)
         scene.forget_exact()
 
     found.store_elsewhere()

@@ -12,7 +12,7 @@ import pytest
 from ragcache_core.chunkstore import ChunkNote
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.errors import CacheTierError
-from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 
 IDENTITY = {"weights": "one", "tokens_per_block": 32}
 CHUNKS, BYTES = 8, 4096
@@ -26,8 +26,8 @@ def key(i: int) -> bytes:
     return bytes([i]) * 32
 
 
-def journal(folder: Path, rows: np.ndarray, identity: dict[str, str | int] = IDENTITY) -> HostJournal:
-    return HostJournal.open("me", rows, identity, folder)
+def journal(folder: Path, rows: np.ndarray, identity: dict[str, str | int] = IDENTITY) -> HostIndex:
+    return HostIndex.open("me", rows, identity, folder)
 
 
 def seal_all(folder: Path, rows: np.ndarray) -> None:

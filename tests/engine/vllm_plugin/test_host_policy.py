@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.kv_offload.base import OffloadKey
 
-from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED
 from tests.engine.vllm_plugin.host_scene import Asker, Host
 
@@ -202,7 +202,7 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_th
     """vLLM says once for a request that it will store them, and it may do so after others did."""
     host = Host(num_chunks=6)
     rows = np.random.default_rng(0).integers(0, 256, (6, 64), dtype=np.uint8)
-    host.policy.journal = HostJournal.open("me", rows, {"weights": "one"}, tmp_path)
+    host.policy.journal = HostIndex.open("me", rows, {"weights": "one"}, tmp_path)
 
     def ask(documents: str) -> Asker:
         asker = host.ask(documents)
@@ -235,7 +235,7 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_th
     assert not host.policy._chunks.keys() & set(first.keys), "they went for others"
     assert store(first) == first.keys
     host.policy.journal.close()
-    again = HostJournal.open("me", rows, {"weights": "one"}, tmp_path)
+    again = HostIndex.open("me", rows, {"weights": "one"}, tmp_path)
     again.close()
     left = {entry.key for _, entry in again.restored}
     assert left

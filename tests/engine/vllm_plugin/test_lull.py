@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.offload.compat import can_be_put_off
-from ragcache_core.vllm_plugin.offload.host_index import HostJournal
+from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, host_scheduler, request
 
 
@@ -88,14 +88,14 @@ def test_what_was_stored_before_the_end_of_an_engine_is_noted_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sealed: list[int] = []
-    monkeypatch.setattr(HostJournal, "seal", lambda self, chunk, *note: sealed.append(chunk))
+    monkeypatch.setattr(HostIndex, "seal", lambda self, chunk, *note: sealed.append(chunk))
     with host_scheduler(400, "1MiB") as scheduler:
         steps = Steps(scheduler, is_async=False)
         scheduler.add_request(request("r", tokens(1, 40), 40))
         while not scheduler.connector._ended:
             assert steps.step()
-        scheduler.connector._policy.journal = HostJournal.__new__(HostJournal)
-        monkeypatch.setattr(HostJournal, "close", lambda self: sealed.append(-1))
+        scheduler.connector._policy.journal = HostIndex.__new__(HostIndex)
+        monkeypatch.setattr(HostIndex, "close", lambda self: sealed.append(-1))
     assert sealed[-1] == -1
     assert len(sealed) > 1
 

@@ -19,7 +19,7 @@ from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
@@ -102,7 +102,7 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert server.value("ragcache_tier_capacity_bytes", tier="disk") == 9000
     assert server.value("ragcache_tier_enabled", tier="disk") == 1
     engine.controller.tiers[Tier.DISK].is_enabled = False
-    engine.controller.note_change()
+    engine.controller.record_change()
     server.metrics.observe(engine.stats().data)
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 2
@@ -162,7 +162,7 @@ async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_sa
 def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:
     engine, server = Engine(), Server(reuses_chunks=True)
     cost = PrefillCostModel.default()
-    library = engine.controller.library = ChunkLibrary(make_policy("lru"), cost, num_pages=9, tokens_per_page=4)
+    library = engine.controller.library = ChunkManager(make_policy("lru"), cost, num_pages=9, tokens_per_page=4)
     segments = (PromptSegment(SegmentKind.QUESTION, 0, 10),)
     engine.controller.on_new_request("r1", RequestMetadata(segments), [b"0"], 10, 1.0)
     engine.controller.on_chunks_reused("r1", ChunkReuseStats(2, 7, 3, 4, 0.3, (0, 1)))

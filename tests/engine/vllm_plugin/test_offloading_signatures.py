@@ -194,7 +194,7 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
             "secondary_tiers",
         ],
     }, (
-        "StoringSteps says which requests, and which steps, build_connector_meta need not look into; end_quiet_step() "
+        "StorePlanner says which requests, and which steps, build_connector_meta need not look into; end_quiet_step() "
         "holds that where there are no secondary tiers the manager has nothing to do at a step's end; needs_steps() is "
         "what vLLM has pending, without stores that wait for a tier; has_loaded() and needs_steps() tell loads and "
         "promotions among open copies by is_store and transfer_job, and what is to cascade by pending_cascade_keys"
@@ -215,7 +215,7 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
         True,
         ["_sliding_window_groups", "_block_id_to_pending_jobs", "config"],
         True,
-    ], "can_be_put_off() reads these; StoringSteps.catch_up() shows a step whose tokens vLLM counts as computed already"
+    ], "can_be_put_off() reads these; StorePlanner.catch_up() shows a step whose tokens vLLM counts as computed already"
     assert facts["late_stores"] == [["self", "metadata"], True, True, True, ["connector_worker"], ["worker"]], (
         "take_late_stores() puts stores among those that handle_preemptions() begins with in each step"
     )

@@ -125,7 +125,7 @@ def test_an_idle_engine_that_steps_for_nothing_but_copies_says_nothing_of_them(m
     assert [stage.scheduler.connector.get_kv_connector_stats() for _ in range(50)] == [None] * 50
     assert asked == [1], "vLLM's gauges of them would stay as they were"
     asked.clear()
-    stage.controller.note_change()
+    stage.controller.record_change()
     stats = stage.scheduler.connector.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["engine"] is not None, "what happens meanwhile is told at once"

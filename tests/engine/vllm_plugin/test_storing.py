@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
 from ragcache_core.vllm_plugin.offload.compat import NOTHING_TO_COPY, end_quiet_step, take_late_stores, with_late_stores
-from ragcache_core.vllm_plugin.offload.store_planner import StoringSteps
+from ragcache_core.vllm_plugin.offload.store_planner import StorePlanner
 from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request
 
@@ -170,7 +170,7 @@ def test_what_is_stored_and_when_is_what_vllm_would_store(
     num_blocks: int, host_bytes: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = [_serve(num_blocks, seed, host_bytes, is_async=is_async) for seed in range(3)]
-    monkeypatch.setattr(StoringSteps, "concerning", lambda self, output: output)
+    monkeypatch.setattr(StorePlanner, "concerning", lambda self, output: output)
     monkeypatch.setattr("ragcache_core.vllm_plugin.offload.store_planner.can_be_put_off", lambda *step: False)
     vllms = [_serve(num_blocks, seed, host_bytes, is_async=is_async) for seed in range(3)]
     for mine, theirs in zip(ours, vllms, strict=True):

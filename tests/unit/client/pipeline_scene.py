@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from ragcache_core.client.pipeline.run import PipelineResult, run_pipeline
-from ragcache_core.client.speculation.engine_load import Load
+from ragcache_core.client.speculation.engine_load import EngineLoad
 from ragcache_core.types import Document, RetrievalUpdate
 
 STEP_S = 0.02
@@ -100,13 +100,13 @@ class ScriptedDoor:
     async def acan_speculate(self) -> bool:
         return self._can
 
-    async def apending_prefills(self) -> Load | None:
+    async def apending_prefills(self) -> EngineLoad | None:
         self.num_asked += 1
         await asyncio.sleep(self.answers_after_s)
         if self._error is not None:
             raise self._error
         has_room = self.num_pending < self._max_prefill_bs if self.has_room is None else self.has_room
-        return Load(self.num_pending, self._max_prefill_bs, has_room)
+        return EngineLoad(self.num_pending, self._max_prefill_bs, has_room)
 
 
 def document(doc_id: str) -> Document:

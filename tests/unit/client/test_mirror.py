@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from ragcache_core.client import Engine
-from ragcache_core.client.ordering.cached_prefixes import CacheMirror
-from ragcache_core.client.ordering.document_order import ArrangingDoor, RememberedOrders
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.ordering.document_order import OrderingClient, RememberedOrders
 from ragcache_core.ordering import PathChange, encode_delta, static_prefix_digest
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
-from ragcache_core.vllm_plugin.server.prefix_feed import PathFeed
+from ragcache_core.vllm_plugin.server.prefix_feed import PrefixFeed
 from tests.support import waiting
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 
@@ -32,7 +32,7 @@ class FeedServer:
     """An HTTP server with one route, the engine's feed of cached paths, on a port that it may take again."""
 
     def __init__(self, port: int = 0, *, status: int = 200, lines: list[bytes] | None = None) -> None:
-        self.feed = PathFeed(heartbeat_s=0.5)
+        self.feed = PrefixFeed(heartbeat_s=0.5)
         self.seen: list[str] = []
         self._status = status
         self._lines = lines
@@ -90,9 +90,9 @@ class FeedServer:
             writer.close()
 
 
-class Door(ArrangingDoor):
+class Door(OrderingClient):
     def __init__(self, base_url: str) -> None:
-        self._mirror = CacheMirror(base_url, "secret")
+        self._mirror = CachedPrefixes(base_url, "secret")
         self._reordered = RememberedOrders()
 
     @property

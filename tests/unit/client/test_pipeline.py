@@ -17,7 +17,7 @@ import pytest
 
 from ragcache_core.client.pipeline import search as search_run
 from ragcache_core.client.pipeline.run import PipelineEvent, run_pipeline
-from ragcache_core.client.speculation.engine_load import Load
+from ragcache_core.client.speculation.engine_load import EngineLoad
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
@@ -224,7 +224,7 @@ async def test_a_source_is_believed_whose_metadata_change() -> None:
     assert history.is_promising(0, is_idle=False)
 
 
-# Load
+# EngineLoad
 
 
 async def test_the_scheduler_says_whether_there_is_room_and_not_the_number_of_prefills() -> None:
@@ -251,7 +251,7 @@ async def test_what_lives_ends_with_its_candidates_even_if_nothing_more_can_be_s
             super().__init__()
             self.is_lost = asyncio.Event()
 
-        async def apending_prefills(self) -> Load | None:
+        async def apending_prefills(self) -> EngineLoad | None:
             if (load := await super().apending_prefills()) is not None and self.num_asked == 1:
                 return load
             await self.is_lost.wait()

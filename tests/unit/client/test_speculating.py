@@ -22,11 +22,11 @@ from llama_index.core.llms import ChatMessage
 from ragcache_core.client import Engine, ModelTokenizer
 from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.client.http.buffered_response import BufferedResponse
-from ragcache_core.client.request_scope import asking_for
+from ragcache_core.client.request_scope import request_scope
 from ragcache_core.client.speculation import manager as speculating
 from ragcache_core.client.speculation import pending as claiming
 from ragcache_core.client.speculation import routes as speculative_http
-from ragcache_core.client.speculation.engine_load import Load
+from ragcache_core.client.speculation.engine_load import EngineLoad
 from ragcache_core.client.speculation.routes import receive
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, EngineClosedError, EngineDiedError, EngineError
@@ -199,7 +199,7 @@ def test_a_finished_speculation_is_joined_as_a_whole(
 def test_a_rehearsal_sends_nothing_and_captures_what_would_have_been_sent(
     server: ScriptedServer, engine: Engine
 ) -> None:
-    captured = engine.rehearse(lambda: of_langchain(engine))
+    captured = engine.capture_request(lambda: of_langchain(engine))
     assert server.requests == []
     server.script(Reply("yes"))
     of_langchain(engine)
@@ -226,13 +226,13 @@ def test_a_rehearsal_lets_other_questions_pass(server: ScriptedServer, engine: E
         seen.append(engine.http_client().get(f"{engine.base_url}/models").status_code)
         of_the_engine(engine)
 
-    assert engine.rehearse(ask).url.endswith("/chat/completions")
+    assert engine.capture_request(ask).url.endswith("/chat/completions")
     assert seen == [200]
 
 
 def test_a_rehearsal_without_a_request_says_what_to_do(engine: Engine) -> None:
     with pytest.raises(ConfigError, match=r"http_client\(\)"):
-        engine.rehearse(lambda: None)
+        engine.capture_request(lambda: None)
 
 
 def test_what_rehearsed_code_raises_itself_is_raised(engine: Engine) -> None:
@@ -250,14 +250,14 @@ def test_code_that_hides_every_exception_is_rehearsed_all_the_same(engine: Engin
         except BaseException as error:
             raise ValueError("something went wrong") from error
 
-    assert engine.rehearse(hides).url.endswith("/chat/completions")
+    assert engine.capture_request(hides).url.endswith("/chat/completions")
 
 
 def test_a_rehearsal_of_one_engine_leaves_another_ones_requests_alone(engine: Engine) -> None:
     with ScriptedServer(root=MODEL) as elsewhere, Engine.connect(elsewhere.url, tokenizer=MODEL) as other:
         elsewhere.script(Reply("sent"))
         with pytest.raises(ConfigError):
-            engine.rehearse(lambda: of_the_engine(other))
+            engine.capture_request(lambda: of_the_engine(other))
         assert len(elsewhere.requests) == 1
 
 
@@ -265,7 +265,7 @@ def test_a_rehearsal_leaves_a_request_to_another_server_alone(engine: Engine) ->
     with ScriptedServer() as elsewhere, pytest.raises(ConfigError, match="base_url"):
         elsewhere.script(Reply("sent"))
         other = openai.OpenAI(base_url=elsewhere.base_url, api_key="theirs", http_client=engine.http_client())
-        engine.rehearse(lambda: other.chat.completions.create(model=elsewhere.model, messages=ASKED))
+        engine.capture_request(lambda: other.chat.completions.create(model=elsewhere.model, messages=ASKED))
     assert len(elsewhere.requests) == 1
 
 
@@ -501,29 +501,29 @@ def test_equal_speculations_are_joined_one_after_the_other(server: ScriptedServe
 
 def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, engine: Engine) -> None:
     speculations = {}
-    for asker in ("first", "second", "nobody"):
-        server.script(Reply(asker))
-        with asking_for(None if asker == "nobody" else asker):
-            speculations[asker] = engine.speculate(lambda: of_the_engine(engine))
-        assert done(speculations[asker])
-    for asker in ("second", "first"):
-        with asking_for(asker):
-            assert of_the_engine(engine) == asker
-        assert speculations[asker].is_claimed
-    with asking_for("third"):
+    for scope in ("first", "second", "nobody"):
+        server.script(Reply(scope))
+        with request_scope(None if scope == "nobody" else scope):
+            speculations[scope] = engine.speculate(lambda: of_the_engine(engine))
+        assert done(speculations[scope])
+    for scope in ("second", "first"):
+        with request_scope(scope):
+            assert of_the_engine(engine) == scope
+        assert speculations[scope].is_claimed
+    with request_scope("third"):
         assert of_the_engine(engine) == "nobody"
     assert len(server.requests) == 3
 
 
 def test_a_request_is_sent_in_the_name_that_it_was_made_in(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("mine"), Reply("anew"))
-    with asking_for("me"):
+    with request_scope("me"):
         send = engine.prepare(lambda: of_the_engine(engine))
     assert server.requests == []
     assert done(mine := send())
-    with asking_for("you"):
+    with request_scope("you"):
         assert of_the_engine(engine) == "anew"
-    with asking_for("me"):
+    with request_scope("me"):
         assert of_the_engine(engine) == "mine"
     assert mine.is_claimed
 
@@ -532,10 +532,10 @@ def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_no
     server: ScriptedServer, engine: Engine
 ) -> None:
     server.script(Reply("mine"), Reply("anew"))
-    with asking_for("me"):
+    with request_scope("me"):
         mine = engine.speculate(lambda: of_the_engine(engine))
     assert done(mine)
-    with asking_for("you"):
+    with request_scope("you"):
         assert of_the_engine(engine) == "anew"
     assert of_the_engine(engine) == "mine"
     assert not mine.is_claimed
@@ -747,13 +747,15 @@ def test_the_engines_load_is_asked_and_speculation_is_possible(server: ScriptedS
     assert engine.can_speculate()
     assert server.cache_questions.count("load") == 1
     server.load = {**IDLE, "num_pending_prefills": 3}
-    assert engine.pending_prefills() == Load(0, 4, has_room=True), "an answer serves all who ask at the same moment"
+    assert engine.pending_prefills() == EngineLoad(0, 4, has_room=True), (
+        "an answer serves all who ask at the same moment"
+    )
     time.sleep(0.03)  # the answer is too old to serve for another moment
-    assert engine.pending_prefills() == Load(num_pending_prefills=3, max_prefill_bs=4, has_room=True)
-    assert asyncio.run(engine.apending_prefills()) == Load(3, 4, has_room=True)
+    assert engine.pending_prefills() == EngineLoad(num_pending_prefills=3, max_prefill_bs=4, has_room=True)
+    assert asyncio.run(engine.apending_prefills()) == EngineLoad(3, 4, has_room=True)
     time.sleep(0.03)  # again
     server.load = {**IDLE, "has_room": False}
-    assert engine.pending_prefills() == Load(0, 4, has_room=False)
+    assert engine.pending_prefills() == EngineLoad(0, 4, has_room=False)
     assert asyncio.run(engine.acan_speculate())
 
 
@@ -762,7 +764,7 @@ def test_an_older_engine_that_does_not_say_whether_there_is_room_has_it_by_its_c
     server: ScriptedServer, engine: Engine, num_pending: int, has_room: bool
 ) -> None:
     server.load = {"num_pending_prefills": num_pending, "max_prefill_bs": 4, "is_speculative": True}
-    assert engine.pending_prefills() == Load(num_pending, 4, has_room)
+    assert engine.pending_prefills() == EngineLoad(num_pending, 4, has_room)
 
 
 @pytest.mark.parametrize("load", [None, {**IDLE, "is_speculative": False}, {"other": "words"}])

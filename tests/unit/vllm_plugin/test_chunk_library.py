@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey, chunk_key
 from ragcache_core.policy import POLICIES, PrefillCostModel, make_policy
 from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
-from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryReport,
@@ -29,10 +29,10 @@ T = 4
 NUM_PAGES, NUM_DISK_PAGES = 12, 16
 
 
-def library(policy: str = "pgdsf", **settings: Any) -> ChunkLibrary:
+def library(policy: str = "pgdsf", **settings: Any) -> ChunkManager:
     cost = PrefillCostModel.default()
     given = {"num_pages": NUM_PAGES, "num_disk_pages": 0, "max_variants": 2, **settings}
-    return ChunkLibrary(make_policy(policy, cost), cost, tokens_per_page=T, **given)
+    return ChunkManager(make_policy(policy, cost), cost, tokens_per_page=T, **given)
 
 
 def tokens(chunk: int, num_tokens: int = 2 * T) -> list[int]:
@@ -44,13 +44,13 @@ def statistics(context: ContextKey, num_tokens: int, inherited: float = 0.0) -> 
 
 
 def reserve(
-    books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
+    books: ChunkManager, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
 ) -> Reservation | None:
     return books.reserve(chunk_key(ids), ids, chunk_key([behind]), request, inherits=inherited)
 
 
 def capture(
-    books: ChunkLibrary, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
+    books: ChunkManager, ids: Sequence[int], *, behind: int = 0, request: str = "r", inherited: float = 0.0
 ) -> ChunkVariant:
     reservation = reserve(books, ids, behind=behind, request=request, inherited=inherited)
     assert reservation is not None
@@ -59,11 +59,11 @@ def capture(
     return variant
 
 
-def found(books: ChunkLibrary, ids: Sequence[int]) -> tuple[ChunkVariant, ...]:
+def found(books: ChunkManager, ids: Sequence[int]) -> tuple[ChunkVariant, ...]:
     return books.find({chunk_key(ids): ids}).get(chunk_key(ids), ())
 
 
-def report_all(books: ChunkLibrary, *, failed: bool = False) -> list[Any]:
+def report_all(books: ChunkManager, *, failed: bool = False) -> list[Any]:
     """Carry out every command, as one worker does, and return them."""
     commands = list(books.take_commands())
     ids = Counter(c.command_id for c in commands if isinstance(c, WriteChunk | ReadChunk))
@@ -254,7 +254,7 @@ def test_a_chunk_that_cannot_be_read_is_lost_and_counted() -> None:
     assert reserve(books, tokens(1)) is not None
 
 
-def on_disk_alone(books: ChunkLibrary) -> ChunkVariant:
+def on_disk_alone(books: ChunkManager) -> ChunkVariant:
     """Return a chunk that has left memory for others, which are on disk too."""
     variant = capture(books, tokens(1))
     report_all(books)

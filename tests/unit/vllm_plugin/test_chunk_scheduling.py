@@ -14,7 +14,7 @@ from ragcache_core.chunk.scores import LEAST_LOST
 from ragcache_core.chunk.types import chunk_key, chunk_spans
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
-from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkLibrary
+from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     Capture,
     CapturedChunk,
@@ -50,7 +50,7 @@ class Bench:
         run_tokens: int = 1,
     ) -> None:
         cost = PrefillCostModel.default()
-        library = ChunkLibrary(
+        library = ChunkManager(
             make_policy("lru", cost),
             cost,
             num_pages=num_pages,

@@ -20,7 +20,7 @@ from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.io import DiskIO
-from ragcache_core.vllm_plugin.disk.jobs import Load, Outcome, PendingChunk
+from ragcache_core.vllm_plugin.disk.jobs import LoadJob, Outcome, PendingChunk
 from tests.support.waiting import until
 
 CHUNK_BYTES = 4096
@@ -51,8 +51,8 @@ class Scene:
             chunks.append(PendingChunk(key, row, ChunkNote(keys[row - 1] if row else parent, "doc", row)))
         self.io.store(job_id, chunks, evicted or [])
 
-    def read(self, keys: list[bytes], rows: list[int]) -> Load:
-        load = Load(7, keys, time.monotonic())
+    def read(self, keys: list[bytes], rows: list[int]) -> LoadJob:
+        load = LoadJob(7, keys, time.monotonic())
         self.io.load(load, rows)
         return load
 
@@ -423,11 +423,11 @@ def test_a_reader_that_was_faster_is_not_abandoned(opening: Opening) -> None:
 
 
 def test_giving_up_while_the_reader_delivers_is_all_or_nothing() -> None:
-    """Whoever was first wins; memory is never written after :meth:`Load.abandon` said yes."""
+    """Whoever was first wins; memory is never written after :meth:`LoadJob.abandon` said yes."""
     buffers = np.full((64, CHUNK_BYTES), 1, dtype=np.uint8)
     for _ in range(200):
         rows = np.zeros((64, CHUNK_BYTES), dtype=np.uint8)
-        load = Load(1, keys(64), 0.0)
+        load = LoadJob(1, keys(64), 0.0)
         thread = threading.Thread(target=load.deliver, args=(rows, list(range(64)), buffers, [True] * 64))
         thread.start()
         is_abandoned = load.abandon()
@@ -532,7 +532,7 @@ def test_large_chunks_are_read_few_at_a_time(tmp_path: Path, monkeypatch: pytest
         assert io.finish_writes(30)
         taken, aligned_rows = [], disk_io.aligned_rows
         monkeypatch.setattr(disk_io, "aligned_rows", lambda *shape: (taken.append(shape), aligned_rows(*shape))[1])
-        load = Load(2, keys(num_chunks), time.monotonic())
+        load = LoadJob(2, keys(num_chunks), time.monotonic())
         io.load(load, list(range(num_chunks, 2 * num_chunks)))
         assert io.finish_reads(30)
     finally:

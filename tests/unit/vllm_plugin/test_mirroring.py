@@ -16,10 +16,10 @@ from ragcache_core.ordering import MAX_PATH_DOCUMENTS, CachedPaths, PathChange, 
 from ragcache_core.tree import PathSegment, TreeNode, check_invariants
 from ragcache_core.types import PromptSegment, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
-from ragcache_core.vllm_plugin.cache.prefix_publisher import _MAX_VISITS_PER_DELTA, PathTracker
+from ragcache_core.vllm_plugin.cache.prefix_publisher import _MAX_VISITS_PER_DELTA, PrefixPublisher
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.server.engine_view import Received
-from ragcache_core.vllm_plugin.server.prefix_feed import HEARTBEAT, PathFeed
+from ragcache_core.vllm_plugin.server.prefix_feed import HEARTBEAT, PrefixFeed
 from ragcache_core.wire import RequestMetadata
 from tests.unit.vllm_plugin.scene import BLOCK, controller, segments
 
@@ -167,7 +167,7 @@ def test_a_cache_that_is_emptied_at_once_is_told_in_pieces(monkeypatch: pytest.M
 
 def test_the_oldest_paths_are_forgotten_and_said_to_be_gone() -> None:
     it = Engine()
-    it.controller.paths = PathTracker(it.controller.tree, BLOCK, max_paths=3)
+    it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_paths=3)
     it.ask("a")
     it.tell()
     assert it.mirror.num_cached_tokens(prefix_of(), "a") == 12
@@ -359,7 +359,7 @@ async def read_snapshot(lines: AsyncGenerator[bytes], into: CachedPaths) -> None
 
 
 async def test_a_reader_gets_what_is_there_and_then_what_changes() -> None:
-    feed, copy = PathFeed(), CachedPaths()
+    feed, copy = PrefixFeed(), CachedPaths()
     feed.add([delta_of("a", 16, is_reset=True), delta_of("b", 32)])
     async with aclosing(feed.lines()) as lines:
         await read_snapshot(lines, copy)
@@ -373,7 +373,7 @@ async def test_a_reader_gets_what_is_there_and_then_what_changes() -> None:
 
 
 async def test_changes_during_the_snapshot_come_after_it() -> None:
-    feed, copy = PathFeed(), CachedPaths()
+    feed, copy = PrefixFeed(), CachedPaths()
     feed.add([delta_of(f"{'x' * 100} {i}", 16) for i in range(1000)])
     async with aclosing(feed.lines()) as lines:
         copy.apply(await next_message(lines))
@@ -387,7 +387,7 @@ async def test_changes_during_the_snapshot_come_after_it() -> None:
 
 
 async def test_an_engine_that_was_started_again_resets_its_readers() -> None:
-    feed, copy = PathFeed(), CachedPaths()
+    feed, copy = PrefixFeed(), CachedPaths()
     feed.add([delta_of("a", 16, is_reset=True)])
     async with aclosing(feed.lines()) as lines:
         await read_snapshot(lines, copy)
@@ -397,14 +397,14 @@ async def test_an_engine_that_was_started_again_resets_its_readers() -> None:
 
 
 async def test_a_reader_that_hears_nothing_hears_a_heartbeat() -> None:
-    feed = PathFeed(heartbeat_s=0.3)
+    feed = PrefixFeed(heartbeat_s=0.3)
     async with aclosing(feed.lines()) as lines:
         await read_snapshot(lines, CachedPaths())
         assert await asyncio.wait_for(anext(lines), 2) == HEARTBEAT
 
 
 async def test_a_slow_reader_is_cut_off_and_holds_nothing() -> None:
-    feed, copy = PathFeed(max_backlog_bytes=10_000), CachedPaths()
+    feed, copy = PrefixFeed(max_backlog_bytes=10_000), CachedPaths()
     async with aclosing(feed.lines()) as slow, aclosing(feed.lines()) as quick:
         await read_snapshot(slow, CachedPaths())
         await read_snapshot(quick, copy)
@@ -419,7 +419,7 @@ async def test_a_slow_reader_is_cut_off_and_holds_nothing() -> None:
 
 
 async def test_a_server_that_ends_does_not_wait_for_readers() -> None:
-    feed, is_ending = PathFeed(), False
+    feed, is_ending = PrefixFeed(), False
     async with aclosing(feed.lines(lambda: is_ending)) as lines:
         await read_snapshot(lines, CachedPaths())
         is_ending = True
@@ -428,7 +428,7 @@ async def test_a_server_that_ends_does_not_wait_for_readers() -> None:
 
 
 async def test_a_feed_may_be_fed_by_another_thread() -> None:
-    feed = PathFeed()
+    feed = PrefixFeed()
     async with aclosing(feed.lines()) as lines:
         await read_snapshot(lines, CachedPaths())
         await asyncio.to_thread(feed.add, [delta_of("a", 16)])

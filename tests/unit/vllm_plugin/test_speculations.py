@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.cache.request_state import RequestRecord, arrived_s
-from ragcache_core.vllm_plugin.cache.speculations import Speculations
+from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.wire import RequestMetadata
 
 
@@ -21,7 +21,7 @@ def admitted(speculation: str | None, waited_s: float) -> RequestRecord:
 
 
 def test_a_request_is_real_unless_it_says_otherwise() -> None:
-    it = Speculations()
+    it = QueuedSpeculations()
     real = record(None)
     it.on_new_request("r", real)
     it.on_finished("r", real)
@@ -31,7 +31,7 @@ def test_a_request_is_real_unless_it_says_otherwise() -> None:
 
 
 def test_all_requests_of_a_speculation_are_confirmed_at_once() -> None:
-    it = Speculations()
+    it = QueuedSpeculations()
     parts = {f"r{i}": record("s") for i in range(3)}
     for request_id, part in parts.items():
         it.on_new_request(request_id, part)
@@ -54,7 +54,7 @@ def test_all_requests_of_a_speculation_are_confirmed_at_once() -> None:
 
 
 def test_a_confirmation_that_is_faster_than_its_request_is_remembered() -> None:
-    it = Speculations()
+    it = QueuedSpeculations()
     it.confirm("s")
     late = record("s")
     it.on_new_request("r", late)
@@ -65,7 +65,7 @@ def test_a_confirmation_that_is_faster_than_its_request_is_remembered() -> None:
 
 
 def test_memory_is_bounded_and_what_it_lets_go_stays_wasted() -> None:
-    it = Speculations(max_remembered=2)
+    it = QueuedSpeculations(max_remembered=2)
     for i in range(4):
         it.confirm(f"early-{i}")
         ended = record(f"ended-{i}")
@@ -88,7 +88,7 @@ def test_memory_is_bounded_and_what_it_lets_go_stays_wasted() -> None:
 
 
 def test_of_a_speculation_it_is_told_how_long_the_request_waited_that_was_admitted_first() -> None:
-    it = Speculations(max_remembered=2)
+    it = QueuedSpeculations(max_remembered=2)
     first, second = admitted("s", 2.0), admitted("s", 5.0)
     it.on_admitted("first", first)
     it.on_admitted("second", second)

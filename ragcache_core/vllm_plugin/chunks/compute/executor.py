@@ -15,7 +15,7 @@ from ragcache_core.chunk.preload import preload_depth
 from ragcache_core.vllm_plugin.chunks.compute.attention_mass import Observed
 from ragcache_core.vllm_plugin.chunks.compute.attention_probe import Looking, Running, SeenInSlices, SeenInStep
 from ragcache_core.vllm_plugin.chunks.compute.capture import ChunkCapture, ChunkPages
-from ragcache_core.vllm_plugin.chunks.compute.loader import LayerwiseInjection, Placed, copy_rate
+from ragcache_core.vllm_plugin.chunks.compute.loader import LayerwiseLoader, Placed, copy_rate
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import LastKeysWritten, PartialPrefill, Rows
 from ragcache_core.vllm_plugin.chunks.messages import Capture, ChunkReport, ChunkStep, Slice
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
@@ -23,7 +23,7 @@ from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLay
 _FOCUS_WINDOW = 3
 
 
-class ChunkExecution:
+class ChunkExecutor:
     """Runs what a step's metadata asks for.
 
     Args:
@@ -138,7 +138,7 @@ class ChunkExecution:
             for running in fresh
             for each in running.job.injections
         ]
-        injection = LayerwiseInjection(
+        injection = LayerwiseLoader(
             self._layers, self._memory, placed, depth=self._depth(fresh, placed), stream=self._stream
         )
         for running in fresh:
@@ -160,7 +160,7 @@ class ChunkExecution:
         prefill_s = sum(running.job.prefill_s for running in fresh)
         return preload_depth(len(self._layers), prefill_s=prefill_s, load_s=num_bytes / self._copy_rate)
 
-    def _compute(self, slices: Sequence[tuple[Running, Slice]], injection: LayerwiseInjection) -> None:
+    def _compute(self, slices: Sequence[tuple[Running, Slice]], injection: LayerwiseLoader) -> None:
         rows, looking = [], []
         for number, (running, part) in enumerate(slices):
             first, last = running.num_done, running.num_done + part.num_rows

@@ -47,7 +47,7 @@ def copy_rate(device: torch.device) -> float:
     return float(_MEASURED_BYTES / (start.elapsed_time(end) * 1e-3))
 
 
-class LayerwiseInjection:
+class LayerwiseLoader:
     """The injections of some jobs, to be called layer by layer, in order.
 
     Args:

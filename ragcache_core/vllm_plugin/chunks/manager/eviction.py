@@ -19,7 +19,7 @@ _ONLY_UNIT = 0b1
 """A chunk is a node of one unit."""
 
 
-class ChunkRanks:
+class ChunkEviction:
     """Counts how often chunks are retrieved, and names the lowest-ranked one of a tier.
 
     Args:
@@ -90,7 +90,7 @@ class ChunkRanks:
         assert node is not None
         return cast("ChunkKey", node.keys[0])
 
-    def note_eviction(self, chunk: StoredVariants, evicted: Variant, tier: Tier) -> None:
+    def record_eviction(self, chunk: StoredVariants, evicted: Variant, tier: Tier) -> None:
         """Take note that a variant leaves ``tier`` for want of room: with its last one the chunk is evicted."""
         if any(other is not evicted and other.is_in(tier) for other in chunk.stored.values()):
             return

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
 from ragcache_core.policy import PrefillCost, ReplacementPolicy
 from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, Reservation, StoredVariants, Variant
-from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkRanks
-from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkStock
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
+from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkResidency
 from ragcache_core.vllm_plugin.chunks.messages import MemoryCommand, MemoryReport, StoredChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
 
 
-class ChunkLibrary:
+class ChunkManager:
     """Keeps book of the chunks whose KV the workers hold. One thread calls it.
 
     Args:
@@ -51,14 +51,14 @@ class ChunkLibrary:
     ) -> None:
         self.counters = ChunkCounters()
         self._num_reservations = 0
-        self._ranks = ChunkRanks(
+        self._ranks = ChunkEviction(
             policy,
             prefill_cost,
             shadow_tokens=num_pages * tokens_per_page,
             ghost_size=ghost_size,
             keeps_frequency=keeps_frequency,
         )
-        self._stock = ChunkStock(
+        self._stock = ChunkResidency(
             self._ranks,
             self.counters,
             num_pages=num_pages,
@@ -135,7 +135,7 @@ class ChunkLibrary:
         self._ranks.record_hit(variant.key, variant.num_tokens)
         self._stock.variants.record_use(variant, overhead)
         if (at := self._stock.place(variant)) is not None:
-            self._stock.note_use(at[1])
+            self._stock.record_use(at[1])
 
     # Capture
 

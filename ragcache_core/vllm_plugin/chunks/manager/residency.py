@@ -1,7 +1,7 @@
 """What is where: pages of host memory, space on disk, and what is on its way between them.
 
-Nothing here knows of requests: a variant is held by so many pins. Whatever moves is in :meth:`ChunkStock.changing`, so
-that the sums and the ranks stay true.
+Nothing here knows of requests: a variant is held by so many pins. Whatever moves is in
+:meth:`ChunkResidency.changing`, so that the sums and the ranks stay true.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore.slots import SlotMap
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, StoredVariants, Transfer, Variant
-from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkRanks
+from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryCommand,
@@ -31,7 +31,7 @@ _MAX_WRITING_SHARE = 4
 """One in so many pages may wait for the disk; a disk that falls behind gets no more until then."""
 
 
-class ChunkStock:
+class ChunkResidency:
     """The chunks by key, where their variants are, and the commands that move them.
 
     Args:
@@ -49,7 +49,7 @@ class ChunkStock:
 
     def __init__(
         self,
-        ranks: ChunkRanks,
+        ranks: ChunkEviction,
         counters: ChunkCounters,
         *,
         num_pages: int,
@@ -109,7 +109,7 @@ class ChunkStock:
         while self._free.num_free < num_pages:
             chunk = self.chunks[self._ranks.lowest(Tier.HOST)]
             stored = self._least(chunk, Tier.HOST)
-            self._ranks.note_eviction(chunk, stored, Tier.HOST)
+            self._ranks.record_eviction(chunk, stored, Tier.HOST)
             self._leave_host(chunk, stored)
         return tuple(self._free.reserve(num_pages))
 
@@ -168,7 +168,7 @@ class ChunkStock:
         while stored.num_pages > self.num_disk_pages - self.num_used_disk_pages:
             victim_chunk = self.chunks[self._ranks.lowest(Tier.DISK)]
             victim = self._least(victim_chunk, Tier.DISK)
-            self._ranks.note_eviction(victim_chunk, victim, Tier.DISK)
+            self._ranks.record_eviction(victim_chunk, victim, Tier.DISK)
             self._leave_disk(victim_chunk, victim)
         self.num_used_disk_pages += stored.num_pages
         self._num_writing_pages += stored.num_pages
@@ -180,7 +180,7 @@ class ChunkStock:
             WriteChunk(command_id, stored.variant, chunk.token_ids, stored.pages, frequency, self._worth(stored))
         )
 
-    def note_use(self, stored: Variant) -> None:
+    def record_use(self, stored: Variant) -> None:
         """Have it noted on disk before long what a variant is worth."""
         if stored.is_on_disk:
             self._uses[stored.variant.number] = stored.variant
