@@ -126,16 +126,20 @@ def plots(results: Results, summary: Summary) -> dict[str, Plot]:
     }
     curve = {peer: [(point.requests_per_s, point.ttft_mean_s.mean) for point in of] for peer, of in by_rate.items()}
     main_rps = f"{rates[summary.main_rate]:.3g} requests/s"
+    has_host = results.options["engine"] == LAUNCH and any(point.host_bytes for point in summary.points)
+    with_host = f", host memory {summary.main_host / MIB:,.0f} MiB" if has_host else ""
     samples = {
         peer: [t for run in summary.at(peer, summary.main_host, summary.main_rate) for t in run.ttft_s]
         for peer in summary.peers
     }
     drawn = {
         "ttft": lines(
-            "Mean time to first token", "requests/s", "mean TTFT, s", curve, log_y=True,
+            f"Mean time to first token{with_host}", "requests/s", "mean TTFT, s", curve, log_y=True,
             spread={peer: bands for peer, of in by_rate.items() if (bands := _bands(of))},
         ),
-        "cdf": cdfs(f"Time to first token at {main_rps}", "TTFT, s", {peer: s for peer, s in samples.items() if s}),
+        "cdf": cdfs(
+            f"Time to first token at {main_rps}{with_host}", "TTFT, s", {peer: s for peer, s in samples.items() if s}
+        ),
         "hits": _by_size(
             summary, f"Cached prompt tokens at {main_rps}", "share of prompt tokens", lambda p: p.cached_share.mean
         ),
@@ -147,7 +151,7 @@ def plots(results: Results, summary: Summary) -> dict[str, Plot]:
         slo_ms = throughputs[0].slo_s * 1000
         means = {t.peer: t.requests_per_s for t in throughputs}
         drawn["throughput"] = bars(
-            f"Requests/s with a mean TTFT within {slo_ms:,.0f} ms", "requests/s",
+            f"Requests/s within {slo_ms:,.0f} ms mean TTFT{with_host}", "requests/s",
             {"": {peer: mean.mean for peer, mean in means.items()}},
             intervals={p: (m.low, m.high) for p, m in means.items() if m.low is not None and m.high is not None},
             at_least={found.peer for found in throughputs if found.is_bound},

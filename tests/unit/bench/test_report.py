@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from ragcache_core.bench.compare.report import report, summary_of, write_report
+from ragcache_core.bench.compare.report import plots, report, summary_of, write_report
 from ragcache_core.bench.compare.results import Results
 from ragcache_core.bench.compare.sessions import Run
 from ragcache_core.bench.compare.summary import Summary
@@ -86,6 +86,18 @@ def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in paths}
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths[1:])
     assert len(paths) == 6
+
+
+def test_pictures_of_one_size_of_host_memory_name_it(tmp_path: Path) -> None:
+    results, summary = measured(tmp_path / "out.json")
+    titles = {name: plot.title for name, plot in plots(results, summary).items()}
+    assert all("host memory 256 MiB" in titles.pop(name) for name in ("ttft", "cdf", "throughput"))
+    assert not any("MiB" in title for title in titles.values()), "these are drawn against it"
+    none_has = plots(*measured(tmp_path / "out.json", peers=("no-cache",)))
+    results.options["engine"] = "http://localhost:8000"
+    nobody_knows = plots(results, summary)
+    for drawn in (none_has, nobody_knows):
+        assert not any("host" in drawn[name].title for name in ("ttft", "cdf", "throughput"))
 
 
 def test_the_tables_say_what_was_measured(tmp_path: Path) -> None:
