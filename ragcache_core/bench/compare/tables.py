@@ -40,8 +40,10 @@ def throughput_table(summary: Summary) -> Table:
         requests_per_s, ratio = _shown(found.requests_per_s, "{:.3g}"), _shown(found.ratio, "{:.2f}")
         if found.is_bound:
             requests_per_s = f">= {requests_per_s}"
-            if found.ratio is not None and not throughputs[0].is_bound:  # the ratio of two bounds is none
-                ratio = f">= {ratio}"
+        if found.is_bound != throughputs[0].is_bound and found.ratio is not None:
+            ratio = f">= {ratio}" if found.is_bound else f"<= {ratio}"
+        elif found.is_bound:
+            ratio = "-"  # two bounds have no ratio
         rows.append([found.peer, requests_per_s, ratio])
     slo = f"{throughputs[0].slo_s * 1000:,.0f} ms" if throughputs else "?"
     title = f"Throughput with a mean TTFT within {slo}, {SLO_FACTOR:g} times the lowest rate's"

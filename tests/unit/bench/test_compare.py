@@ -180,6 +180,21 @@ def test_a_throughput_that_was_not_reached_with_every_seed_is_a_lower_bound() ->
     assert [cell.partition(" [")[0] for cell in throughput_table(summary).rows[1]] == ["vllm", ">= 1.75", ">= 1.15"]
 
 
+@pytest.mark.parametrize(
+    ("baseline", "other", "shown"),
+    [
+        ((1.0, 2.0), (1.0, 2.0), [[">= 2", "-"], [">= 2", "-"]]),  # two bounds say nothing of each other
+        ((1.0, 2.0), (1.0, 9.0), [[">= 2", "-"], ["1.5", "<= 0.75"]]),
+        ((1.0, 9.0), (1.0, 2.0), [["1.5", "1.00"], [">= 2", ">= 1.33"]]),
+    ],
+)
+def test_the_ratio_to_a_lower_bound_is_shown_as_what_it_is(
+    baseline: tuple[float, ...], other: tuple[float, ...], shown: list[list[str]]
+) -> None:
+    runs = [a_run(p, rate=r, ttft_s=t) for p, of in (("no-cache", baseline), ("vllm", other)) for r, t in enumerate(of)]
+    assert [row[1:] for row in throughput_table(Summary(runs, ["no-cache", "vllm"], (64,), 2)).rows] == shown
+
+
 def test_a_summary_is_plain_json() -> None:
     summary = Summary([a_run("no-cache"), a_run("ragcache", 64)], ["no-cache", "ragcache"], (64,), 1)
     assert json.loads(json.dumps(summary.to_dict()))["points"][0]["peer"] == "no-cache"
