@@ -54,6 +54,19 @@ def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) ->
         raise ConfigError(f"{option} {path} cannot be written, {folder} is not writable: name a file elsewhere")
 
 
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+    """Refuse what :func:`check_output` does of the files of some options, and one file for two of them.
+
+    Raises:
+        ConfigError: with the option, the file and why.
+    """
+    option_of: dict[Path, str] = {}
+    for option, path in outputs.items():
+        check_output(option, path, inputs)
+        if path is not None and (other := option_of.setdefault(path.absolute(), option)) != option:
+            raise ConfigError(f"{other} and {option} are both {path}, and one would replace the other: name two files")
+
+
 def check_plot(path: Path | None) -> None:
     """Refuse a plot that could not be drawn at the end of a long run.
 

@@ -64,9 +64,9 @@ class Results:
         """
         try:
             data = json.loads(path.read_bytes())
+            results = cls(path, data["options"], data["machine"])
             if data["version"] != VERSION:
                 raise ConfigError(f"{path} has version {data['version']!r:.20}, this reads {VERSION}: measure anew")
-            results = cls(path, data["options"], data["machine"])
             results.rates_rps = tuple(data["rates_rps"])
             results.capacity_rps = data["capacity_rps"]
             results.runs = [Run.from_dict(run) for run in data["runs"]]
@@ -76,7 +76,7 @@ class Results:
             raise
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"{path} is not the file of a comparison ({error!r:.120}): choose another --output"
+                f"{path} is not the file of a comparison ({error!r:.120}): name one that 'ragcache bench' wrote"
             ) from error
         return results
 

@@ -15,7 +15,7 @@ from ragcache_core.cli.command import CommandGroup, print_json
 from ragcache_core.cli.commands.paper import paper
 from ragcache_core.cli.commands.trace import WORKLOAD_NAMES
 from ragcache_core.cli.options import api_key_option
-from ragcache_core.cli.output import check_output, require_matplotlib
+from ragcache_core.cli.output import check_output, check_outputs, require_matplotlib
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -169,8 +169,7 @@ def bench(
     if ctx.invoked_subcommand is not None:
         return
     _check_engine(ctx, given["engine"])
-    for option, path in (("--output", output), ("--html", html_path)):
-        check_output(option, path, [given["trace"] or Path()])
+    check_outputs({"--output": output, "--html": html_path}, [given["trace"] or Path()])
     from ragcache_core.bench.compare.caveats import beforehand
     from ragcache_core.bench.compare.comparison import run_comparison
     from ragcache_core.bench.compare.options import BenchOptions, prepare

@@ -13,7 +13,7 @@ import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.commands.sweep import clear_journal, read_finished
-from ragcache_core.cli.output import check_output, check_plot, output_option, write_json
+from ragcache_core.cli.output import check_outputs, check_plot, output_option, write_json
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -92,8 +92,7 @@ def paper(
     if resume and output is None:
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
     check_plot(plot)
-    for option, path in (("--output", output), ("--plot", plot)):
-        check_output(option, path)
+    check_outputs({"--output": output, "--plot": plot})
     from ragcache_core.bench.paper.exhibits import EXHIBITS, measure, paper_report, to_dict
     from ragcache_core.bench.paper.runs import PaperRuns
     from ragcache_core.sim.sweep import Journal

@@ -95,7 +95,23 @@ def test_a_report_is_made_again_without_measuring(tmp_path: Path) -> None:
     assert "\u2265 9" in page.read_text(encoding="utf-8")
     summary = json.loads(bench("report", str(measured), "--json").stdout)["summary"]
     assert [found["is_bound"] for found in summary["throughput_at_slo"]] == [False, False, False, True, True]
-    assert "is not the file of a comparison" in bench("report", str(ROOT / "docs/results/bench-chunks.json")).stderr
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "text", '{"version": "0.1.0", "runs": []}'])
+def test_a_report_of_another_file_says_which_it_wants(tmp_path: Path, content: str) -> None:
+    other = tmp_path / "sweep.json"
+    other.write_text(content, encoding="utf-8")
+    said = bench("report", str(other)).stderr
+    assert f"ragcache: error: {other} is not the file of a comparison" in said
+    assert said.endswith(": name one that 'ragcache bench' wrote\n")
+
+
+def test_one_file_for_figures_and_page_is_refused(tmp_path: Path) -> None:
+    one = tmp_path / "one.html"
+    done = bench("--engine", "http://127.0.0.1:9", "--output", str(one), "--html", str(one))
+    assert done.exit_code == 1
+    assert f"--output and --html are both {one}" in done.stderr
+    assert not one.exists()
 
 
 def test_an_interruption_keeps_what_is_finished_and_resume_goes_on(
