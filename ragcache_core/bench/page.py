@@ -75,7 +75,7 @@ class Report:
 
     Attributes:
         lead: a few sentences: of what, on what, with what; they stand below a picture as well.
-        warnings: why its figures may mean little.
+        warnings: why its figures may mean little, or not what they seem to.
         notes: how it was measured.
         options: all settings by their names in code.
     """
@@ -107,7 +107,9 @@ class Report:
         return f"{title}{head}</head><body>{''.join(parts)}</body></html>\n"
 
     def save(self, path: Path) -> None:
-        """Write the page, or for ``.png`` and ``.svg`` the plots alone, two in a row. The file is replaced whole.
+        """Write the page, or for ``.png`` and ``.svg`` the plots, two in a row, above lead and warnings.
+
+        The file is replaced whole.
 
         Raises:
             ConfigError: matplotlib is not installed. OSError: the file cannot be written.
@@ -117,7 +119,7 @@ class Report:
         if path.suffix == ".html":
             text = self.html()
         else:
-            picture = beside(self.title, self.plots, " ".join(self.lead))
+            picture = beside(self.title, self.plots, "\n".join((" ".join(self.lead), *self.warnings)))
             if path.suffix == ".png":
                 return _replace(path, picture.save_png)
             text = picture.svg()

@@ -133,7 +133,7 @@ class Plot:
         legend_width = width if is_shared else _INCHES[0]
         columns = {panel.names: _legend_columns(panel.names, legend_width) for panel in self.panels}
         legend_height = _LINE_INCHES * max((math.ceil(len(n) / c) for n, c in columns.items()), default=0)
-        notes = wrap(self.note, int(width / _CHARACTER_INCHES * 1.35))
+        notes = [line for part in self.note.split("\n") for line in wrap(part, int(width / _CHARACTER_INCHES * 1.35))]
         drawn_height = (_INCHES[1] + (0 if is_shared else legend_height)) * num_rows + legend_height * is_shared
         record_height = _LINE_INCHES * len(notes)
         figure = Figure(figsize=(width, drawn_height + record_height), layout="constrained")

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from ragcache_core.errors import ConfigError
+
 _AS_TYPED = {
     "make one with DocumentStore.create": "make one with 'ragcache index DIR --store PATH'",
     "open the store with rebuild_index=True": "run 'ragcache index' with --rebuild-index",
@@ -38,3 +46,14 @@ def as_typed(message: str) -> str:
     for in_the_library, typed in _AS_TYPED.items():
         message = message.replace(in_the_library, typed)
     return message
+
+
+@contextmanager
+def options_as_typed(command: click.Command) -> Iterator[None]:
+    """Let an error that names settings name the options of ``command``."""
+    names = {str(option.name): option.opts[0] for option in command.params}
+    try:
+        yield
+    except ConfigError as error:
+        message = re.sub(r"^\w+|\b[a-z]+(_[a-z]+)+\b", lambda word: names.get(word[0], word[0]), str(error))
+        raise ConfigError(message) from error

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +9,8 @@ import click
 
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.commands.sweep import ORDERS, POLICIES, sweep
+from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
-from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult
@@ -170,12 +167,12 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
 
     if per_request and output is None and not as_json:
         raise click.UsageError("--per-request makes records of JSON: give --output OUT as well, or --json.")
-    with _options_as_typed():
+    with options_as_typed(run):
         options = SimulationOptions(**settings)
         load_testbed(options.cost_model)
     check_output("--output", output, (trace, Path(options.cost_model)))
     requests = read_trace(trace)
-    with _options_as_typed(), counting_requests("simulating", len(requests)) as report:
+    with options_as_typed(run), counting_requests("simulating", len(requests)) as report:
         result = run_simulation(requests, options, progress=report, keeps_requests=per_request)
     for note in result.notes:
         click.echo(f"ragcache: {note}", err=True)
@@ -238,14 +235,3 @@ def _chunk_rows(result: SimulationResult) -> list[tuple[str, str]]:
         return []
     counts = f"{summary.chunk_reused_tokens:,} tokens reused, {summary.chunk_recomputed_tokens:,} of theirs recomputed"
     return [("chunks", f"{counts}; {options.chunk_share:g} of host and disk are theirs")]
-
-
-@contextmanager
-def _options_as_typed() -> Iterator[None]:
-    """Let an error name options as they are typed."""
-    names = {str(option.name): option.opts[0] for option in run.params}
-    try:
-        yield
-    except ConfigError as error:
-        message = re.sub(r"^\w+|\b[a-z]+(_[a-z]+)+\b", lambda word: names.get(word[0], word[0]), str(error))
-        raise ConfigError(message) from error

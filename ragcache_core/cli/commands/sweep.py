@@ -13,7 +13,8 @@ import click
 
 from ragcache_core._version import __version__
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.output import check_output, check_plot, counting_requests, output_option, write_json
+from ragcache_core.cli.cures import options_as_typed
+from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,24 +149,25 @@ def sweep(
     A trace is a file of 'ragcache trace'. Interrupted by Ctrl-C, a sweep with --output keeps what is finished, and
     goes on with --resume, which also takes over the runs of an earlier sweep that this one asks for again.
     """
-    from ragcache_core.sim.options import SimulationOptions
+    from ragcache_core.sim.options import BELADY, SimulationOptions
     from ragcache_core.sim.sweep import Journal, plan
 
     if resume and output is None:
         raise click.UsageError("--resume goes on with what is kept beside OUT: give --output OUT as well.")
     check_plot(plot)
     inputs = (*traces, Path(settings["cost_model"] or ""))
-    for option, path in (("--output", output), ("--plot", plot)):
-        check_output(option, path, inputs)
+    check_outputs({"--output": output, "--plot": plot}, inputs)
     journal = None if output is None else Journal(output.with_name(output.name + ".runs.jsonl"))
     finished = {} if output is None or journal is None else read_finished(journal, output, is_resumed=resume)
     given = {name: value for name, value in settings.items() if value is not None}
-    base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
-    num_requests = _count_requests(traces, base)
     axes = {"gpu_tokens": gpu_tokens, "host_tokens": host_tokens, "disk_tokens": disk_tokens}
-    runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
+    with options_as_typed(sweep):
+        base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
+        num_requests = _count_requests(traces, base)
+        runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
-    whole = {"version": __version__, "runs": [run.to_dict() for run in done]}
+    notes = notes_on(done, leaves_out_belady=BELADY in policies and "cache_aware" in orders)
+    whole = {"version": __version__, "notes": notes, "runs": [run.to_dict() for run in done]}
     if output is not None and journal is not None:
         write_json(whole, output)
         clear_journal(journal, {run.key for run in done})
@@ -173,10 +175,10 @@ def sweep(
         print_json(whole)
     else:
         click.echo(table(done).text())
-    for note in notes_on(done):
+    for note in notes:
         click.echo(f"ragcache: {note}", err=True)
     if plot is not None:
-        report(done, {str(path): count for path, count in num_requests.items()}).save(plot)
+        report(done, {str(path): count for path, count in num_requests.items()}, notes).save(plot)
     for path in (output, plot):
         if path is not None:
             click.echo(f"ragcache: written to {path}", err=True)
@@ -264,7 +266,7 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
         whole = []
     except OSError as error:
         raise ConfigError(
-            f"{output} cannot be read ({error.strerror}): see to that, or name another file with --json"
+            f"{output} cannot be read ({error.strerror}): see to that, or name another file with --output"
         ) from error
     return {run.key: run for run in whole} | interrupted
 
@@ -313,8 +315,8 @@ def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
     return shown
 
 
-def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int]) -> Report:
-    """Return plots and table of a sweep, with what was simulated; ``num_requests`` by trace."""
+def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: Sequence[str]) -> Report:
+    """Return plots and table of a sweep, with what was simulated and ``notes``; ``num_requests`` by trace."""
     from ragcache_core.bench.page import Report, worded
 
     options, varied = dict(runs[0].options), _varied(runs)
@@ -336,14 +338,16 @@ def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int]) -> Repo
         name: list(dict.fromkeys(run.options[name] for run in runs)) if name in varied else worded(name, value)
         for name, value in options.items()
     }
-    return Report("Policies side by side", lead, plots(runs), [table(runs)], notes=notes_on(runs), options=of_all)
+    return Report("Policies side by side", lead, plots(runs), [table(runs)], notes, options=of_all)
 
 
-def notes_on(runs: Sequence[FinishedRun]) -> list[str]:
+def notes_on(runs: Sequence[FinishedRun], *, leaves_out_belady: bool) -> list[str]:
     """Return what a reader should know of the runs, each sentence once."""
     from ragcache_core.sim.bound import above_belady
 
-    return [*dict.fromkeys(note for run in runs for note in run.notes), *above_belady(runs)]
+    left_out = "there is no belady with order cache_aware, which depends on what is cached and is not known ahead"
+    notes = [*dict.fromkeys(note for run in runs for note in run.notes), *above_belady(runs)]
+    return [*notes, left_out] if leaves_out_belady else notes
 
 
 def _varied(runs: Sequence[FinishedRun]) -> list[str]:

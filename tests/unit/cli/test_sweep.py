@@ -85,7 +85,7 @@ def test_resume_does_not_write_over_runs_that_it_could_not_read(
         patched.setattr(Path, "read_bytes", fail)
         done = run(trace, *SMALL, "--output", output, "--resume")
     assert done.exit_code != 0
-    assert "cannot be read (Input/output error)" in str(done.exception) + done.stderr
+    assert "cannot be read (Input/output error): see to that, or name another file with --output" in done.stderr
     assert output.read_bytes() == whole
 
 
@@ -113,6 +113,38 @@ def test_what_a_reader_should_know_of_the_runs_is_said_once(trace: Path, tmp_pat
     assert done.exit_code == 0, done.output
     assert done.stderr.count("512 cached and 512 new tokens") == 1
     assert "512 cached" not in done.stdout
+
+
+def test_why_belady_is_no_bound_stands_in_the_file_and_in_every_picture(tmp_path: Path) -> None:
+    trace, output = tmp_path / "mmlu.jsonl", tmp_path / "sweep.json"
+    write_trace(make_trace(WORKLOADS["mmlu"], 800, seed=3), trace)
+    small = ("--policies", "belady,tournament", "--gpu-tokens", "16384", "--host-tokens", "8192", "--output", output)
+    said = "tournament with order retrieval came out better than belady with order retrieval (token_hit_rate"
+    for kind in ("svg", "html"):
+        plot = tmp_path / f"plot.{kind}"
+        done = run(trace, *small, "--plot", plot)
+        assert done.exit_code == 0, done.output
+        assert said in done.stderr
+        assert said in " ".join(re.sub(r"<[^>]*>", " ", plot.read_text()).split())
+    (note,) = json.loads(output.read_text())["notes"]
+    assert note.startswith(said)
+
+
+def test_a_bound_that_is_left_out_is_named(trace: Path, tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
+    done = run(trace, *SMALL, "--policies", "belady", "--orders", "retrieval,cache_aware", "--output", output)
+    assert done.exit_code == 0, done.output
+    assert "ragcache: there is no belady with order cache_aware" in done.stderr
+    whole = json.loads(output.read_text())
+    assert len(whole["runs"]) == 2
+    assert any("no belady with order cache_aware" in note for note in whole["notes"])
+
+
+def test_one_file_for_numbers_and_picture_is_refused(trace: Path, tmp_path: Path) -> None:
+    done = run(trace, *SMALL, "--output", tmp_path / "one.html", "--plot", tmp_path / "one.html")
+    assert done.exit_code == 1
+    assert f"--output and --plot are both {tmp_path / 'one.html'}" in done.stderr
+    assert not (tmp_path / "one.html").exists()
 
 
 @pytest.mark.parametrize("option", ["--output", "--plot"])
@@ -196,9 +228,10 @@ def test_without_a_capacity_that_varies_the_plot_has_bars(trace: Path, tmp_path:
         (("--policies", "lru,best"), 2, "'best' is not one of pgdsf"),
         (("--host-tokens", "1,-5"), 2, "'-5' is no whole number"),
         (("--host-tokens", "1,2.5"), 2, "'2.5' is no whole number"),
-        (("--gpu-tokens", "0"), 1, "gpu_tokens is 0"),
+        (("--gpu-tokens", "0"), 1, "error: --gpu-tokens is 0"),
+        (("--max-batch", "0"), 1, "error: --max-batch is 0"),
         (("--cost-model", "a100"), 1, "a100"),
-        (("--warm-up", "200"), 1, "warm_up is 200"),
+        (("--warm-up", "200"), 1, "small.jsonl: --warm-up is 200"),
         (("--resume",), 2, "--output OUT"),
         (("--plot", "plot.gif"), 2, ".png, .svg, .html"),
         (("--jobs", "0"), 2, "--jobs"),
@@ -224,7 +257,7 @@ def test_a_broken_trace_is_named_with_its_line_before_anything_runs(trace: Path,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--warm-up", "150"), "short.jsonl: warm_up is 150, the trace has 100 requests"),
+        (("--warm-up", "150"), "short.jsonl: --warm-up is 150, the trace has 100 requests: lower --warm-up"),
         (("--policies", "lru,belady", "--granularity", "block"), "choose granularity document"),
     ],
 )
