@@ -36,7 +36,6 @@ MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | bool | None
 """What a request may say of chunk reuse: yes (with which settings), no, or as the engine does."""
-_UNSENDABLE = "unsendable"
 _MAX_DEPTH = 8
 _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it is part of a path
 
@@ -114,11 +113,6 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
         version = raw.get("version") if isinstance(raw, Mapping) else raw
         raise ConfigError(
             f"ragcache metadata of version {version!r:.80}, this engine reads {WIRE_VERSION}: upgrade both"
-        )
-    if _UNSENDABLE in raw:
-        raise ConfigError(
-            f"ragcache metadata cannot be sent to the engine ({raw[_UNSENDABLE]!s:.200}): send version, documents and "
-            "flat options, ids of Unicode text and numbers of 64 bits"
         )
     documents = raw.get("documents", [])
     if not isinstance(documents, list) or len(documents) > MAX_DOCUMENTS:
@@ -202,11 +196,11 @@ def check_text(text: str, name: str) -> None:
         ) from error
 
 
-def check_depth(raw: object) -> None:
+def check_depth(raw: object, name: str) -> None:
     """Refuse metadata that is nested deeper than any of ours: processes that pickle it would fail.
 
     Raises:
-        ValueError: it is.
+        ConfigError: it is.
     """
     level = [raw]
     for _ in range(_MAX_DEPTH):
@@ -218,17 +212,7 @@ def check_depth(raw: object) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"nested more than {_MAX_DEPTH} deep")
-
-
-def unsendable(raw: object, error: Exception) -> dict[str, object]:
-    """Return what the engine gets in place of metadata that cannot be sent to it; it ignores and counts that."""
-    speculation = decode_speculation({KEY: raw})  # a guess stays one
-    return {
-        "version": WIRE_VERSION,
-        _UNSENDABLE: ascii(str(error)),
-        **({} if speculation is None else {"speculation": speculation}),
-    }
+    raise ConfigError(f"{name} is nested more than {_MAX_DEPTH} deep: send it flat")
 
 
 def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:

@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadPromMetrics,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.exceptions import GracefulHTTPError
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -46,7 +45,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -72,7 +70,6 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
-from vllm.v1.serial_utils import MsgpackEncoder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 if TYPE_CHECKING:
@@ -94,8 +91,6 @@ __all__ = [
     "CommonAttentionMetadata",
     "FreeKVCacheBlockQueue",
     "GPULoadStoreSpec",
-    "GracefulHTTPError",
-    "InputProcessor",
     "JobResult",
     "KVCacheBlock",
     "KVConnectorBase_V1",
@@ -109,7 +104,6 @@ __all__ = [
     "LoadStoreSpec",
     "LookupResult",
     "Medium",
-    "MsgpackEncoder",
     "OffloadKey",
     "OffloadPolicy",
     "OffloadPromMetrics",

@@ -1,4 +1,9 @@
-"""What of a request's body is refused before vLLM reads it: text that is none, numbers that no engine can take."""
+"""What of a request's body is refused before vLLM reads it.
+
+JSON has halves of surrogate pairs and numbers of any size, MessagePack, by which vLLM sends requests to its engine, has
+not: vLLM would answer with status 500, and never forget the request. What is nested hundreds deep in
+``kv_transfer_params`` would end the engine, which pickles it for its workers.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +15,16 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.wire import check_sendable
+from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable
 
-_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity")
-"""Without one of these, a body holds neither half of a surrogate pair nor a number beyond 64 bits or a float."""
-_METADATA = "kv_transfer_params"
-"""What of it cannot be sent to the engine is ignored there, and counted: no request fails of it."""
+_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|kv_transfer_params")
+"""Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float, no metadata."""
 
 
 class RequestBodyCheck:
-    """Middleware that answers such a request with status 400, and our error: vLLM's would be a 500, or a foreign one.
+    """Middleware that answers such a request with status 400 or 413, and our error.
 
-    A body is read once more only where its bytes make it suspicious.
+    A body is parsed here only where its bytes make it suspicious.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -37,8 +40,9 @@ class RequestBodyCheck:
             messages.append(await receive())
         parts = [message.get("body", b"") for message in messages]
         if (problem := problem_of(parts[0] if len(parts) == 1 else b"".join(parts))) is not None:
-            error = {"message": problem, "type": "BadRequestError", "param": None, "code": 400}
-            await JSONResponse({"error": error}, 400)(scope, receive, send)
+            status, kind, message = problem
+            error = {"message": message, "type": kind, "param": None, "code": status}
+            await JSONResponse({"error": error}, status)(scope, receive, send)
             return
         messages.reverse()
 
@@ -48,8 +52,11 @@ class RequestBodyCheck:
         await self._app(scope, again, send)
 
 
-def problem_of(body: bytes) -> str | None:
-    """Return why a body is refused; None if it is not, or is no JSON object, of which vLLM speaks."""
+def problem_of(body: bytes) -> tuple[int, str, str] | None:
+    """Return why a body is refused: status, vLLM's type of error, message.
+
+    None if it is not, or is no JSON object, of which vLLM speaks.
+    """
     if _SUSPICIOUS.search(body) is None:
         return None
     try:
@@ -59,11 +66,23 @@ def problem_of(body: bytes) -> str | None:
     except ValueError as error:
         if "integer string conversion" not in str(error):
             return None
-        return "the request holds a number of thousands of digits; one must lie within 64 bits: send a smaller one"
+        message = "the request holds a number of thousands of digits; one must lie within 64 bits: send a smaller one"
+        return 400, "BadRequestError", message
     if not isinstance(request, dict):
         return None
     try:
-        check_sendable({name: value for name, value in request.items() if name != _METADATA}, "the request")
+        check_sendable(request, "the request")
+        params = request.get("kv_transfer_params")
+        for name, value in params.items() if isinstance(params, dict) else ():
+            check_depth(value, f"kv_transfer_params.{name:.80}")
     except ConfigError as error:
-        return str(error)
+        return 400, "BadRequestError", str(error)
+    metadata = params.get(KEY) if isinstance(params, dict) else None
+    documents = metadata.get("documents") if isinstance(metadata, dict) else None
+    if isinstance(documents, list) and len(documents) > MAX_DOCUMENTS:
+        message = (
+            f"the request lists {len(documents)} documents in kv_transfer_params, the engine reads {MAX_DOCUMENTS}: "
+            "list the first of them"
+        )
+        return 413, "Request Entity Too Large", message
     return None

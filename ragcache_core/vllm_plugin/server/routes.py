@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 from ragcache_core.runtime.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.compat import call_confirm, call_report
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.input_processor import SendingInputProcessor
 from ragcache_core.vllm_plugin.server.middleware import Door, max_body_bytes
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
@@ -147,7 +146,6 @@ class RAGCacheEndpoint:
         state.ragcache_engine_client = engine_client
         model = engine_client.model_config
         state.ragcache_max_body_bytes = max_body_bytes(model.max_model_len, takes_files=model.is_multimodal_model)
-        SendingInputProcessor.take_over(engine_client.input_processor)
         if received.engine() is not None:
             try:
                 received.tell(await call_report(engine_client))

@@ -112,9 +112,6 @@ def test_the_series_are_what_the_engine_counted() -> None:
 @pytest.fixture
 def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Awaitable[None]]:
     """Begin to serve, with an engine that answers our utility calls so."""
-    monkeypatch.setattr(
-        "ragcache_core.vllm_plugin.server.routes.SendingInputProcessor.take_over", lambda processor: None
-    )
 
     async def with_engine(answer: Callable[[], object]) -> None:
         async def call_utility_async(name: str) -> object:

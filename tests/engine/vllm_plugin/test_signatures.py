@@ -89,22 +89,6 @@ def test_the_server_has_the_tokenizer_that_it_hands_out(vllm_facts: dict[str, ob
     ], "routes.tokenizer() reads app.state.serving_tokenization: follow it in compat.chat_template_of()"
 
 
-def test_a_request_passes_the_input_processor_before_it_is_sent(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["input"] == [
-        ["input_processor"],
-        ["self", "request_id", "prompt", "params"],
-        True,
-        ["self", "obj"],
-        True,
-        True,
-        True,
-        [True, True],
-    ], (
-        "SendingInputProcessor sees metadata there, in extra_args, before it is encoded, and its errors reach the "
-        "server: find the new place and encoder"
-    )
-
-
 def test_vllm_looks_for_plugins_where_we_register_ours(vllm_facts: dict[str, object]) -> None:
     from ragcache_core.vllm_plugin.server import api_server
 

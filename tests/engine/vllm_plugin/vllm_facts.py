@@ -21,14 +21,13 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.renderers import hf
-from vllm.sampling_params import SamplingParams
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.engine.core_client import AsyncMPClient, MPClient
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -86,19 +85,6 @@ def facts() -> dict[str, object]:
         "main": list(inspect.signature(entry.main).parameters),
         "server": [
             text in inspect.getsource(launcher) for text in ("app.state.server = server", "server.should_exit = True")
-        ],
-        "input": [
-            sets(AsyncLLM, "input_processor"),
-            parameters(compat.InputProcessor.process_inputs)[:4],
-            "self.input_processor.process_inputs(" in inspect.getsource(AsyncLLM.add_request),
-            parameters(compat.MsgpackEncoder.encode),
-            "self.encoder = MsgpackEncoder(" in inspect.getsource(MPClient),
-            "extra_args" in parameters(SamplingParams),
-            "except (VLLMClientError, GracefulHTTPError)" in inspect.getsource(AsyncLLM.generate),
-            [
-                'extra_args["kv_transfer_params"] = self.kv_transfer_params' in inspect.getsource(kind)
-                for kind in (ChatCompletionRequest, CompletionRequest)
-            ],
         ],
         "tool_parsers": sorted(ToolParserManager.list_registered()),
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,

@@ -23,7 +23,6 @@ from ragcache_core.wire import (
     decode_speculation,
     encode_kv_transfer_params,
     tile,
-    unsendable,
 )
 from tests.unit.vllm_plugin.scene import BLOCK, controller, keys, run
 
@@ -103,28 +102,15 @@ def test_a_client_lists_as_many_documents_as_an_engine_reads_and_the_rest_is_the
     assert read[-1] == PromptSegment(SegmentKind.QUESTION, MAX_DOCUMENTS, len(parts))
 
 
-@pytest.mark.parametrize("speculation", [None, "s-1", "no speculation"])
-def test_what_cannot_be_sent_is_a_config_error_in_the_engine_and_a_guess_stays_one(speculation: str | None) -> None:
-    documents = [{"id": "\ud800", "start": 0, "end": 8}]
-    error = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
-    sent = unsendable({"version": 1, "documents": documents, "speculation": speculation}, error)
-    json.dumps(sent, ensure_ascii=False).encode()
-    with pytest.raises(ConfigError, match=r"cannot be sent to the engine \(.*surrogates not allowed.*\): send version"):
-        decode_kv_transfer_params({KEY: sent}, 100)
-    assert decode_speculation({KEY: sent}) == ("s-1" if speculation == "s-1" else None)
-    with pytest.raises(ConfigError, match="cannot be sent"):
-        decode_kv_transfer_params({KEY: unsendable("text", OverflowError("too large"))}, 100)
-
-
 def test_metadata_may_be_as_deep_as_ours_and_not_as_deep_as_a_stack() -> None:
     documents = [{"id": str(i), "start": i, "end": i + 1, "more": {"deep": [1]}} for i in range(3)]
-    check_depth({"version": 1, "documents": documents, "chunk_reuse": {"selection": "random"}})
+    check_depth({"version": 1, "documents": documents, "chunk_reuse": {"selection": "random"}}, "it")
     for deep in (list[object](), dict[str, object]()):
         value: object = deep
         for _ in range(100_000):
             value = [value] if isinstance(deep, list) else {"a": value}
-        with pytest.raises(ValueError, match="nested more than 8 deep"):
-            check_depth(value)
+        with pytest.raises(ConfigError, match="it is nested more than 8 deep: send"):
+            check_depth(value, "it")
 
 
 json_values = st.recursive(

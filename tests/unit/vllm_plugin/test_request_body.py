@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck, problem_of
+from ragcache_core.wire import MAX_DOCUMENTS
 
 HUGE = "1" + "0" * 400
 
@@ -48,6 +49,12 @@ async def ask(*parts: bytes, method: str = "POST") -> tuple[int, bytes]:
         ('{"temperature": 1e999}', "the request.temperature is inf; a number must be finite"),
         ('{"logit_bias": {"1": NaN}}', "the request.logit_bias.1 is nan"),
         ('{"top_p": -Infinity}', "the request.top_p is -inf"),
+        ('{"kv_transfer_params": {"ragcache": {"documents": [{"id": "\\ud800"}]}}}', "documents[0].id holds"),
+        ('{"kv_transfer_params": {"theirs": "\\ud800"}}', "the request.kv_transfer_params.theirs holds"),
+        (
+            f'{{"kv_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}',
+            "kv_transfer_params.a is nested more than 8 deep",
+        ),
     ],
 )
 async def test_what_no_engine_can_take_is_refused_with_place_value_limit_and_cure(body: str, said: str) -> None:
@@ -64,7 +71,8 @@ async def test_what_no_engine_can_take_is_refused_with_place_value_limit_and_cur
     [
         '{"prompt": "\\ud83d\\ude42 NaN 12345678901234567890123 1e9999"}',
         '{"seed": 9223372036854775807, "temperature": 1e-400, "top_k": 18446744073709551615}',
-        '{"kv_transfer_params": {"ragcache": {"version": 1, "documents": [{"id": "\\ud800"}]}}}',
+        '{"kv_transfer_params": {"ragcache": {"version": 1, "documents": [{"id": "a"}]}, "theirs": [[[[[[[1]]]]]]]}}',
+        '{"kv_transfer_params": ["[[[[[[[[[[["]}',
         "[NaN]",
         '{"prompt": "NaN',
         "",
@@ -75,6 +83,15 @@ async def test_other_bodies_arrive_as_they_were_sent(body: str) -> None:
     assert await ask(sent) == (200, sent)
     assert await ask(sent[:7], sent[7:9], sent[9:]) == (200, sent)
     assert await ask(b'{"seed": 1e999}', method="GET") == (200, b'{"seed": 1e999}')
+
+
+async def test_more_documents_than_an_engine_reads_are_refused() -> None:
+    documents = [{"id": str(i), "start": i, "end": i + 1} for i in range(MAX_DOCUMENTS + 1)]
+    for num_documents, expected in ((MAX_DOCUMENTS, 200), (MAX_DOCUMENTS + 1, 413)):
+        metadata = {"version": 1, "documents": documents[:num_documents]}
+        status, answer = await ask(json.dumps({"kv_transfer_params": {"ragcache": metadata}}).encode())
+        assert status == expected
+    assert f"lists {MAX_DOCUMENTS + 1} documents" in json.loads(answer)["error"]["message"]
 
 
 async def test_a_number_in_two_parts_of_a_body_is_found() -> None:
