@@ -120,7 +120,6 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], A
 
         engine_client = SimpleNamespace(
             engine_core=SimpleNamespace(call_utility_async=call_utility_async),
-            input_processor=None,
             model_config=SimpleNamespace(max_model_len=2048, is_multimodal_model=False),
         )
         await RAGCacheEndpoint().init_state(engine_client, SimpleNamespace(), Namespace())
