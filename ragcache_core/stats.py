@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """How ``/metrics`` shows a figure: the name and description of its series; what is no gauge is a counter."""
+
+    name: str
+    text: str
+    is_gauge: bool = False
+
+
+def series_of(stats: type) -> dict[str, Series]:
+    """Return which of the fields of ``stats`` are series of the server's ``/metrics``."""
+    return {each.name: each.metadata["series"] for each in fields(stats) if "series" in each.metadata}
+
+
+def _counter(name: str, text: str, default: Any = 0) -> Any:
+    return field(default=default, metadata={"series": Series(name, text)})
+
+
+def _gauge(name: str, text: str, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"series": Series(name, text, is_gauge=True)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +158,12 @@ class TierStats:
     """
 
     name: str
-    capacity_bytes: int
-    used_bytes: int
-    num_blocks: int
-    num_evicted_blocks: int
-    num_hit_tokens: int
-    is_enabled: bool
+    capacity_bytes: int = _gauge("ragcache_tier_capacity_bytes", "Size of a tier.")
+    used_bytes: int = _gauge("ragcache_tier_used_bytes", "Bytes of cached KV in a tier.")
+    num_blocks: int = _gauge("ragcache_tier_blocks", "Blocks of cached KV in a tier.")
+    num_evicted_blocks: int = _counter("ragcache_tier_evicted_blocks", "Blocks that a tier gave up.", MISSING)
+    num_hit_tokens: int = _counter("ragcache_tier_hit_tokens", "Prompt tokens that came from a tier.", MISSING)
+    is_enabled: bool = _gauge("ragcache_tier_enabled", "Whether a tier works: 1 or 0.")
 
     @property
     def usage(self) -> float:
@@ -180,26 +202,36 @@ class ChunkStats:
     ``num_lost_chunks`` given up for it.
     """
 
-    num_chunks: int
-    num_variants: int
-    capacity_tokens: int
-    used_tokens: int
-    disk_capacity_tokens: int
-    used_disk_tokens: int
-    is_disk_enabled: bool
-    num_requests: int = 0
-    num_refused_requests: int = 0
-    num_reused_chunks: int = 0
-    num_reused_tokens: int = 0
-    num_recomputed_tokens: int = 0
-    num_captured_chunks: int = 0
-    num_evicted_chunks: int = 0
-    num_mismatched_chunks: int = 0
-    num_too_long_chunks: int = 0
-    num_crowded_out_chunks: int = 0
-    num_dropped_chunks: int = 0
-    num_corrupt_chunks: int = 0
-    num_lost_chunks: int = 0
+    num_chunks: int = _gauge("ragcache_chunk_stored", "Documents that are kept for reuse.")
+    num_variants: int = _gauge("ragcache_chunk_variants", "KVs of them that were computed behind different ones.")
+    capacity_tokens: int = _gauge(
+        "ragcache_chunk_capacity_tokens", "Tokens that fit into host memory's share for them."
+    )
+    used_tokens: int = _gauge("ragcache_chunk_used_tokens", "Tokens of it in use.")
+    disk_capacity_tokens: int = _gauge(
+        "ragcache_chunk_disk_capacity_tokens", "Tokens that fit on the disk's share for them."
+    )
+    used_disk_tokens: int = _gauge("ragcache_chunk_disk_used_tokens", "Tokens of it in use.")
+    is_disk_enabled: bool = _gauge("ragcache_chunk_disk_enabled", "Whether they are kept on disk: 1 or 0.")
+    num_requests: int = _counter("ragcache_chunk_requests", "Requests that reused documents behind others.")
+    num_refused_requests: int = _counter("ragcache_chunk_refused_requests", "Requests that wanted to and could not.")
+    num_reused_chunks: int = _counter("ragcache_chunk_reused", "Documents that they reused.")
+    num_reused_tokens: int = _counter(
+        "ragcache_chunk_reused_tokens", "Tokens of these that were taken as they were stored."
+    )
+    num_recomputed_tokens: int = _counter(
+        "ragcache_chunk_recomputed_tokens", "Tokens of these that were computed anew."
+    )
+    num_captured_chunks: int = _counter("ragcache_chunk_captured", "Documents whose KV was kept for reuse.")
+    num_evicted_chunks: int = _counter("ragcache_chunk_evicted", "Of those, the ones that left host memory for others.")
+    num_mismatched_chunks: int = _counter("ragcache_chunk_mismatched", "Documents with other tokens than stored.")
+    num_too_long_chunks: int = _counter("ragcache_chunk_too_long", "Documents that were longer than the memory.")
+    num_crowded_out_chunks: int = _counter("ragcache_chunk_crowded_out", "Documents for which there was no room.")
+    num_dropped_chunks: int = _counter("ragcache_chunk_dropped", "Documents that were not written to disk.")
+    num_corrupt_chunks: int = _counter(
+        "ragcache_chunk_corrupt", "Documents that were damaged or gone on disk; each was a miss."
+    )
+    num_lost_chunks: int = _counter("ragcache_chunk_lost", "Documents that were given up for it.")
 
 
 _COUNTED = (
@@ -246,18 +278,38 @@ class EngineStats:
     policy: str | None = None
     tiers: tuple[TierStats, ...] = ()
     hottest_documents: tuple[DocumentUse, ...] = ()
-    num_requests: int = 0
-    num_ignored_metadata: int = 0
-    num_corrupt_chunks: int = 0
-    num_lost_chunks: int = 0
-    num_dropped_chunks: int = 0
-    num_reordered_requests: int = 0
-    max_overtaken: int = 0
-    num_reordered_prompts: int = 0
-    num_speculative_requests: int = 0
-    num_confirmed_speculations: int = 0
-    num_speculative_tokens: int = 0
-    num_wasted_tokens: int = 0
+    num_requests: int = _counter("ragcache_requests", "Requests that were asked for and admitted.")
+    num_ignored_metadata: int = _counter(
+        "ragcache_ignored_metadata", "Requests whose documents contradicted their prompt."
+    )
+    num_corrupt_chunks: int = _counter("ragcache_corrupt_chunks", "Chunks on disk with wrong content; each was a miss.")
+    num_lost_chunks: int = _counter(
+        "ragcache_lost_chunks", "Chunks found cut off, or without their prefix, at the start."
+    )
+    num_dropped_chunks: int = _counter(
+        "ragcache_dropped_chunks", "Chunks that were not written to disk: it was full or slow."
+    )
+    num_reordered_requests: int = _counter(
+        "ragcache_reordered_requests", "Requests that were served before an earlier one."
+    )
+    max_overtaken: int = _gauge(
+        "ragcache_max_overtaken", "The most later requests that were served before a waiting one.", 0
+    )
+    num_reordered_prompts: int = _counter(
+        "ragcache_reordered_prompts", "Requests whose documents do not stand as retrieved."
+    )
+    num_speculative_requests: int = _counter(
+        "ragcache_speculative_requests", "Requests that came before anybody asked for them."
+    )
+    num_confirmed_speculations: int = _counter(
+        "ragcache_confirmed_speculations", "Of those, the ones that were asked for."
+    )
+    num_speculative_tokens: int = _counter(
+        "ragcache_speculative_tokens", "Prompt tokens computed before anybody asked for them."
+    )
+    num_wasted_tokens: int = _gauge(
+        "ragcache_wasted_tokens", "Of those, the ones of requests that ended unasked for.", 0
+    )
     chunks: ChunkStats | None = None
 
     @property

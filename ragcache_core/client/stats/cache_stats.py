@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.http.transport import SENT_ONCE
 from ragcache_core.errors import EngineError
-from ragcache_core.stats import ChunkReuseStats, ChunkStats, DocumentUse, EngineStats, RequestStats, TierStats
+from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, series_of
 
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
@@ -50,30 +50,9 @@ class _RequestFigures:
     chunk_reuse: ChunkReuseStats | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _CacheFigures:
-    """The engine's answer about its cache."""
-
-    policy: str
-    tiers: tuple[TierStats, ...]
-    hottest_documents: tuple[DocumentUse, ...]
-    num_ignored_metadata: int
-    num_corrupt_chunks: int
-    num_lost_chunks: int
-    num_requests: int = 0
-    num_dropped_chunks: int = 0
-    num_reordered_requests: int = 0
-    max_overtaken: int = 0
-    num_reordered_prompts: int = 0
-    num_speculative_requests: int = 0
-    num_confirmed_speculations: int = 0
-    num_speculative_tokens: int = 0
-    num_wasted_tokens: int = 0
-    chunks: ChunkStats | None = None
-
-
 _REQUEST_FIGURES = TypeAdapter(_RequestFigures)
-_CACHE_FIGURES = TypeAdapter(_CacheFigures)
+_ENGINE_STATS = TypeAdapter(EngineStats)
+_ALWAYS_SAID = ("policy", "tiers", "hottest_documents")
 
 
 class CacheStatsRoutes:
@@ -140,7 +119,7 @@ class CacheStatsRoutes:
     def _request_url(self, response_id: str | None) -> str:
         return f"{self._url}/requests/{quote(response_id or '', safe='')}"
 
-    def _read_stats(self, response: httpx.Response) -> object | None:
+    def _read_stats(self, response: httpx.Response) -> dict[str, object] | None:
         """Return the answer of the stats route, ``None`` if there is no such route; remember which."""
         if response.status_code in _NOT_NOW or response.status_code >= 500:
             response.raise_for_status()
@@ -159,7 +138,7 @@ class CacheStatsRoutes:
             _logger.debug("no cache statistics for an answer: %s: %s", type(error).__name__, error)
 
 
-def _json(response: httpx.Response) -> object | None:
+def _json(response: httpx.Response) -> dict[str, object] | None:
     """Return the object that a route of ours answers; ``None`` for any other answer."""
     try:
         answer = response.json() if response.status_code == 200 else None
@@ -178,15 +157,19 @@ def _completed(stats: RequestStats, response: httpx.Response) -> RequestStats:
     return replace(stats, **figures, ttft_s=engine_ttft_s if stats.ttft_s is None else stats.ttft_s)
 
 
-def _with_cache(stats: EngineStats, answer: object | None) -> EngineStats:
+def _with_cache(stats: EngineStats, answer: Mapping[str, object] | None) -> EngineStats:
     if answer is None:
         return stats
+    said = {
+        name: 0 if answer.get(name) is None else answer[name] for name in _ALWAYS_SAID
+    }  # 0 is of none of their types
+    said |= {name: answer[name] for name in (*series_of(EngineStats), "chunks") if name in answer}
+    before = {each.name: getattr(stats, each.name) for each in fields(stats)}
     try:
-        figures = _CACHE_FIGURES.validate_python(answer)
+        return _ENGINE_STATS.validate_python({**before, **said})
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise EngineError(
             f"the engine's statistics of its cache cannot be read at {where!r} ({error.errors()[0]['msg']}): install "
             "the same version of ragcache here and there"
         ) from error
-    return replace(stats, **{name: getattr(figures, name) for name in _CacheFigures.__dataclass_fields__})

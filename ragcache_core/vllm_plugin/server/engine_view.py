@@ -10,10 +10,7 @@ from typing import Any
 
 from ragcache_core.vllm_plugin.server.notifier import Notifier
 from ragcache_core.vllm_plugin.server.prefix_feed import PrefixFeed
-from ragcache_core.vllm_plugin.server.series import (
-    _COUNTERS,
-    _GAUGES,
-)
+from ragcache_core.vllm_plugin.server.series import ENGINE
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
@@ -69,7 +66,7 @@ class Received:
         self._first_engine = first_engine
         if observe is not None:
             self._observe = observe
-        zeros = dict.fromkeys([*_COUNTERS, *_GAUGES], 0)
+        zeros = dict.fromkeys(ENGINE, 0)
         self._max_prefill_bs = settings.max_prefill_bs
         self._before_the_first = {
             **zeros,

@@ -6,21 +6,16 @@ figures of requests that ended, a report of the tiers, and what has changed of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ragcache_core.stats import Series
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     OffloadPromMetrics,
 )
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.series import (
-    _CHUNK_COUNTERS,
-    _CHUNK_GAUGES,
-    _COUNTERS,
-    _GAUGES,
-    _TIER_COUNTERS,
-    _TIER_GAUGES,
-)
+from ragcache_core.vllm_plugin.server.series import CHUNKS, ENGINE, TIER
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 
@@ -42,15 +37,15 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             if "spec_name" in extra_config
             else None
         )
-        tiered = [*labelnames, "tier"]
-        self._counters = {key: self._counter_cls(name, text, labelnames) for key, (name, text) in _COUNTERS.items()}
-        self._gauges = {key: self._gauge_cls(name, text, labelnames) for key, (name, text) in _GAUGES.items()}
-        self._tier_counters = {key: self._counter_cls(*of, tiered) for key, of in _TIER_COUNTERS.items()}
-        self._tier_gauges = {key: self._gauge_cls(*of, tiered) for key, of in _TIER_GAUGES.items()}
         has_chunks = PluginSettings.from_extra_config(extra_config).chunk_reuse is not None
-        counters, gauges = (_CHUNK_COUNTERS, _CHUNK_GAUGES) if has_chunks else ({}, {})
-        self._chunk_counters = {key: self._counter_cls(*of, labelnames) for key, of in counters.items()}
-        self._chunk_gauges = {key: self._gauge_cls(*of, labelnames) for key, of in gauges.items()}
+        shown = [(ENGINE, labelnames), (TIER, [*labelnames, "tier"]), (CHUNKS if has_chunks else {}, labelnames)]
+        self._engine_series, self._tier_series, self._chunk_series = (
+            {
+                key: (self._gauge_cls if series.is_gauge else self._counter_cls)(series.name, series.text, labels)
+                for key, series in table.items()
+            }
+            for table, labels in shown
+        )
         self._seen: dict[tuple[int, str, str], int] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -61,24 +56,29 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         if not report:
             return
         labels = self.per_engine_labelvalues[engine_idx]
-        for key, counter in self._counters.items():
-            counter.labels(*labels).inc(self._growth(engine_idx, key, "", report[key]))
-        for key, gauge in self._gauges.items():
-            gauge.labels(*labels).set(report[key])
+        self._show(ENGINE, self._engine_series, report, "", labels, engine_idx)
         for tier in report["tiers"]:
-            name = tier["name"]
-            for key, counter in self._tier_counters.items():
-                counter.labels(*labels, name).inc(self._growth(engine_idx, key, name, tier[key]))
-            for key, gauge in self._tier_gauges.items():
-                gauge.labels(*labels, name).set(tier[key])
+            self._show(TIER, self._tier_series, tier, tier["name"], [*labels, tier["name"]], engine_idx)
         if chunks := report.get("chunks"):
-            for key, counter in self._chunk_counters.items():
-                counter.labels(*labels).inc(self._growth(engine_idx, key, "chunks", chunks[key]))
-            for key, gauge in self._chunk_gauges.items():
-                gauge.labels(*labels).set(chunks[key])
+            self._show(CHUNKS, self._chunk_series, chunks, "chunks", labels, engine_idx)
 
-    def _growth(self, engine_index: int, key: str, tier: str, total: int) -> int:
+    def _show(
+        self,
+        table: Mapping[str, Series],
+        shown: Mapping[str, Any],
+        figures: Mapping[str, Any],
+        part: str,
+        labels: Sequence[object],
+        engine_index: int,
+    ) -> None:
+        for key, metric in shown.items():
+            if table[key].is_gauge:
+                metric.labels(*labels).set(figures[key])
+            else:
+                metric.labels(*labels).inc(self._growth(engine_index, key, part, figures[key]))
+
+    def _growth(self, engine_index: int, key: str, part: str, total: int) -> int:
         """Return by how much a total has grown; an engine that was reset counts from zero."""
-        before = self._seen.get((engine_index, key, tier), 0)
-        self._seen[engine_index, key, tier] = total
+        before = self._seen.get((engine_index, key, part), 0)
+        self._seen[engine_index, key, part] = total
         return total - before if total >= before else total

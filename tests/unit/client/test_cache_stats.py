@@ -301,6 +301,14 @@ def test_an_engine_that_fails_to_say_is_an_error_of_a_reading(
 
 
 @read_both
+def test_an_engine_that_has_served_nothing_names_no_documents(
+    engine: Engine, server: ScriptedServer, read: Callable[[Engine], Any]
+) -> None:
+    server.cache = {**THREE_TIERS, "tiers": [], "hottest_documents": []}
+    assert (read(engine).policy, read(engine).tiers, read(engine).hottest_documents) == ("tournament", (), ())
+
+
+@read_both
 @pytest.mark.parametrize(
     ("broken", "where"),
     [
