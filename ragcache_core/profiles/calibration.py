@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self, get_args
 
-import platformdirs
-
 from ragcache_core.chunk import AlphaPoint
 from ragcache_core.errors import ConfigError
-from ragcache_core.profiles.prefill import model_identity, write_json
+from ragcache_core.profiles.files import kept_path, model_identity, read_json, write_json
 from ragcache_core.types import SelectionName
 
 FORMAT = 1
@@ -24,7 +19,7 @@ _KIND = "ragcache calibration"
 class Calibration:
     """What several alphas came to on a validation set (Cache-Craft §3.2, Eq. 13).
 
-    ``model`` is a :func:`~ragcache_core.profiles.prefill.model_identity`, ``measured_at`` a date and time in ISO 8601.
+    ``model`` is a :func:`~ragcache_core.profiles.files.model_identity`, ``measured_at`` a date and time in ISO 8601.
     The ``points`` hold for that ``selection`` and ``max_recompute`` alone.
     """
 
@@ -66,10 +61,7 @@ class Calibration:
 
 def calibration_path(model: str, selection: SelectionName) -> Path:
     """Return where the calibration of ``model`` is kept, whether there is one or not."""
-    identity = model_identity(model)
-    digest = hashlib.sha256(f"{identity}\0{selection}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    name = re.sub(r"[^A-Za-z0-9._]+", "-", identity).strip("-.")[:80]
-    return Path(platformdirs.user_data_dir("ragcache")) / "calibrations" / f"{name}--{selection}-{digest}.json"
+    return kept_path("calibrations", model_identity(model), selection)
 
 
 def find_calibration(model: str, selection: SelectionName) -> Path | None:
@@ -93,10 +85,4 @@ def load_calibration(path: Path) -> Calibration:
     Raises:
         ConfigError: the file cannot be read, is damaged, or was written by another version.
     """
-    try:
-        return Calibration.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:  # a JSONDecodeError and a ConfigError are ValueErrors
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"the calibration {path} cannot be used ({reason}): run 'ragcache calibrate' again"
-        ) from error
+    return read_json(path, Calibration.from_dict, "the calibration", "run 'ragcache calibrate' again")

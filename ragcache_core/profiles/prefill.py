@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
-import re
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
-
-import platformdirs
+from typing import Self
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
-from ragcache_core.private_files import make_private_folder
+from ragcache_core.profiles.files import kept_path, model_identity, read_json, write_json
 
 FORMAT = 1
 _KIND = "ragcache profile"
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-_SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A cost model, and what it was measured on.
 
-    ``model`` is a :func:`model_identity`, ``hardware`` a :func:`hardware_name`, ``measured_at`` a date and time in
-    ISO 8601. ``spread`` is how far the times of a point lie apart, as a share of their median: the median of the
-    points.
+    ``model`` is a :func:`~ragcache_core.profiles.files.model_identity`, ``hardware`` a :func:`hardware_name`,
+    ``measured_at`` a date and time in ISO 8601. ``spread`` is how far the times of a point lie apart, as a share of
+    their median: the median of the points.
     """
 
     model: str
@@ -91,36 +82,9 @@ def hardware_name(proc: Path = Path("/proc")) -> str:
     return f"{processor}, {os.cpu_count() or 1} cores"
 
 
-def model_identity(model: str) -> str:
-    """Return what tells the weights of ``model`` from others.
-
-    For a folder its name and a digest of its configuration and of the names, sizes, first and last bytes of the
-    weights' files, which is a matter of milliseconds for any size; for a name of the hub that name.
-    """
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return model
-    folder = folder.resolve()
-    digest = hashlib.sha256()
-    config = folder / "config.json"
-    _add(digest, config.read_bytes() if config.is_file() else b"")
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS and path.is_file()):
-        with path.open("rb") as file:
-            first = file.read(_SAMPLE_BYTES)
-            num_bytes = file.seek(0, os.SEEK_END)
-            file.seek(max(num_bytes - _SAMPLE_BYTES, 0))
-            last = file.read(_SAMPLE_BYTES)
-        for part in (os.fsencode(path.name), str(num_bytes).encode(), first, last):
-            _add(digest, part)
-    return f"{folder.name}-{digest.hexdigest()[:16]}"
-
-
 def profile_path(model: str, hardware: str | None = None) -> Path:
     """Return where the profile of ``model`` on this hardware is kept, whether there is one or not."""
-    identity, hardware = model_identity(model), hardware or hardware_name()
-    digest = hashlib.sha256(f"{identity}\0{hardware}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    name = f"{_slug(identity)}--{_slug(hardware)}-{digest}.json"
-    return Path(platformdirs.user_data_dir("ragcache")) / "profiles" / name
+    return kept_path("profiles", model_identity(model), hardware or hardware_name())
 
 
 def find_profile(model: str) -> Path | None:
@@ -151,38 +115,13 @@ def save_profile(profile: Profile, path: Path) -> None:
     write_json(profile.to_dict(), path)
 
 
-def write_json(data: Mapping[str, object], path: Path) -> None:
-    """Write plain JSON data to ``path``, and make its folder. Atomic, as :func:`save_profile` is.
-
-    Raises:
-        OSError
-    """
-    make_private_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
 def load_profile(path: Path) -> PrefillCostModel:
     """Return the cost model of the profile at ``path``.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or was written by another version.
     """
-    try:
-        return Profile.from_dict(json.loads(path.read_text(encoding="utf-8"))).cost_model
-    except (OSError, ValueError, RecursionError) as error:  # a JSONDecodeError and a ConfigError are ValueErrors
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"the profile {path} cannot be used ({reason}): run 'ragcache profile' again") from error
+    return read_json(path, Profile.from_dict, "the profile", "run 'ragcache profile' again").cost_model
 
 
 def _first_value(path: Path, key: str) -> str | None:
@@ -192,12 +131,3 @@ def _first_value(path: Path, key: str) -> str | None:
         return None
     values = (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key)
     return next(filter(None, values), None)
-
-
-def _add(digest: Any, part: bytes) -> None:
-    digest.update(len(part).to_bytes(8, "little"))
-    digest.update(part)
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")[:80]

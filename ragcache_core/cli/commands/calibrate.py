@@ -53,7 +53,8 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
     from ragcache_core.bench.quality.summary import overall
     from ragcache_core.chunk import choose_alpha
     from ragcache_core.profiles.calibration import Calibration, calibration_path, save_calibration
-    from ragcache_core.profiles.prefill import check_writable, model_identity
+    from ragcache_core.profiles.files import model_identity
+    from ragcache_core.profiles.prefill import check_writable
 
     selection, max_recompute = options["selection"], options["max_recompute"]
     run, alphas = quality_run(model, options)

@@ -179,7 +179,7 @@ def _plan(model: str, block_size: int | None, max_tokens: int | None) -> Grid:
 
 def _facts_and_grid(engine: Engine, model: str, max_tokens: int | None) -> tuple[EngineFacts, Grid]:
     from ragcache_core.client.profiling import make_grid, read_facts
-    from ragcache_core.profiles.prefill import model_identity
+    from ragcache_core.profiles.files import model_identity
 
     facts = read_facts(engine)
     root = facts.model_root
@@ -210,7 +210,8 @@ def _keep(
     as_json: bool,
 ) -> None:
     from ragcache_core.client.profiling import cost_model, logged_dtype
-    from ragcache_core.profiles.prefill import Profile, hardware_name, model_identity, save_profile
+    from ragcache_core.profiles.files import model_identity
+    from ragcache_core.profiles.prefill import Profile, hardware_name, save_profile
 
     measured = Profile(
         model=model_identity(model),

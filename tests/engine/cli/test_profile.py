@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from ragcache_core.cli import cli
 from ragcache_core.client import Engine
-from ragcache_core.profiles.prefill import load_profile, model_identity
+from ragcache_core.profiles.files import model_identity
+from ragcache_core.profiles.prefill import load_profile
 
 REPEATS = 2
 

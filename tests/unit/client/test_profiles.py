@@ -12,13 +12,13 @@ import pytest
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
+from ragcache_core.profiles.files import model_identity
 from ragcache_core.profiles.prefill import (
     Profile,
     check_writable,
     find_profile,
     hardware_name,
     load_profile,
-    model_identity,
     profile_path,
     save_profile,
 )

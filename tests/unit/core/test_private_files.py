@@ -13,7 +13,7 @@ import pytest
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
 from ragcache_core.errors import CacheDirectoryError
 from ragcache_core.private_files import make_private_folder, open_private
-from ragcache_core.profiles.prefill import write_json
+from ragcache_core.profiles.files import write_json
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 
