@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
 
@@ -23,6 +24,7 @@ class Building:
     """An engine's connector that is being built; the spec puts the controller here, on the scheduler's side."""
 
     vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
     controller: CacheController | None = None
 
 
@@ -30,9 +32,9 @@ _current: ContextVar[Building | None] = ContextVar("ragcache_building", default=
 
 
 @contextmanager
-def building(vllm_config: VllmConfig) -> Iterator[Building]:
+def building(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[Building]:
     """Let what is built inside find :func:`current_building`."""
-    made = Building(vllm_config)
+    made = Building(vllm_config, kv_cache_config)
     token = _current.set(made)
     try:
         yield made

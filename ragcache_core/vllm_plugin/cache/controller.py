@@ -16,7 +16,7 @@ from ragcache_core.types import SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
-from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestRecord
+from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestState
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
@@ -44,10 +44,17 @@ class CacheController:
         tokens_per_block: tokens that one key stands for.
         shadow_blocks: blocks of the tier that a tournament's shadows imitate.
         prefill_cost: seconds of a prefill.
+        max_protected_units: blocks that are protected from eviction for queued requests.
     """
 
     def __init__(
-        self, settings: PluginSettings, *, tokens_per_block: int, shadow_blocks: int, prefill_cost: PrefillCostModel
+        self,
+        settings: PluginSettings,
+        *,
+        tokens_per_block: int,
+        shadow_blocks: int,
+        prefill_cost: PrefillCostModel,
+        max_protected_units: int = 0,
     ) -> None:
         self.settings = settings
         self.tokens_per_block = tokens_per_block
@@ -62,17 +69,14 @@ class CacheController:
         self.tiers: dict[Tier, TierReport] = {}
         self.speculations = QueuedSpeculations()
         self.is_queue_ordered = settings.is_queue_cache_aware or settings.max_prefill_bs > 0
-        self.waiting = QueuedPrefixes(self.tree, follows_changes=self.is_queue_ordered)
+        self._queued = QueuedPrefixes(self.tree, max_protected_units, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] | None = None
         self.library: ChunkManager | None = None
         self.has_room: Callable[[], bool] = lambda: False  # for a speculation now, as our scheduler says
         self._prefill_cost = prefill_cost
-        self._requests: dict[str, RequestRecord] = {}
-        self.private_from: dict[str, int] = {}
-        """From which of their blocks on requests hold KV that is not what their tokens say: nobody else may use it."""
-        self.without_token: set[str] = set()
-        """The requests in the engine that have had no token yet, asked for or not."""
-        self._pending_prefills: set[str] = set()
+        self._requests: dict[str, RequestState] = {}
+        self._num_without_token = 0
+        self._num_pending_prefills = 0
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
@@ -94,141 +98,164 @@ class CacheController:
 
         Documents of one that ``is_salted`` are in no report.
         """
-        record = RequestRecord(num_prompt_tokens, now_s, metadata, keys, is_salted)
-        self._requests[request_id] = record
-        self.without_token.add(request_id)
-        path = self.tree.insert(self._path_segments(record, keys))
+        assert request_id not in self._requests
+        state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted)
+        self._requests[request_id] = state
+        path = self.tree.insert(self._path_segments(state, keys))
         if path:
-            record.retained = cast("Key", path[-1].keys[-1])
-            self.tree.retain(record.retained)
-        self.speculations.on_new_request(request_id, record)
-        if not record.is_speculative:
-            self._pending_prefills.add(request_id)
-            self.waiting.add(request_id, record)
+            state.retained = cast("Key", path[-1].keys[-1])
+            self.tree.retain(state.retained)
+        self.speculations.on_new_request(state)
+        self._num_without_token += 1
+        if not state.is_speculative:
+            self._num_pending_prefills += 1
+            self._queued.add(state)
 
-    def record_of(self, request_id: str) -> RequestRecord | None:
+    def state_of(self, request_id: str) -> RequestState | None:
         """Return what is known of a request in the engine."""
         return self._requests.get(request_id)
+
+    def on_looked_up(self, request_id: str, num_local_tokens: int) -> None:
+        """Record how much of a request's prompt the GPU holds, before it is admitted."""
+        self._requests[request_id].num_local_tokens = num_local_tokens
 
     def on_admitted(
         self, request_id: str, keys: Sequence[Key], num_tokens_by_tier: Mapping[Tier, int], now_s: float
     ) -> None:
-        """Count a request's access, as it gets its blocks for the first time (RAGCache Algorithm 1)."""
-        self.waiting.remove(request_id)
-        record = self._requests.get(request_id)
-        if record is None:
+        """Count a request's access, as it gets its blocks for the first time (RAGCache Algorithm 1).
+
+        ``num_tokens_by_tier`` are those that were found below the GPU; see :meth:`on_looked_up`.
+        """
+        state = self._requests.get(request_id)
+        if state is None:
             return
-        if record.admitted_s is not None:
-            self._on_resumed(request_id, record, now_s)
+        self._queued.remove(state)
+        num_local, state.num_local_tokens = state.num_local_tokens, 0
+        if state.admitted_s is not None:
+            self._on_resumed(state, now_s)
             return
-        record.admitted_s = now_s
-        self.speculations.on_admitted(request_id, record)
+        state.admitted_s = now_s
+        self.speculations.on_admitted(state)
         self.record_change()
-        for tier, num_tokens in num_tokens_by_tier.items():
-            record.num_tokens_by_tier[tier] = num_tokens
+        for tier, num_tokens in {Tier.GPU: num_local, **num_tokens_by_tier}.items():
+            state.num_tokens_by_tier[tier] = num_tokens
             self.counters.num_tokens_by_tier[tier] += num_tokens
-        if not record.is_speculative:
-            self._count_access(record, keys)
+        if not state.is_speculative:
+            self._count_access(state, keys)
 
     def on_preempted(self, request_id: str, now_s: float) -> None:
-        """Take note that a request lost its blocks; where nobody asks for it, that is a pause of its speculation."""
-        record = self._requests.get(request_id)
-        if record is not None and record.is_speculative:
-            record.preempted_s = now_s
+        """Record that a request lost its blocks; for a speculative one that is a pause."""
+        state = self._requests.get(request_id)
+        if state is not None and state.is_speculative:
+            state.preempted_s = now_s
 
-    def _on_resumed(self, request_id: str, record: RequestRecord, now_s: float) -> None:
-        if record.preempted_s is not None:
-            record.paused_s += now_s - record.preempted_s
-            record.preempted_s = None
-            self.speculations.on_admitted(request_id, record)
+    def _on_resumed(self, state: RequestState, now_s: float) -> None:
+        if state.preempted_s is not None:
+            state.paused_s += now_s - state.preempted_s
+            state.preempted_s = None
+            self.speculations.on_admitted(state)
+
+    @property
+    def awaits_first_token(self) -> bool:
+        """Whether a request in the engine has had no token yet, real or speculative."""
+        return self._num_without_token > 0
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
-        """Take note of a request's first token."""
-        record = self._requests.get(request_id)
-        if record is not None and record.first_token_s is None:
-            record.first_token_s = now_s
-            self.without_token.discard(request_id)
-            self._pending_prefills.discard(request_id)
+        """Record when a request had its first token; further ones change nothing."""
+        state = self._requests.get(request_id)
+        if state is not None and state.first_token_s is None:
+            self._count_prefilled(state)
+            state.first_token_s = now_s
+
+    def _count_prefilled(self, state: RequestState) -> None:
+        """Count a request no longer among those without a token: it has had one, or ends without."""
+        self._num_without_token -= 1
+        if not state.is_speculative:
+            self._num_pending_prefills -= 1
 
     def confirm(self, speculation: str) -> list[str]:
-        """Return the ids of the requests in the engine that somebody asks for from now on.
+        """Make a speculation's requests real, and return the ids of those in the engine.
 
-        Until then nobody has used the documents of a speculation: they count now, and so does the request, unless it
-        only prefilled for one that comes by itself.
+        The documents of a speculation count as used from now on, and so does the request, unless it only prefilled
+        for one that comes by itself.
         """
         self.record_change()
-        confirmed = self.speculations.confirm(speculation)
-        for request_id, record in confirmed.alive.items():
-            if record.first_token_s is None:
-                self._pending_prefills.add(request_id)
-        for record in (*confirmed.alive.values(), *confirmed.ended):
-            if record.admitted_s is not None:
-                self._count_access(record, record.keys)
-        return list(confirmed.alive)
+        confirmed = self.speculations.confirm(speculation, self._requests.values())
+        for state in confirmed.alive:
+            if state.first_token_s is None:
+                self._num_pending_prefills += 1
+        for state in (*confirmed.alive, *confirmed.ended):
+            if state.admitted_s is not None:
+                self._count_access(state, state.keys)
+        return [state.request_id for state in confirmed.alive]
 
     def on_waiting(self, request_id: str) -> None:
-        """Protect what a confirmed request will find, that waits in the queue from now on, admitted before or not."""
-        self.waiting.add(request_id, self._requests[request_id])
+        """Protect the prefix of a confirmed request that is queued, whether it was admitted before or not."""
+        self._queued.add(self._requests[request_id])
 
     def on_speculated(self, request_id: str, num_tokens: int) -> None:
-        """Count prompt tokens that are computed for a request that nobody has asked for."""
+        """Count prompt tokens that are computed for a speculative request."""
         self.record_change()
         self.speculations.on_computed(self._requests[request_id], num_tokens)
 
     def is_speculative(self, request_id: str) -> bool:
-        """Return whether nobody has asked for a request yet."""
-        record = self._requests.get(request_id)
-        return record is not None and record.is_speculative
+        """Return whether a request was sent ahead of a search's end, and is not confirmed yet."""
+        state = self._requests.get(request_id)
+        return state is not None and state.is_speculative
 
     def order_priority(self, request_id: str) -> float:
-        """Return how early a waiting request should be served, by what is cached now; the highest goes first."""
-        record = self._requests.get(request_id)
-        return 0.0 if record is None else self.waiting.priority(request_id, record)
+        """Return how early a queued request should be admitted, by what is cached now; the highest goes first."""
+        state = self._requests.get(request_id)
+        return 0.0 if state is None else self._queued.priority(state)
 
     def take_touched(self) -> set[str]:
-        """Return the waiting requests whose :meth:`order_priority` may have changed since the last call."""
-        return self.waiting.take_touched()
+        """Return the queued requests whose :meth:`order_priority` may have changed since the last call."""
+        return self._queued.take_touched()
 
     @property
     def num_pending_prefills(self) -> int:
-        """Requests that wait for their first token, without those that nobody has asked for."""
-        return len(self._pending_prefills)
+        """Real requests that have had no token yet."""
+        return self._num_pending_prefills
 
     def on_loaded(self, request_id: str, num_bytes: int) -> None:
         """Count bytes that are copied into the engine's KV memory for a request."""
         self.record_change()
         self.counters.num_loaded_bytes += num_bytes
-        if (record := self._requests.get(request_id)) is not None:
-            record.num_loaded_bytes += num_bytes
+        if (state := self._requests.get(request_id)) is not None:
+            state.num_loaded_bytes += num_bytes
 
     def on_stored(self, request_id: str, num_bytes: int) -> None:
         """Count bytes that are copied out of the engine's KV memory for a request, finished or not."""
         self.record_change()
         self.counters.num_stored_bytes += num_bytes
-        if (record := self._requests.get(request_id)) is not None:
-            record.num_stored_bytes += num_bytes
+        if (state := self._requests.get(request_id)) is not None:
+            state.num_stored_bytes += num_bytes
 
     def on_chunks_reused(self, request_id: str, reuse: ChunkReuseStats) -> None:
-        """Take note of what chunk reuse did for a request, before it is finished."""
-        if (record := self._requests.get(request_id)) is not None:
-            record.chunk_reuse = reuse
+        """Record what chunk reuse did for a request, before it is finished."""
+        if (state := self._requests.get(request_id)) is not None:
+            state.chunk_reuse = reuse
             if self.library is not None:
                 self.library.counters.count(reuse)
 
+    def on_approximated(self, request_id: str, first_block: int) -> None:
+        """Keep a request's blocks from ``first_block`` on apart: their KV is approximate, no other may use them."""
+        self._requests[request_id].first_private = first_block
+
     def on_finished(self, request_id: str) -> dict[str, object] | None:
-        """Let a request's path go, and return its figures; None for one that was not known."""
-        record = self._requests.pop(request_id, None)
-        if record is None:
+        """Drop a request, release its path, and return its figures; None for one that was not known."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
             return None
         self.record_change()
-        self.waiting.remove(request_id)
-        self.without_token.discard(request_id)
-        self._pending_prefills.discard(request_id)
-        self.speculations.on_finished(request_id, record)
-        if record.retained is not None:
-            self.tree.release(record.retained)
-            record.retained = None
-        self._finished[request_id] = record.to_dict()
+        self._queued.remove(state)
+        if state.first_token_s is None:
+            self._count_prefilled(state)
+        self.speculations.on_finished(state)
+        if state.retained is not None:
+            self.tree.release(state.retained)
+            state.retained = None
+        self._finished[request_id] = state.to_dict()
         return self._finished[request_id]
 
     def take_retrieved(self) -> dict[Key, tuple[float, float]]:
@@ -247,8 +274,8 @@ class CacheController:
         That is the end of its last kept document, and as much as the host tier holds: what does not fit into it as a
         whole, vLLM does not store at all.
         """
-        record = self._requests[request_id]
-        documents = [s for s in record.metadata.segments if s.kind is SegmentKind.DOCUMENT]
+        state = self._requests[request_id]
+        documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT]
         limits = [documents[: self.settings.max_cached_documents][-1].end] if documents else []
         if (host := self.tiers.get(Tier.HOST)) is not None:
             limits.append(host.capacity_bytes // host.block_bytes * self.tokens_per_block)
@@ -327,35 +354,35 @@ class CacheController:
             "is_enabled": report.is_enabled,
         }
 
-    def _count_access(self, record: RequestRecord, keys: Sequence[Key]) -> None:
-        num_cached = record.num_cached_tokens
-        num_missed = max(record.num_prompt_tokens - num_cached, 0)
-        path = self.tree.retained_path(record.retained)
+    def _count_access(self, state: RequestState, keys: Sequence[Key]) -> None:
+        num_cached = state.num_cached_tokens
+        num_missed = max(state.num_prompt_tokens - num_cached, 0)
+        path = self.tree.retained_path(state.retained)
         if path is None:
-            path = self.tree.insert(self._path_segments(record, keys))
+            path = self.tree.insert(self._path_segments(state, keys))
         num_hit_units = num_cached // self.tokens_per_block
         cost_s = self.tree.policy.cost_per_token_s(self._prefill_cost, num_cached, num_missed)
-        if record.metadata.is_prefill:
+        if state.metadata.is_prefill:
             self.tree.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
             return
-        self.counters.count(record)
+        self.counters.count(state)
         self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
-        doc_ids = {segment.doc_id for segment in record.metadata.segments if segment.doc_id is not None}
-        if doc_ids and not record.is_salted:
-            self.document_uses.count(doc_ids, self._path_segments(record, keys))
+        doc_ids = {segment.doc_id for segment in state.metadata.segments if segment.doc_id is not None}
+        if doc_ids and not state.is_salted:
+            self.document_uses.count(doc_ids, self._path_segments(state, keys))
         if has_disk:
             for node in path:
                 if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
-    def _path_segments(self, record: RequestRecord, keys: Sequence[Key]) -> list[PathSegment]:
+    def _path_segments(self, state: RequestState, keys: Sequence[Key]) -> list[PathSegment]:
         """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one."""
         size = self.tokens_per_block
-        num_keys = min(len(keys), record.num_prompt_tokens // size)
+        num_keys = min(len(keys), state.num_prompt_tokens // size)
         path, first, num_documents = [], 0, 0
         limit = self.settings.max_cached_documents
-        for segment in record.metadata.segments:
+        for segment in state.metadata.segments:
             last = min(segment.end // size, num_keys)
             is_document = segment.kind is SegmentKind.DOCUMENT
             num_documents += is_document

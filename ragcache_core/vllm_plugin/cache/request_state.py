@@ -1,4 +1,4 @@
-"""What the engine knows of a request, and counts over all of them."""
+"""All that is known of a request in the engine, and what is counted over all of them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,58 @@ Key = bytes
 """vLLM's hash of a block, chained over everything before it."""
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """What a request found, cost and waited for. Times are seconds of a monotonic clock.
+@dataclass(slots=True, eq=False)
+class WatchedNode:
+    """A node on the paths of queued requests: how much of their prompts is cached from their start to its end.
 
-    ``keys`` are its blocks' as vLLM has them: they grow with its answer. ``num_speculative_tokens`` of its prompt were
-    computed before anybody asked for its answer; until then it was ``paused_s`` in all, and is now since
-    ``preempted_s``. One that ``is_salted`` is a tenant's of its own: nobody else hears which documents it showed.
+    ``num_tokens`` are those before it and its own that are cached, which count where all before it ``is_whole``. One
+    object serves all ``requests``: a block that is loaded of a document which hundreds wait for changes one number.
     """
 
+    node_id: int
+    num_units: int
+    num_tokens_before: int
+    num_tokens: int
+    is_whole: bool
+    before: WatchedNode | None
+    requests: set[RequestState] = field(default_factory=set)
+
+    @property
+    def counts(self) -> bool:
+        """Whether everything before it is cached."""
+        before = self.before
+        while before is not None and before.is_whole:
+            before = before.before
+        return before is None
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request from its arrival to its end. Times are seconds of a monotonic clock.
+
+    The :class:`~ragcache_core.vllm_plugin.cache.controller.CacheController` makes it, owns it and drops it; the parts
+    of the cache keep in it what they know of the request, so that with it everything is gone.
+
+    Attributes:
+        keys: its blocks' as vLLM has them: they grow with its answer.
+        is_salted: it shares no block with other requests, and its documents are in no report.
+        num_local_tokens: of its prompt, found on the GPU by the look-up before its admission.
+        num_speculative_tokens: of its prompt, computed before it was confirmed.
+        preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
+        retained: the last block of its path, which the tree keeps for it.
+        first_private: its first block whose KV is not that of its tokens, and which no other request may use.
+        is_queued: it waits for admission, and its prefix is watched and protected.
+        watched: the nodes of its path while it is queued.
+        num_protected_units: of its path, protected from eviction while it is queued.
+    """
+
+    request_id: str
     num_prompt_tokens: int
     arrived_s: float
     metadata: RequestMetadata
     keys: Sequence[Key]
     is_salted: bool = False
+    num_local_tokens: int = 0
     num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
     num_loaded_bytes: int = 0
     num_stored_bytes: int = 0
@@ -37,16 +75,20 @@ class RequestRecord:
     preempted_s: float | None = None
     paused_s: float = 0.0
     retained: Key | None = None
+    first_private: int | None = None
+    is_queued: bool = False
+    watched: list[WatchedNode] = field(default_factory=list)
+    num_protected_units: int = 0
     chunk_reuse: ChunkReuseStats | None = None
 
     @property
     def is_speculative(self) -> bool:
-        """Whether nobody has asked for its answer yet."""
+        """Whether it was sent ahead of a search's end, and is not confirmed yet."""
         return self.metadata.speculation is not None and not self.is_confirmed
 
     @property
     def waited_s(self) -> float | None:
-        """How long it waited for room, at first and whenever it was preempted unasked for; None before it got any."""
+        """How long it was queued, at first and whenever it was preempted while speculative; None until admitted."""
         return None if self.admitted_s is None else self.admitted_s - self.arrived_s + self.paused_s
 
     @property
@@ -69,11 +111,11 @@ class RequestRecord:
 
 
 def arrived_s(now_s: float, age_s: float, last_step: tuple[float, float]) -> float:
-    """Return since when a request waits that an engine takes in now, ``age_s`` after its server had it.
+    """Return since when a request waits that the engine core takes in now, ``age_s`` after its server had it.
 
-    An engine takes requests in between two steps. What came during the ``last_step``, given by its first and its last
-    moment, waited for its end; the rest of its age was its way. The server's clock may differ: an age below 0 is none,
-    and no age makes more of the wait than the step was long.
+    An engine core takes requests in between two steps. What came during the ``last_step``, given by its first and its
+    last moment, waited for its end; the rest of its age was its way. The server's clock may differ: an age below 0 is
+    none, and no age makes more of the wait than the step was long.
     """
     began_s, ended_s = last_step
     return now_s - max(0.0, ended_s - max(began_s, now_s - max(age_s, 0.0)))
@@ -83,7 +125,7 @@ def arrived_s(now_s: float, age_s: float, last_step: tuple[float, float]) -> flo
 class Counters:
     """What happened since the engine started.
 
-    The tiers' tokens are those of every look-up; requests count once somebody has asked for them.
+    The tiers' tokens are those of every look-up; requests count once they are real: sent as such, or confirmed.
     """
 
     num_requests: int = 0
@@ -97,11 +139,11 @@ class Counters:
     num_lost_chunks: int = 0
     num_dropped_chunks: int = 0
 
-    def count(self, record: RequestRecord) -> None:
-        """Count a request that somebody asked for, and that was admitted."""
+    def count(self, state: RequestState) -> None:
+        """Count a real request that was admitted."""
         self.num_requests += 1
-        self.num_prompt_tokens += record.num_prompt_tokens
-        self.num_reordered_prompts += record.metadata.is_reordered
+        self.num_prompt_tokens += state.num_prompt_tokens
+        self.num_reordered_prompts += state.metadata.is_reordered
 
     def to_dict(self) -> dict[str, object]:
         """Return them by name, but for the tiers', which each tier reports."""

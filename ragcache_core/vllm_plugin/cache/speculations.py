@@ -1,11 +1,12 @@
-"""The requests that nobody has asked for yet: generated ahead while a search goes on (RAGCache §5.3)."""
+"""Speculative requests: prefilled or answered ahead while a search goes on (RAGCache §5.3)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ragcache_core.vllm_plugin.cache.request_state import RequestRecord
+from ragcache_core.vllm_plugin.cache.request_state import RequestState
 
 _MAX_REMEMBERED = 1024
 _MAX_ENDED = 64
@@ -14,25 +15,25 @@ _MAX_ENDED = 64
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The requests of a speculation that somebody asks for now: those in the engine, by id, and those that ended."""
+    """The requests of a speculation that is confirmed now: those in the engine, and those that ended before."""
 
-    alive: dict[str, RequestRecord]
-    ended: list[RequestRecord]
+    alive: list[RequestState]
+    ended: list[RequestState]
 
 
 class QueuedSpeculations:
-    """Knows which requests are speculative until they are confirmed, and counts what they cost.
+    """Confirms the requests of speculations, and counts what they cost.
 
-    A confirmation may come at any time: before its request (the two travel separately), while it waits or runs, or
-    after it has ended by itself. The newest ``max_remembered`` of what is not here yet, and of what is not here any
-    more, are remembered.
+    A confirmation may come at any time: before its request (the two travel separately), while it is queued or runs, or
+    after it has ended by itself. Of speculations whose request has not arrived yet, and of those whose request has
+    ended, the newest ``max_remembered`` are remembered.
     """
 
     def __init__(self, max_remembered: int = _MAX_REMEMBERED) -> None:
         self._max_remembered = max_remembered
-        self._requests: dict[str, dict[str, RequestRecord]] = {}
+        self._num_unconfirmed = 0
         self._confirmed_early: OrderedDict[str, None] = OrderedDict()
-        self._ended: OrderedDict[str, list[RequestRecord]] = OrderedDict()
+        self._ended: OrderedDict[str, list[RequestState]] = OrderedDict()
         self._first_admitted: OrderedDict[str, str] = OrderedDict()
         self._waited_s: dict[str, float] = {}
         self.num_requests = 0
@@ -41,39 +42,46 @@ class QueuedSpeculations:
         self.num_wasted_tokens = 0
 
     def __bool__(self) -> bool:
-        """Whether a request is in the engine that nobody has asked for."""
-        return bool(self._requests)
+        """Whether a request in the engine is speculative."""
+        return self._num_unconfirmed > 0
 
-    def on_new_request(self, request_id: str, record: RequestRecord) -> None:
+    def on_new_request(self, state: RequestState) -> None:
         """Take a request in; one that was confirmed before it came is real from the beginning."""
-        speculation = record.metadata.speculation
+        speculation = state.metadata.speculation
         if speculation is None:
             return
         self.num_requests += 1
         if speculation in self._confirmed_early:
-            self._confirm(record)
+            self._confirm(state)
         else:
-            self._requests.setdefault(speculation, {})[request_id] = record
+            self._num_unconfirmed += 1
 
-    def confirm(self, speculation: str) -> Confirmed:
-        """Make a speculation's requests real, and return them. Repeating it, and an unknown id, do no harm."""
+    def confirm(self, speculation: str, requests: Iterable[RequestState]) -> Confirmed:
+        """Make a speculation's requests real, and return them; ``requests`` are all in the engine.
+
+        Repeating it, and an unknown id, do no harm.
+        """
         self._confirmed_early[speculation] = None
         if len(self._confirmed_early) > self._max_remembered:
             self._confirmed_early.popitem(last=False)
-        confirmed = Confirmed(self._requests.pop(speculation, {}), self._ended.pop(speculation, []))
-        for record in confirmed.ended:
-            self.num_wasted_tokens -= record.num_speculative_tokens
-        for record in (*confirmed.alive.values(), *confirmed.ended):
-            self._confirm(record)
+        alive: list[RequestState] = []
+        if self:
+            alive = [state for state in requests if state.metadata.speculation == speculation and state.is_speculative]
+        confirmed = Confirmed(alive, self._ended.pop(speculation, []))
+        self._num_unconfirmed -= len(alive)
+        for state in confirmed.ended:
+            self.num_wasted_tokens -= state.num_speculative_tokens
+        for state in (*alive, *confirmed.ended):
+            self._confirm(state)
         return confirmed
 
-    def on_admitted(self, request_id: str, record: RequestRecord) -> None:
-        """Take note that a request begins, or goes on; of several of one speculation, the first counts."""
-        speculation = record.metadata.speculation
-        if speculation is None or record.waited_s is None:
+    def on_admitted(self, state: RequestState) -> None:
+        """Record that a request begins, or resumes; of several of one speculation, the first counts."""
+        speculation = state.metadata.speculation
+        if speculation is None or state.waited_s is None:
             return
-        if self._first_admitted.setdefault(speculation, request_id) == request_id:
-            self._waited_s[speculation] = record.waited_s
+        if self._first_admitted.setdefault(speculation, state.request_id) == state.request_id:
+            self._waited_s[speculation] = state.waited_s
         if len(self._first_admitted) > self._max_remembered:
             self._first_admitted.popitem(last=False)
 
@@ -83,28 +91,25 @@ class QueuedSpeculations:
         return bool(self._waited_s)
 
     def take_waited_s(self) -> dict[str, float]:
-        """Return the speculations that were admitted since the last call, and how long each has waited for room."""
+        """Return the speculations that were admitted since the last call, and how long each was queued."""
         waited_s, self._waited_s = self._waited_s, {}
         return waited_s
 
-    def on_computed(self, record: RequestRecord, num_tokens: int) -> None:
-        """Count prompt tokens that are computed for a request that nobody has asked for."""
-        record.num_speculative_tokens += num_tokens
+    def on_computed(self, state: RequestState, num_tokens: int) -> None:
+        """Count prompt tokens that are computed for a speculative request."""
+        state.num_speculative_tokens += num_tokens
         self.num_tokens += num_tokens
 
-    def on_finished(self, request_id: str, record: RequestRecord) -> None:
-        """Let a request go; what was computed for it is wasted unless it is confirmed after all."""
-        speculation = record.metadata.speculation
-        if speculation is None or not record.is_speculative:
+    def on_finished(self, state: RequestState) -> None:
+        """Release a request; what was computed for it is wasted unless it is confirmed after all."""
+        speculation = state.metadata.speculation
+        if speculation is None or not state.is_speculative:
             return
-        requests = self._requests[speculation]
-        del requests[request_id]
-        if not requests:
-            del self._requests[speculation]
-        self.num_wasted_tokens += record.num_speculative_tokens
+        self._num_unconfirmed -= 1
+        self.num_wasted_tokens += state.num_speculative_tokens
         ended = self._ended.setdefault(speculation, [])
         if len(ended) < _MAX_ENDED:
-            ended.append(record)
+            ended.append(state)
         if len(self._ended) > self._max_remembered:
             self._ended.popitem(last=False)
 
@@ -117,6 +122,6 @@ class QueuedSpeculations:
             "num_wasted_tokens": self.num_wasted_tokens,
         }
 
-    def _confirm(self, record: RequestRecord) -> None:
-        record.is_confirmed = True
+    def _confirm(self, state: RequestState) -> None:
+        state.is_confirmed = True
         self.num_confirmed += 1

@@ -177,8 +177,9 @@ class ChunkReuse(KVConnectorBase_V1):
         by_tier: dict[Tier, int] = super()._load(request, blocks, num_below)
         if not self.scheduling.is_known(request.request_id):
             return by_tier
-        num_local: int = self._num_local_tokens.get(request.request_id, 0)
         if not is_taken:
+            state = self._controller.state_of(request.request_id)
+            num_local = 0 if state is None else state.num_local_tokens
             self.scheduling.compute(request.request_id, num_local + num_external_tokens)
             return by_tier
         block_ids = blocks.get_block_ids()[0]
@@ -195,14 +196,19 @@ class ChunkReuse(KVConnectorBase_V1):
 
     def _keep_apart(self, request: Request, first_approximate: int) -> None:
         """Let no other request find blocks from the one with the first approximate token on, in any tier."""
-        private_from, block_size = self._controller.private_from, self._controller.tokens_per_block
+        state = self._controller.state_of(request.request_id)
+        assert state is not None
+        block_size = self._controller.tokens_per_block
         first_private = first_approximate // block_size
-        if first_private < private_from.get(request.request_id, len(request.block_hashes) + 1):
+        before = state.first_private
+        if before is None:
+            before = len(request.block_hashes) + 1
+        if first_private < before:
             # A new list: who keeps book of the request's documents goes on with the exact one.
             request.block_hashes = private_hashes(request.block_hashes, first_private)
-            private_from[request.request_id] = first_private
+            self._controller.on_approximated(request.request_id, first_private)
         if isinstance(self, OffloadingConnector):
-            keep_from_storing(self, request.request_id, private_from[request.request_id] * block_size)
+            keep_from_storing(self, request.request_id, min(first_private, before) * block_size)
 
     @property
     def _controller(self) -> CacheController:
@@ -247,7 +253,6 @@ class ChunkReuse(KVConnectorBase_V1):
         self, request: Request, outcome: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._offers.pop(request.request_id, None)
-        self._controller.private_from.pop(request.request_id, None)
         figures = self.scheduling.on_finished(request.request_id)
         if figures is not None and figures.num_reused_tokens:
             self._controller.on_chunks_reused(request.request_id, figures.to_stats())

@@ -62,19 +62,16 @@ class DocumentAware:
     controller: CacheController | None = None
     last_step = (0.0, 0.0)
     """The first and the last moment of the engine's last step, which the scheduler tells."""
-    _num_local_tokens: dict[str, int]
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
 
     def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
         self.controller = controller
         self._news = StatsReporter(controller, lambda: self._stats_below(), lambda: self._num_copies())
-        self._num_local_tokens = {}
         since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
         self._recorder = TraceRecorder(path, since_s=float(since)) if path else None
         block_bytes = kv_bytes_per_block(kv_cache_config)
         controller.tiers[Tier.GPU] = TierReport(kv_cache_config.num_blocks * block_bytes, block_bytes)
-        controller.waiting.max_protected_units = kv_cache_config.num_blocks // 2
 
     def shutdown(self) -> None:
         if self._recorder is not None:
@@ -124,16 +121,14 @@ class DocumentAware:
         self._read(request, metadata)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._num_local_tokens[request.request_id] = num_computed_tokens
+        assert self.controller is not None
+        self.controller.on_looked_up(request.request_id, num_computed_tokens)
         return self._match_below(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         assert self.controller is not None
         num_by_tier = self._load(request, blocks, num_external_tokens)
-        num_local = self._num_local_tokens.pop(request.request_id, 0)
-        self.controller.on_admitted(
-            request.request_id, request.block_hashes, {Tier.GPU: num_local, **num_by_tier}, time.monotonic()
-        )
+        self.controller.on_admitted(request.request_id, request.block_hashes, num_by_tier, time.monotonic())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request, super().request_finished(request, block_ids))  # type: ignore[misc]
@@ -184,7 +179,6 @@ class DocumentAware:
         self, request: Request, outcome: tuple[bool, dict[str, Any] | None]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.controller is not None
-        self._num_local_tokens.pop(request.request_id, None)
         self._record(request)
         figures = self.controller.on_finished(request.request_id)
         is_ours = KEY in (request.kv_transfer_params or {})
@@ -194,12 +188,12 @@ class DocumentAware:
     def _record(self, request: Request) -> None:
         """Put a request that has ended into the trace, unless nobody has asked for it."""
         assert self.controller is not None
-        if self._recorder is None or (record := self.controller.record_of(request.request_id)) is None:
+        if self._recorder is None or (state := self.controller.state_of(request.request_id)) is None:
             return
-        if record.is_speculative:
+        if state.is_speculative:
             self._recorder.drop(request.request_id)
             return
-        documents, question_tokens = lengths_of(record.metadata.segments, record.num_prompt_tokens)
+        documents, question_tokens = lengths_of(state.metadata.segments, state.num_prompt_tokens)
         self._recorder.end(request.request_id, documents, question_tokens, request.num_output_tokens)
 
 
@@ -217,6 +211,7 @@ class DocumentConnector(DocumentAware, KVConnectorBase_V1, SupportsHMA):
                 tokens_per_block=tokens_per_hash,
                 shadow_blocks=kv_cache_config.num_blocks,
                 prefill_cost=settings.prefill_cost(),
+                max_protected_units=kv_cache_config.num_blocks // 2,
             )
             self._begin(controller, kv_cache_config)
 

@@ -80,7 +80,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         limits = vllm_config.scheduler_config
         self._chunks_of_a_step = limits.max_num_batched_tokens // vllm_config.cache_config.block_size
         self._chunks_of_a_step += limits.max_num_seqs
-        with building(vllm_config) as built:
+        with building(vllm_config, kv_cache_config) as built:
             super().__init__(vllm_config, role, kv_cache_config)
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events

@@ -91,6 +91,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 tokens_per_block=self.tokens_per_hash,
                 shadow_blocks=self.num_chunks,
                 prefill_cost=settings.prefill_cost(),
+                max_protected_units=current_building().kv_cache_config.num_blocks // 2,
             )
             self.controller.tiers[Tier.HOST] = TierReport(
                 self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk

@@ -223,8 +223,9 @@ class TreeBlockPool(BlockPool):
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        first_private = self.controller.private_from.get(request.request_id)
-        if first_private is not None:  # what chunk reuse provided: nobody would find it, so it is no content
+        state = self.controller.state_of(request.request_id)
+        if state is not None and (first_private := state.first_private) is not None:
+            # What chunk reuse provided: no look-up would find it, so it is no content.
             num_full_blocks = min(num_full_blocks, max(first_private, num_cached_blocks))
             block_mask = None if block_mask is None else block_mask[: num_full_blocks - num_cached_blocks]
         super().cache_full_blocks(

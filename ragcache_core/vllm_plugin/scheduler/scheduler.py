@@ -110,10 +110,9 @@ class _TreeScheduling:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        waiting = self._controller.without_token
-        if waiting and (sampled := model_runner_output.sampled_token_ids):
+        if self._controller.awaits_first_token and (sampled := model_runner_output.sampled_token_ids):
             now_s = time.monotonic()
-            for request_id in waiting & scheduler_output.num_scheduled_tokens.keys():
+            for request_id in scheduler_output.num_scheduled_tokens:
                 if sampled[model_runner_output.req_id_to_index[request_id]]:
                     self._controller.on_first_token(request_id, now_s)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]

@@ -166,7 +166,7 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         "restored": num_restored,
         "tokens from disk at the start": asked.num_disk_tokens,
         "is disk in service": controller.tiers[Tier.DISK].is_enabled,
-        "left over": len(scene.scheduling._requests) + len(controller.private_from),
+        "left over": len(scene.scheduling._requests) + (not controller.is_idle),
         "pinned": len(library._pins) + len(library._reservations),
         "held blocks": scene.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         - 1

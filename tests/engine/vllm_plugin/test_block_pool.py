@@ -311,7 +311,7 @@ def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_priv
     """By this alone, whatever their names are: the last block of a prompt gets its name after it was told apart."""
     it = Pool(40)
     request, same = it.new("BC"), it.new("BC")
-    it.controller.private_from[request.request_id] = first_private
+    it.controller.on_approximated(request.request_id, first_private)
     assert it.start(request) == 0
     for token in range(3 * BLOCK):
         assert it.advance(request, token)

@@ -56,7 +56,7 @@ class Engine:
         )
 
     def identity(self) -> dict[str, str | int]:
-        with building(self.vllm):
+        with building(self.vllm, None):
             return kv_identity(self.offloading)
 
     def set(self, path: str, value: object) -> None:

@@ -14,12 +14,13 @@ from ragcache_core.wire import RequestMetadata
 BLOCK = 4
 
 
-def controller(**settings: Any) -> CacheController:
+def controller(*, max_protected_units: int = 0, **settings: Any) -> CacheController:
     return CacheController(
         PluginSettings(**{"policy": "pgdsf", **settings}),
         tokens_per_block=BLOCK,
         shadow_blocks=8,
         prefill_cost=PrefillCostModel.default(),
+        max_protected_units=max_protected_units,
     )
 
 

@@ -7,24 +7,25 @@ from dataclasses import replace
 import pytest
 
 from ragcache_core.types import PromptSegment, SegmentKind
-from ragcache_core.vllm_plugin.cache.request_state import RequestRecord, arrived_s
+from ragcache_core.vllm_plugin.cache.request_state import RequestState, arrived_s
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.wire import RequestMetadata
 
 
-def record(speculation: str | None) -> RequestRecord:
-    return RequestRecord(10, 0.0, RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 10),), speculation), [])
+def state(speculation: str | None, request_id: str = "r") -> RequestState:
+    metadata = RequestMetadata((PromptSegment(SegmentKind.QUESTION, 0, 10),), speculation)
+    return RequestState(request_id, 10, 0.0, metadata, [])
 
 
-def admitted(speculation: str | None, waited_s: float) -> RequestRecord:
-    return replace(record(speculation), admitted_s=waited_s)
+def admitted(speculation: str | None, request_id: str, waited_s: float) -> RequestState:
+    return replace(state(speculation, request_id), admitted_s=waited_s)
 
 
 def test_a_request_is_real_unless_it_says_otherwise() -> None:
     it = QueuedSpeculations()
-    real = record(None)
-    it.on_new_request("r", real)
-    it.on_finished("r", real)
+    real = state(None)
+    it.on_new_request(real)
+    it.on_finished(real)
     assert not it
     assert not real.is_speculative
     assert set(it.to_dict().values()) == {0}
@@ -32,21 +33,22 @@ def test_a_request_is_real_unless_it_says_otherwise() -> None:
 
 def test_all_requests_of_a_speculation_are_confirmed_at_once() -> None:
     it = QueuedSpeculations()
-    parts = {f"r{i}": record("s") for i in range(3)}
-    for request_id, part in parts.items():
-        it.on_new_request(request_id, part)
-    it.on_computed(parts["r0"], 7)
-    it.on_finished("r0", parts["r0"])
+    first, second, third, other, real = [state(s) for s in ("s", "s", "s", "t", None)]
+    for each in (first, second, third, other, real):
+        it.on_new_request(each)
+    it.on_computed(first, 7)
+    it.on_finished(first)
     assert it
-    confirmed = it.confirm("s")
-    assert (set(confirmed.alive), confirmed.ended) == ({"r1", "r2"}, [parts["r0"]])
+    confirmed = it.confirm("s", [real, second, other, third])
+    assert (confirmed.alive, confirmed.ended) == ([second, third], [first])
+    assert [each.is_speculative for each in (first, second, third, other)] == [False, False, False, True]
+    it.on_finished(other)
     assert not it
-    assert not any(part.is_speculative for part in parts.values())
-    it.on_finished("r1", parts["r1"])
-    again = it.confirm("s")
-    assert (again.alive, again.ended) == ({}, [])
+    it.on_finished(second)
+    again = it.confirm("s", [third])
+    assert (again.alive, again.ended) == ([], [])
     assert it.to_dict() == {
-        "num_speculative_requests": 3,
+        "num_speculative_requests": 4,
         "num_confirmed_speculations": 3,
         "num_speculative_tokens": 7,
         "num_wasted_tokens": 0,
@@ -55,54 +57,54 @@ def test_all_requests_of_a_speculation_are_confirmed_at_once() -> None:
 
 def test_a_confirmation_that_is_faster_than_its_request_is_remembered() -> None:
     it = QueuedSpeculations()
-    it.confirm("s")
-    late = record("s")
-    it.on_new_request("r", late)
+    it.confirm("s", [])
+    late = state("s")
+    it.on_new_request(late)
     assert late.is_confirmed
     assert not it
-    it.on_finished("r", late)
+    it.on_finished(late)
     assert it.to_dict()["num_wasted_tokens"] == 0
 
 
 def test_memory_is_bounded_and_what_it_lets_go_stays_wasted() -> None:
     it = QueuedSpeculations(max_remembered=2)
     for i in range(4):
-        it.confirm(f"early-{i}")
-        ended = record(f"ended-{i}")
-        it.on_new_request(f"r{i}", ended)
+        it.confirm(f"early-{i}", [])
+        ended = state(f"ended-{i}")
+        it.on_new_request(ended)
         it.on_computed(ended, 10)
-        it.on_finished(f"r{i}", ended)
+        it.on_finished(ended)
     assert it.num_wasted_tokens == 40
-    assert it.confirm("ended-0").ended == []
+    assert it.confirm("ended-0", []).ended == []
     assert it.num_wasted_tokens == 40
-    assert len(it.confirm("ended-3").ended) == 1
+    assert len(it.confirm("ended-3", []).ended) == 1
     assert it.num_wasted_tokens == 30
-    for i in range(100):
-        same = record("same")
-        it.on_new_request(f"same{i}", same)
-        it.on_finished(f"same{i}", same)
-    assert len(it.confirm("same").ended) == 64
-    forgotten = record("early-0")
-    it.on_new_request("r", forgotten)
+    for _ in range(100):
+        same = state("same")
+        it.on_new_request(same)
+        it.on_finished(same)
+    assert len(it.confirm("same", []).ended) == 64
+    forgotten = state("early-0")
+    it.on_new_request(forgotten)
     assert forgotten.is_speculative
 
 
 def test_of_a_speculation_it_is_told_how_long_the_request_waited_that_was_admitted_first() -> None:
     it = QueuedSpeculations(max_remembered=2)
-    first, second = admitted("s", 2.0), admitted("s", 5.0)
-    it.on_admitted("first", first)
-    it.on_admitted("second", second)
-    it.on_admitted("real", admitted(None, 5.0))
-    it.confirm("early")
-    it.on_admitted("soon", admitted("early", 6.0))
+    first, second = admitted("s", "first", 2.0), admitted("s", "second", 5.0)
+    it.on_admitted(first)
+    it.on_admitted(second)
+    it.on_admitted(admitted(None, "real", 5.0))
+    it.confirm("early", [])
+    it.on_admitted(admitted("early", "soon", 6.0))
     assert it.take_waited_s() == {"s": 2.0, "early": 6.0}
     assert it.take_waited_s() == {}
     first.paused_s, second.paused_s = 0.5, 8.0
-    it.on_admitted("second", second)
-    it.on_admitted("first", first)
+    it.on_admitted(second)
+    it.on_admitted(first)
     assert it.take_waited_s() == {"s": 2.5}, "it goes on after a pause"
-    it.on_admitted("other", admitted("other", 1.0))
-    it.on_admitted("second", second)
+    it.on_admitted(admitted("other", "other", 1.0))
+    it.on_admitted(second)
     assert it.take_waited_s() == {"other": 1.0, "s": 13.0}, "what was first is forgotten in the end"
 
 

@@ -140,12 +140,11 @@ def test_a_request_that_comes_between_two_changes_follows_what_is_cached_after_t
 
 
 def test_nothing_is_kept_of_changes_that_nobody_asks_for() -> None:
-    it = controller(is_queue_cache_aware=False, max_prefill_bs=0)
-    it.waiting.max_protected_units = 8
+    it = controller(is_queue_cache_aware=False, max_prefill_bs=0, max_protected_units=8)
     chain = wait(it, "r", "a")
     put(it, chain[0])
     assert set(it.tree.protected_keys) == {chain[-1]}
-    assert not it.waiting._changed
+    assert not it._queued._changed
     it.on_finished("r")
     assert not it.tree.protected_keys
 
@@ -155,8 +154,7 @@ def test_an_unknown_request_has_no_priority() -> None:
 
 
 def test_a_waiting_requests_path_is_protected_until_it_is_admitted_or_ends() -> None:
-    it = controller()
-    it.waiting.max_protected_units = 8
+    it = controller(max_protected_units=8)
     first, second = wait(it, "r1", "a"), wait(it, "r2", "a", "b")
     for key in (*first, *second):
         put(it, key)
@@ -170,8 +168,7 @@ def test_a_waiting_requests_path_is_protected_until_it_is_admitted_or_ends() -> 
 
 
 def test_no_more_is_protected_than_fits_and_the_next_follow_in_their_turn() -> None:
-    it = controller()
-    it.waiting.max_protected_units = 5
+    it = controller(max_protected_units=5)
     chains = [wait(it, f"r{i}", name) for i, name in enumerate("abcd")]
     assert set(it.tree.protected_keys) == {chains[0][-1], chains[1][-1]}
     large = wait(it, "large", "x", "y", "z")
@@ -200,11 +197,10 @@ class CountingTree:
 
 
 def test_an_admission_looks_at_a_few_of_those_that_wait_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = controller()
-    it.waiting.max_protected_units = 5
+    it = controller(max_protected_units=5)
     chains = [wait(it, f"r{i}", f"d{i}") for i in range(2000)]
     tree = CountingTree(it.tree)
-    monkeypatch.setattr(it.waiting, "_tree", tree)
+    monkeypatch.setattr(it._queued, "_tree", tree)
     for i in range(1000):
         it.on_admitted(f"r{i}", chains[i], {}, 1.0)
         assert set(it.tree.protected_keys) == {chains[i + 1][-1], chains[i + 2][-1]}
@@ -213,8 +209,7 @@ def test_an_admission_looks_at_a_few_of_those_that_wait_however_many_they_are(mo
 
 
 def test_a_speculative_request_is_neither_protected_nor_pending_until_it_is_confirmed() -> None:
-    it = controller()
-    it.waiting.max_protected_units = 8
+    it = controller(max_protected_units=8)
     it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10)), "s"), keys(2), 10, 0.0)
     assert not it.tree.protected_keys
     assert it.is_speculative("r")
@@ -232,8 +227,7 @@ def test_a_speculative_request_is_neither_protected_nor_pending_until_it_is_conf
 
 
 def test_a_speculation_that_was_preempted_and_confirmed_is_protected_until_it_is_admitted_again() -> None:
-    it = controller()
-    it.waiting.max_protected_units = 8
+    it = controller(max_protected_units=8)
     it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10)), "s"), keys(2), 10, 0.0)
     it.on_admitted("r", keys(2), {}, 1.0)
     assert it.confirm("s") == ["r"]
@@ -255,8 +249,7 @@ def test_reordered_prompts_are_counted() -> None:
 
 
 def test_ordering_256_waiting_requests_takes_a_fraction_of_a_millisecond_a_step() -> None:
-    it = controller()
-    it.waiting.max_protected_units = 2000
+    it = controller(max_protected_units=2000)
     steps = _Steps(it)
     chains = {f"r{i}": steps.add(f"r{i}", "system", *(f"d{(i * k) % 40}" for k in range(1, 5))) for i in range(256)}
     for step in range(100):
