@@ -1,49 +1,105 @@
-"""What a connector and the tiers below it tell each other while vLLM builds them.
+"""Where the parts of an engine core meet while vLLM builds them.
 
-vLLM makes a connector, the connector an offloading spec, and the spec the tiers, each from a part of the
-configuration. What else they need of one another passes here.
+vLLM makes the scheduler, the scheduler a connector, the connector an offloading spec, and the spec the tiers, each from
+a part of the configuration. What else they need of one another passes here::
+
+    scheduler   has_room ->
+    connector            chunks ->
+    spec                         the host tier -> controller
+                <------------------------------------------
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.compat import kv_bytes_per_block, resolve_kv_cache_block_sizes
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 
 
 @dataclass(slots=True)
-class Building:
-    """An engine's connector that is being built; the spec puts the controller here, on the scheduler's side."""
+class BuildContext:
+    """The parts of an engine core that are built so far.
+
+    Attributes:
+        has_room: whether a speculative request would be admitted at once, as our scheduler says.
+        chunks: which chunks are stored, with chunk reuse.
+        controller: what the scheduler's side shares, once there is one.
+    """
 
     vllm_config: VllmConfig
     kv_cache_config: KVCacheConfig
+    has_room: Callable[[], bool] | None = None
+    chunks: ChunkManager | None = None
     controller: CacheController | None = None
 
+    def make_controller(self, host: TierReport | None = None) -> CacheController:
+        """Make the controller, of an engine with a ``host`` tier or without one.
 
-_current: ContextVar[Building | None] = ContextVar("ragcache_building", default=None)
+        Raises:
+            ConfigError: of the settings that the engine was started with.
+        """
+        assert self.vllm_config.kv_transfer_config is not None
+        settings = PluginSettings.from_extra_config(self.vllm_config.kv_transfer_config.kv_connector_extra_config)
+        num_blocks, block_bytes = self.kv_cache_config.num_blocks, kv_bytes_per_block(self.kv_cache_config)
+        _, tokens_per_hash = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
+        tiers = {Tier.GPU: TierReport(num_blocks * block_bytes, block_bytes)}
+        if host is not None:
+            tiers[Tier.HOST] = host
+        self.controller = CacheController(
+            settings,
+            tokens_per_block=tokens_per_hash,
+            shadow_blocks=num_blocks if host is None else host.num_blocks,
+            prefill_cost=settings.prefill_cost(),
+            tiers=tiers,
+            max_protected_units=num_blocks // 2,
+            has_room=self.has_room,
+            chunks=self.chunks,
+        )
+        return self.controller
+
+
+_current: ContextVar[BuildContext | None] = ContextVar("ragcache_build_context", default=None)
 
 
 @contextmanager
-def building(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Iterator[Building]:
-    """Let what is built inside find :func:`current_building`."""
-    made = Building(vllm_config, kv_cache_config)
-    token = _current.set(made)
+def building(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    has_room: Callable[[], bool] | None = None,
+    chunks: ChunkManager | None = None,
+) -> Iterator[BuildContext]:
+    """Hand parts to what is built inside, and yield what has been built there at the end.
+
+    One inside another adds to it: a connector is built by its scheduler.
+    """
+    context = _current.get() or BuildContext(vllm_config, kv_cache_config)
+    if has_room is not None:
+        context.has_room = has_room
+    if chunks is not None:
+        context.chunks = chunks
+    token = _current.set(context)
     try:
-        yield made
+        yield context
     finally:
         _current.reset(token)
 
 
-def current_building() -> Building:
+def current_context() -> BuildContext:
     """Return what is being built; the spec and the disk tier of RAGCache work with its own connector only."""
-    made = _current.get()
-    assert made is not None, "RAGCacheSpec works with RAGCacheConnector: set kv_connector to it"
-    return made
+    context = _current.get()
+    assert context is not None, "RAGCacheSpec works with RAGCacheConnector: set kv_connector to it"
+    return context

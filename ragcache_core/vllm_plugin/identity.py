@@ -14,7 +14,7 @@ import vllm
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.vllm_plugin.build_context import current_building
+from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
     Raises:
         ConfigError: the weights' files are not on this machine, so nothing tells them from others.
     """
-    vllm_config = current_building().vllm_config
+    vllm_config = current_context().vllm_config
     parallel = config.parallel
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     seed = hash_seed(algorithm)

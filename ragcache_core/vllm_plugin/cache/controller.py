@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ragcache_core.policy import PrefillCostModel, make_policy
+from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
 from ragcache_core.types import SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
@@ -22,7 +23,6 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
 if TYPE_CHECKING:
-    from ragcache_core.queueing import CacheAwareQueue
     from ragcache_core.stats import ChunkReuseStats
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 
@@ -35,6 +35,11 @@ class TierReport:
     block_bytes: int
     is_enabled: bool = True
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it has room for."""
+        return self.capacity_bytes // self.block_bytes
+
 
 class CacheController:
     """Keeps the tree in step with the engine, and counts.
@@ -44,7 +49,14 @@ class CacheController:
         tokens_per_block: tokens that one key stands for.
         shadow_blocks: blocks of the tier that a tournament's shadows imitate.
         prefill_cost: seconds of a prefill.
+        tiers: the GPU's and the host's; a disk is told of by :meth:`add_tier` when its store is open.
         max_protected_units: blocks that are protected from eviction for queued requests.
+        has_room: whether a speculative request would be admitted at once; never by default.
+        chunks: which chunks are stored, with chunk reuse.
+
+    Attributes:
+        queue: of real requests in vLLM's scheduler, by their ``request_id``.
+        last_step: the first and the last moment of the engine's last step.
     """
 
     def __init__(
@@ -54,7 +66,10 @@ class CacheController:
         tokens_per_block: int,
         shadow_blocks: int,
         prefill_cost: PrefillCostModel,
+        tiers: Mapping[Tier, TierReport] | None = None,
         max_protected_units: int = 0,
+        has_room: Callable[[], bool] | None = None,
+        chunks: ChunkManager | None = None,
     ) -> None:
         self.settings = settings
         self.tokens_per_block = tokens_per_block
@@ -66,13 +81,17 @@ class CacheController:
         )
         self.paths = PrefixPublisher(self.tree, tokens_per_block)
         self.counters = Counters()
-        self.tiers: dict[Tier, TierReport] = {}
+        self.has_room = has_room or _never
+        self.last_step = 0.0, 0.0
+        self.tiers = dict(tiers or {})
+        self._chunks = chunks
         self.speculations = QueuedSpeculations()
         self.is_queue_ordered = settings.is_queue_cache_aware or settings.max_prefill_bs > 0
         self._queued = QueuedPrefixes(self.tree, max_protected_units, follows_changes=self.is_queue_ordered)
-        self.queue: CacheAwareQueue[Any] | None = None
-        self.library: ChunkManager | None = None
-        self.has_room: Callable[[], bool] = lambda: False  # for a speculation now, as our scheduler says
+        self.queue: CacheAwareQueue[Any] = CacheAwareQueue(
+            lambda request: self.order_priority(request.request_id),
+            window=settings.queue_window if settings.is_queue_cache_aware else 0,
+        )
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestState] = {}
         self._num_without_token = 0
@@ -82,7 +101,25 @@ class CacheController:
         self.retrieved: dict[Key, tuple[float, float]] = {}
         self.document_uses = DocumentUses(self.tree)
 
+    def add_tier(self, tier: Tier, report: TierReport) -> None:
+        """Report of a tier from now on; ``is_enabled`` of its report may change."""
+        self.tiers[tier] = report
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block on the GPU."""
+        return self.tiers[Tier.GPU].block_bytes
+
+    def on_step(self, began_s: float, ended_s: float) -> None:
+        """Record when the engine's last step began and ended."""
+        self.last_step = began_s, ended_s
+
     # A request's life
+
+    def on_ignored_metadata(self) -> bool:
+        """Count a request whose metadata contradict its prompt, and return whether it is the first."""
+        self.counters.num_ignored_metadata += 1
+        return self.counters.num_ignored_metadata == 1
 
     def on_new_request(
         self,
@@ -235,8 +272,8 @@ class CacheController:
         """Record what chunk reuse did for a request, before it is finished."""
         if (state := self._requests.get(request_id)) is not None:
             state.chunk_reuse = reuse
-            if self.library is not None:
-                self.library.counters.count(reuse)
+            if self._chunks is not None:
+                self._chunks.counters.count(reuse)
 
     def on_approximated(self, request_id: str, first_block: int) -> None:
         """Keep a request's blocks from ``first_block`` on apart: their KV is approximate, no other may use them."""
@@ -278,7 +315,7 @@ class CacheController:
         documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT]
         limits = [documents[: self.settings.max_cached_documents][-1].end] if documents else []
         if (host := self.tiers.get(Tier.HOST)) is not None:
-            limits.append(host.capacity_bytes // host.block_bytes * self.tokens_per_block)
+            limits.append(host.num_blocks * self.tokens_per_block)
         return min(limits, default=None)
 
     # Blocks
@@ -335,11 +372,11 @@ class CacheController:
             "num_nodes": len(self.tree),
             **self.counters.to_dict(),
             **self.speculations.to_dict(),
-            "num_reordered_requests": 0 if self.queue is None else self.queue.num_reordered,
-            "max_overtaken": 0 if self.queue is None else self.queue.max_overtaken,
+            "num_reordered_requests": self.queue.num_reordered,
+            "max_overtaken": self.queue.max_overtaken,
             "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
             "hottest_documents": self.document_uses.hottest(),
-            **({} if self.library is None else {"chunks": self.library.report()}),
+            **({} if self._chunks is None else {"chunks": self._chunks.report()}),
         }
 
     def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:
@@ -392,3 +429,7 @@ class CacheController:
                 path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient))
                 first = last
         return path
+
+
+def _never() -> bool:
+    return False

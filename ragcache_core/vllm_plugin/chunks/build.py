@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -57,9 +58,15 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
 
 
 def build_scheduling(
-    settings: PluginSettings, chunks: ChunkSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    settings: PluginSettings,
+    chunks: ChunkSettings,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    *,
+    order: Callable[[Iterable[str]], list[str]],
+    is_guess: Callable[[str], bool],
 ) -> ChunkScheduling:
-    """Return the scheduler's side.
+    """Return the scheduler's side; see :class:`ChunkScheduling`.
 
     Raises:
         ConfigError: its memory does not hold a page.
@@ -90,6 +97,8 @@ def build_scheduling(
         max_step_runs=sys.maxsize if current_platform.is_cpu() else vllm_config.scheduler_config.max_num_seqs,
         run_tokens=1 if current_platform.is_cpu() else _RUN_TOKENS,
         is_eager=vllm_config.model_config.enforce_eager,
+        order=order,
+        is_guess=is_guess,
     )
 
 

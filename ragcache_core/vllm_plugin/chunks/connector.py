@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import ChunkReuseRequest, SegmentKind, Tier
+from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine
 from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep, StoredChunk
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecutor
+    from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
     from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
 
 
@@ -105,7 +107,6 @@ class ChunkReuse(KVConnectorBase_V1):
         if settings.chunk_reuse is None:
             raise ConfigError(f"{type(self).__name__} needs the settings of chunk reuse: use Engine.launch")
         check_engine(vllm_config, kv_cache_config)
-        super().__init__(vllm_config, role, kv_cache_config)
         self._chunk_settings = settings.chunk_reuse
         self._chunk_engine = (vllm_config, kv_cache_config)
         self._offers: dict[str, _Offer] = {}
@@ -113,13 +114,19 @@ class ChunkReuse(KVConnectorBase_V1):
         self._is_prefilling = False  # whether the step computes a prompt that somebody waits for
         self._execution: ChunkExecutor | None = None
         self._memory: ChunkMemory | None = None
+        chunks: ChunkManager | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling: ChunkScheduling = build_scheduling(
-                settings, self._chunk_settings, vllm_config, kv_cache_config
+                settings,
+                self._chunk_settings,
+                vllm_config,
+                kv_cache_config,
+                order=self._real_ones_first,
+                is_guess=self._is_speculative,
             )
-            self.scheduling.order = self._real_ones_first
-            self.scheduling.is_guess = self._controller.is_speculative
-            self._controller.library = self.scheduling.library
+            chunks = self.scheduling.library
+        with building(vllm_config, kv_cache_config, chunks=chunks):
+            super().__init__(vllm_config, role, kv_cache_config)
 
     def shutdown(self) -> None:
         if self._execution is not None:
@@ -221,17 +228,19 @@ class ChunkReuse(KVConnectorBase_V1):
         One that only waits holds nothing back: what it waits for may be the blocks of such a job, which vLLM takes
         back when the job has ended.
         """
-        in_order = sorted(request_ids, key=self._controller.is_speculative)
-        real = [request_id for request_id in in_order if not self._controller.is_speculative(request_id)]
+        in_order = sorted(request_ids, key=self._is_speculative)
+        real = [request_id for request_id in in_order if not self._is_speculative(request_id)]
         return real if real or self._is_prefilling else in_order
+
+    def _is_speculative(self, request_id: str) -> bool:
+        return self._controller.is_speculative(request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         state = scheduler_output.kv_connector_block_state
         assert state is not None
         num_by_request = scheduler_output.num_scheduled_tokens
         self._is_prefilling = any(
-            num_tokens > 1 and not self._controller.is_speculative(request_id)
-            for request_id, num_tokens in num_by_request.items()
+            num_tokens > 1 and not self._is_speculative(request_id) for request_id, num_tokens in num_by_request.items()
         )
         step = self.scheduling.take_step(
             scheduler_output.total_num_scheduled_tokens,

@@ -55,6 +55,8 @@ class ChunkScheduling:
         prefill_cost: seconds of a prefill.
         is_eager: whether vLLM computes a prompt without compilation, as a job does: only then is what a job computes
             before the first reused chunk the same to the last bit, and others may find it.
+        order: which jobs may run in a step, the speculative ones last; all, as they came, by default.
+        is_guess: whether a request is speculative; none is by default.
     """
 
     def __init__(
@@ -67,13 +69,13 @@ class ChunkScheduling:
         prefill_cost: PrefillCost,
         run_tokens: int = 1,
         is_eager: bool = True,
+        order: Callable[[Iterable[str]], list[str]] = list,
+        is_guess: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._shares_beginnings = is_eager
         self.library = library
-        self.order: Callable[[Iterable[str]], list[str]] = list
-        """Says which jobs may run in a step: first ones first, those that nobody has asked for yet last."""
-        self.is_guess: Callable[[str], bool] = lambda _: False
-        """Says whether nobody has asked for a request yet."""
+        self._order = order
+        self._is_guess = is_guess
         self._num_workers = num_workers
         self._max_step_tokens = max_step_tokens
         self._max_step_runs = max_step_runs
@@ -288,8 +290,8 @@ class ChunkScheduling:
                 self.library.release(request_id)
 
     def _slices(self, budget: int) -> list[Slice]:
-        order = self.order(self._running)
-        are_guesses = bool(order) and self.is_guess(order[0])
+        order = self._order(self._running)
+        are_guesses = bool(order) and self._is_guess(order[0])
         return cut_slices(
             [(request_id, self._requests[request_id]) for request_id in order],
             budget,

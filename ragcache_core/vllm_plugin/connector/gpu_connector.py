@@ -18,7 +18,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import RECORD_TRACE_ENV
 from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.cache.request_state import arrived_s
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorBase_V1,
@@ -27,14 +27,11 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorRole,
     KVConnectorStats,
     SupportsHMA,
-    kv_bytes_per_block,
-    resolve_kv_cache_block_sizes,
 )
 from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.compat import NOTHING_TO_COPY
 from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
-from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
 if TYPE_CHECKING:
@@ -46,6 +43,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from ragcache_core.vllm_plugin.cache.controller import CacheController
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -60,18 +59,14 @@ class DocumentAware:
     """What both connectors do on the scheduler's side: tell the controller of each request's life."""
 
     controller: CacheController | None = None
-    last_step = (0.0, 0.0)
-    """The first and the last moment of the engine's last step, which the scheduler tells."""
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
 
-    def _begin(self, controller: CacheController, kv_cache_config: KVCacheConfig) -> None:
+    def _begin(self, controller: CacheController) -> None:
         self.controller = controller
         self._news = StatsReporter(controller, lambda: self._stats_below(), lambda: self._num_copies())
         since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
         self._recorder = TraceRecorder(path, since_s=float(since)) if path else None
-        block_bytes = kv_bytes_per_block(kv_cache_config)
-        controller.tiers[Tier.GPU] = TierReport(kv_cache_config.num_blocks * block_bytes, block_bytes)
 
     def shutdown(self) -> None:
         if self._recorder is not None:
@@ -96,14 +91,13 @@ class DocumentAware:
         try:
             metadata = decode_kv_transfer_params(request.kv_transfer_params or {}, request.num_prompt_tokens)
         except ConfigError as error:
-            self.controller.counters.num_ignored_metadata += 1
-            if self.controller.counters.num_ignored_metadata == 1:  # messages hold ids: each would be a new one
+            if self.controller.on_ignored_metadata():  # messages hold ids: each would be a new one
                 logger.warning("Ignoring the documents of a request, and of further ones without a word: %s", error)
             speculation = decode_speculation(request.kv_transfer_params or {})  # a guess stays one
             metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
         if not self.controller.settings.max_prefill_bs:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
-        since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.last_step)
+        since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.controller.last_step)
         self.controller.on_new_request(
             request.request_id,
             metadata,
@@ -203,17 +197,8 @@ class DocumentConnector(DocumentAware, KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            assert vllm_config.kv_transfer_config is not None
-            settings = PluginSettings.from_extra_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
-            _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-            controller = CacheController(
-                settings,
-                tokens_per_block=tokens_per_hash,
-                shadow_blocks=kv_cache_config.num_blocks,
-                prefill_cost=settings.prefill_cost(),
-                max_protected_units=kv_cache_config.num_blocks // 2,
-            )
-            self._begin(controller, kv_cache_config)
+            with building(vllm_config, kv_cache_config) as context:
+                self._begin(context.make_controller())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return NOTHING_TO_COPY

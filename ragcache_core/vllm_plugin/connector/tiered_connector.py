@@ -80,14 +80,14 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         limits = vllm_config.scheduler_config
         self._chunks_of_a_step = limits.max_num_batched_tokens // vllm_config.cache_config.block_size
         self._chunks_of_a_step += limits.max_num_seqs
-        with building(vllm_config, kv_cache_config) as built:
+        with building(vllm_config, kv_cache_config) as context:
             super().__init__(vllm_config, role, kv_cache_config)
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events
-        if built.controller is not None:
+        if context.controller is not None:
             policy = host_policy_of(self.scheduler.manager)
             self._policy = policy if isinstance(policy, TreeCachePolicy) else None
-            self._begin(built.controller, kv_cache_config)
+            self._begin(context.controller)
 
     def shutdown(self) -> None:
         try:
@@ -161,7 +161,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     @property
     def _block_bytes(self) -> int:
         assert self.controller is not None
-        return self.controller.tiers[Tier.GPU].block_bytes
+        return self.controller.block_bytes
 
     def _limit_storing(self, request: Request) -> None:
         assert self.controller is not None

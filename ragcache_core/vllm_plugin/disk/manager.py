@@ -92,7 +92,7 @@ class DiskTier(SecondaryTierManager):
         self._loads: dict[int, LoadJob] = {}
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
-        self._controller.tiers[Tier.DISK] = self._report
+        self._controller.add_tier(Tier.DISK, self._report)
         try:
             self._restore(store)
         except BaseException:

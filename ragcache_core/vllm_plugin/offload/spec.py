@@ -14,7 +14,7 @@ from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import is_lasting, keep_region, sweep_shared_memory
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.build_context import current_building
+from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
@@ -32,7 +32,6 @@ from ragcache_core.vllm_plugin.offload.compat import adopt_chunks, host_policy_o
 from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, SelectiveHostTier, TreeCachePolicy
-from ragcache_core.vllm_plugin.settings import PluginSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,17 +84,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             sweep_shared_memory(self._engine_id)
-            settings = PluginSettings.from_extra_config(self.extra_config)
-            self.controller = CacheController(
-                settings,
-                tokens_per_block=self.tokens_per_hash,
-                shadow_blocks=self.num_chunks,
-                prefill_cost=settings.prefill_cost(),
-                max_protected_units=current_building().kv_cache_config.num_blocks // 2,
-            )
-            self.controller.tiers[Tier.HOST] = TierReport(
-                self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk
-            )
+            host = TierReport(self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk)
+            self.controller = current_context().make_controller(host)
             manager = self._build()
             if is_lasting(self._engine_id):
                 assert self._scheduler_mmap is not None
@@ -107,7 +97,6 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 self._restore_host(manager, policy)
                 if self.controller.tree.policy.is_selective and not manager.secondary_tiers:
                     SelectiveHostTier.take_over(manager.primary_tier)
-            current_building().controller = self.controller
         assert self._manager is not None
         return self._manager
 
@@ -122,7 +111,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         assert self.controller is not None
         self.controller.tree.clear_tier(Tier.DISK)
         capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in self.secondary_tier_configs)
-        self.controller.tiers[Tier.DISK] = TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False)
+        self.controller.add_tier(Tier.DISK, TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False))
         self.secondary_tier_configs = []
         return super().get_manager()
 

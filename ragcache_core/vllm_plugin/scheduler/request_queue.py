@@ -1,4 +1,4 @@
-"""vLLM's waiting queue in the order the cache likes, with what nobody has asked for yet behind it."""
+"""vLLM's queue of waiting requests: the real ones by what is cached of them, the speculative ones behind."""
 
 from __future__ import annotations
 
@@ -18,20 +18,17 @@ class CacheAwareRequestQueue(RequestQueue):
 
     vLLM asks three things of its queue that differ here: ``len`` counts everything, so that the engine goes on; as a
     truth value it says whether a request may be admitted now; and ``peek_request`` names the one that
-    ``pop_request`` takes. ``idle_room`` is how many speculative requests may be admitted in this step.
+    ``pop_request`` takes.
 
     Args:
-        is_speculative: whether nobody has asked for a request yet. vLLM enqueues a request before its connector has
-            read what it says of itself, so this is first asked when the queue is next looked at.
-        priority: of a real request.
-        window: of the queue of real requests.
+        real: the queue of real requests.
+        is_speculative: whether a request is speculative. vLLM enqueues a request before its connector has read what it
+            says of itself, so this is first asked when the queue is next looked at.
     """
 
-    def __init__(
-        self, is_speculative: Callable[[Request], bool], priority: Callable[[Request], float], window: int
-    ) -> None:
-        self.real: CacheAwareQueue[Request] = CacheAwareQueue(priority, window=window)
-        self.idle_room = 0
+    def __init__(self, real: CacheAwareQueue[Request], is_speculative: Callable[[Request], bool]) -> None:
+        self.real = real
+        self._num_allowed = 0
         self._is_speculative = is_speculative
         self._arrived: list[Request] = []
         self._speculative: deque[Request] = deque()
@@ -44,9 +41,13 @@ class CacheAwareRequestQueue(RequestQueue):
 
     @property
     def num_speculative(self) -> int:
-        """Requests that wait and that nobody has asked for."""
+        """Speculative requests that wait."""
         self._sort_in()
         return len(self._speculative)
+
+    def allow_speculative(self, num_requests: int) -> None:
+        """Set how many speculative requests may be admitted from now on, in this step."""
+        self._num_allowed = num_requests
 
     def confirm(self, request: Request) -> bool:
         """Move a request that is real from now on, and return whether it waits here."""
@@ -75,7 +76,7 @@ class CacheAwareRequestQueue(RequestQueue):
             return self.real.pop()
         if not self._speculative:
             raise IndexError("pop from an empty queue")
-        self.idle_room -= 1
+        self._num_allowed -= 1
         return self._speculative.popleft()
 
     def prepend_request(self, request: Request) -> None:
@@ -103,7 +104,7 @@ class CacheAwareRequestQueue(RequestQueue):
 
     def __bool__(self) -> bool:
         self._sort_in()
-        return bool(self.real) or (bool(self._speculative) and self.idle_room > 0)
+        return bool(self.real) or (bool(self._speculative) and self._num_allowed > 0)
 
     def __len__(self) -> int:
         return len(self._arrived) + len(self.real) + len(self._speculative)

@@ -17,17 +17,18 @@ from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import collect_rarely
+from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_utilities
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
-
-    from ragcache_core.vllm_plugin.cache.controller import CacheController
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -58,9 +59,10 @@ class _TreeScheduling:
     _free_request_blocks: Callable[[Request], None]
     _handle_blocked_waiting_request: Callable[[Request], bool]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        controller: CacheController | None = getattr(self.connector, "controller", None)
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        with building(vllm_config, kv_cache_config, has_room=self.has_room) as context:
+            super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
+        controller = context.controller
         if controller is None:
             raise ConfigError(
                 "RAGCacheScheduler needs a connector of RAGCache: set --kv-transfer-config as Engine.launch and "
@@ -76,9 +78,8 @@ class _TreeScheduling:
             self._tree_queue = TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
         else:
             logger.warning("This model has several groups of KV caches: its GPU tier keeps vLLM's own LRU order")
-        settings = controller.settings
         if controller.is_queue_ordered:
-            self._take_over_queue(settings.queue_window if settings.is_queue_cache_aware else 0)
+            self._take_over_queue()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._step_began_s = time.monotonic()
@@ -118,7 +119,7 @@ class _TreeScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
-        self.connector.last_step = self._step_began_s, time.monotonic()
+        self._controller.on_step(self._step_began_s, time.monotonic())
         return outputs
 
     def confirm(self, speculation: str) -> dict[str, object] | None:
@@ -151,19 +152,13 @@ class _TreeScheduling:
         super()._preempt_request(request, timestamp, *args, **kwargs)  # type: ignore[misc]
         self._controller.on_preempted(request.request_id, timestamp)
 
-    def _take_over_queue(self, window: int) -> None:
+    def _take_over_queue(self) -> None:
         if self.policy.value != "fcfs":
             raise ConfigError(
                 f"--scheduling-policy is {self.policy.value!r}, but RAGCache orders the queue: leave it out, or set "
                 "queue='fifo' and max_prefill_bs=0 in the CacheConfig"
             )
-        self._queue = self.waiting = CacheAwareRequestQueue(
-            is_speculative=lambda request: self._controller.is_speculative(request.request_id),
-            priority=lambda request: self._controller.order_priority(request.request_id),
-            window=window,
-        )
-        self._controller.queue = self._queue.real
-        self._controller.has_room = self.has_room
+        self._queue = self.waiting = CacheAwareRequestQueue(self._controller.queue, self._is_speculative)
 
     def _make_room(self, queue: CacheAwareRequestQueue) -> int | None:
         """Say who may use this step; return how many tokens it may have, None for as many as always."""
@@ -171,7 +166,7 @@ class _TreeScheduling:
         speculative = [request for request in self.running if self._is_speculative(request)]
         loading = self._loading()
         if self._is_engine_wanted(queue, real):
-            queue.idle_room = 0
+            queue.allow_speculative(0)
             self.running = real
             for request in reversed(speculative):  # the first is the first to resume
                 self._preempt_request(request, time.monotonic())
@@ -179,7 +174,7 @@ class _TreeScheduling:
                 self._set_back(request)
             return None
         self.running = real + speculative  # when memory runs out, the last is preempted
-        queue.idle_room = self._controller.settings.max_prefill_bs - len(speculative) - len(loading)
+        queue.allow_speculative(self._controller.settings.max_prefill_bs - len(speculative) - len(loading))
         if not self._may_cut_prefills:
             return None
         num_answering = sum(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens for r in real)

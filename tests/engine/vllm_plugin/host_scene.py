@@ -67,8 +67,8 @@ class Host:
             tokens_per_block=BLOCK,
             shadow_blocks=self.num_chunks,
             prefill_cost=PrefillCostModel.default(),
+            tiers={Tier.HOST: TierReport(self.num_chunks, 1)},
         )
-        self.controller.tiers[Tier.HOST] = TierReport(self.num_chunks, 1)
         policy = self.manager._policy
         assert isinstance(policy, TreeCachePolicy)
         self.policy = policy

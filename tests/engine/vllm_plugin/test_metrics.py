@@ -32,12 +32,16 @@ from ragcache_core.wire import RequestMetadata
 class Engine:
     """A controller with a GPU and a disk, as an engine has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: ChunkManager | None = None) -> None:
         self.controller = CacheController(
-            PluginSettings(policy="lru"), tokens_per_block=4, shadow_blocks=4, prefill_cost=PrefillCostModel.default()
+            PluginSettings(policy="lru"),
+            tokens_per_block=4,
+            shadow_blocks=4,
+            prefill_cost=PrefillCostModel.default(),
+            tiers={Tier.GPU: TierReport(1000, 100)},
+            chunks=chunks,
         )
-        self.controller.tiers[Tier.GPU] = TierReport(1000, 100)
-        self.controller.tiers[Tier.DISK] = TierReport(9000, 300)
+        self.controller.add_tier(Tier.DISK, TierReport(9000, 300))
 
     def serve(self, request_id: str, num_gpu: int, num_disk: int) -> None:
         keys = [b"0", b"1"]
@@ -156,9 +160,8 @@ async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_sa
 
 
 def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:
-    engine, server = Engine(), Server(reuses_chunks=True)
-    cost = PrefillCostModel.default()
-    library = engine.controller.library = ChunkManager(make_policy("lru"), cost, num_pages=9, tokens_per_page=4)
+    library = ChunkManager(make_policy("lru"), PrefillCostModel.default(), num_pages=9, tokens_per_page=4)
+    engine, server = Engine(library), Server(reuses_chunks=True)
     segments = (PromptSegment(SegmentKind.QUESTION, 0, 10),)
     engine.controller.on_new_request("r1", RequestMetadata(segments), [b"0"], 10, 1.0)
     engine.controller.on_chunks_reused("r1", ChunkReuseStats(2, 7, 3, 4, 0.3, (0, 1)))

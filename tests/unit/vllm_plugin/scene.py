@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
-from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
 BLOCK = 4
 
 
-def controller(*, max_protected_units: int = 0, **settings: Any) -> CacheController:
+def controller(
+    *, max_protected_units: int = 0, tiers: Mapping[Tier, TierReport] | None = None, **settings: Any
+) -> CacheController:
     return CacheController(
         PluginSettings(**{"policy": "pgdsf", **settings}),
         tokens_per_block=BLOCK,
         shadow_blocks=8,
         prefill_cost=PrefillCostModel.default(),
+        tiers=tiers,
         max_protected_units=max_protected_units,
     )
 

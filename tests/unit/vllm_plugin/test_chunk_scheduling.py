@@ -58,6 +58,7 @@ class Bench:
             num_disk_pages=num_disk_pages,
             num_workers=num_workers,
         )
+        self.guesses: set[str] = set()
         self.scheduling = ChunkScheduling(
             library,
             num_workers=num_workers,
@@ -66,6 +67,7 @@ class Bench:
             prefill_cost=cost,
             is_eager=is_eager,
             run_tokens=run_tokens,
+            is_guess=lambda name: name in self.guesses,
         )
         self.num_workers = num_workers
 
@@ -554,10 +556,10 @@ def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
     bench.arrive("r", "ba", question=range(1000, 2500))
     bench.scheduling.offer("r", 0)
     bench.scheduling.begin("r", [1], awaits_load=False)
-    bench.scheduling.is_guess = lambda name: name == "r"
+    bench.guesses.add("r")
     (part,) = bench.step().slices
     assert part.num_rows == 512
-    bench.scheduling.is_guess = lambda _: False
+    bench.guesses.clear()
     (part,) = bench.step().slices
     assert part.num_rows > 512, "somebody asks for it now"
 
@@ -568,7 +570,7 @@ def test_a_guess_with_a_long_question_still_gets_on() -> None:
     bench.arrive("r", "ba", question=range(1000, 2000))
     bench.scheduling.offer("r", 0)
     bench.scheduling.begin("r", [1], awaits_load=False)
-    bench.scheduling.is_guess = lambda _: True
+    bench.guesses.add("r")
     job = bench.step().jobs[0]
     assert job.focus is not None
     num_steps = 1

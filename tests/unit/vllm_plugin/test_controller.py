@@ -184,9 +184,8 @@ def test_a_report_is_made_when_something_happened() -> None:
 
 
 def test_a_report_is_plain_json() -> None:
-    it = controller()
-    it.tiers[Tier.DISK] = TierReport(4000, 100, is_enabled=False)
-    it.tiers[Tier.GPU] = TierReport(2000, 50)
+    it = controller(tiers={Tier.GPU: TierReport(2000, 50)})
+    it.add_tier(Tier.DISK, TierReport(4000, 100, is_enabled=False))
     run(it, "r", segments(("a", 8), (None, 10)), keys(2), {Tier.GPU: 4})
     location = it.tree.locate(b"0")
     assert location is not None
@@ -246,8 +245,7 @@ def test_a_request_without_metadata_is_no_use_of_the_document_whose_text_it_repe
 
 
 def test_a_document_lies_in_the_tiers_that_hold_any_part_of_it() -> None:
-    it = controller()
-    it.tiers[Tier.HOST] = TierReport(1000, 10)
+    it = controller(tiers={Tier.HOST: TierReport(1000, 10)})
     run(it, "r", segments(("a", 16), (None, 17)), keys(4))
     run(it, "cut", segments(("a", 8), (None, 17)), [*keys(2), b"else", b"where"])
     last = it.tree.locate(keys(4)[3])

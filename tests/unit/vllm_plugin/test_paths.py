@@ -80,8 +80,7 @@ def test_what_is_worth_storing_ends_with_the_last_kept_document(
 
 
 def test_a_request_longer_than_the_host_tier_stores_what_fits() -> None:
-    it = controller()
-    it.tiers[Tier.HOST] = TierReport(capacity_bytes=350, block_bytes=100)
+    it = controller(tiers={Tier.HOST: TierReport(capacity_bytes=350, block_bytes=100)})
     for name, parts, expected in (
         ("long", segments(("a", 20), (None, 24)), 12),
         ("short", segments(("a", 8), (None, 24)), 8),
