@@ -1,1 +1,1 @@
-"""The cache of one engine: its knowledge tree, its requests, and what is told of both."""
+"""The cache of one engine core: its knowledge tree, its requests, and the reports of both."""

@@ -1,7 +1,7 @@
-"""The engine's one knowledge tree, and the requests that run through it (the "RAG controller" of RAGCache §4).
+"""The engine core's one knowledge tree, and the requests that pass it (the "RAG controller" of RAGCache §4).
 
 It imports no vLLM and reads no clock: the scheduler, the block pool, the host policy and the disk tier, which all run
-on the scheduler's thread, tell it what happens.
+on the scheduler's thread, call it when a request or a block changes its state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TierReport:
-    """What a tier says of itself; ``block_bytes`` are those of a block with its padding there."""
+    """The figures of a tier that do not change; ``block_bytes`` are those of a block with its padding there."""
 
     capacity_bytes: int
     block_bytes: int
@@ -37,12 +37,12 @@ class TierReport:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it has room for."""
+        """Blocks that fit into it."""
         return self.capacity_bytes // self.block_bytes
 
 
 class CacheController:
-    """Keeps the tree in step with the engine, and counts.
+    """Keeps the tree, and the one :class:`RequestState` of each request, in step with the engine core, and counts.
 
     Args:
         settings: what the engine was started with.
@@ -241,7 +241,7 @@ class CacheController:
         return state is not None and state.is_speculative
 
     def order_priority(self, request_id: str) -> float:
-        """Return how early a queued request should be admitted, by what is cached now; the highest goes first."""
+        """Return how early a queued request should be admitted, by what is cached now; the highest comes first."""
         state = self._requests.get(request_id)
         return 0.0 if state is None else self._queued.priority(state)
 
@@ -321,9 +321,9 @@ class CacheController:
     # Blocks
 
     def locate_block(self, keys: Sequence[Key], index: int) -> Location:
-        """Return where block ``index`` of a request stands; one that the tree does not know is added to it.
+        """Return where block ``index`` of a request stands in the tree; an unknown one is added to it.
 
-        Those are blocks of answers, and of prompts whose nodes are gone.
+        Unknown are blocks of answers, and of prompts whose nodes were dropped.
         """
         if (location := self.tree.locate(keys[index])) is not None:
             return location
@@ -346,12 +346,12 @@ class CacheController:
 
     @property
     def has_finished(self) -> bool:
-        """Whether requests ended and nobody was told yet."""
+        """Whether :meth:`take_finished` has something to return."""
         return bool(self._finished)
 
     @property
     def has_news(self) -> bool:
-        """Whether requests ended, speculations were admitted, or what is cached changed, and nobody was told yet."""
+        """Whether requests ended, speculations were admitted, or cached paths changed, and it is not reported yet."""
         return bool(self._finished or self.paths.has_news or self.speculations.has_waited)
 
     def record_change(self) -> None:

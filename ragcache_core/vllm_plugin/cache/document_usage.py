@@ -1,4 +1,4 @@
-"""Which documents are asked for most."""
+"""Which documents are used by most requests."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class DocumentUses:
         return len(self._uses)
 
     def count(self, doc_ids: Iterable[DocId], path: Iterable[PathSegment]) -> None:
-        """Count a request for documents, each once; ``path`` is its prompt. The rarest are forgotten.
+        """Count a request that uses documents, each once; ``path`` is its prompt. The rarest are forgotten.
 
-        What it asks for counts, not the tree's nodes: they are cut, and bear the name of who came first.
+        The documents of requests count, not the tree's nodes: those are cut, and named by the first request.
         """
         for doc_id in doc_ids:
             self._uses.setdefault(doc_id, _Use()).num_uses += 1

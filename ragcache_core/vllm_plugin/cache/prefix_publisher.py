@@ -1,11 +1,11 @@
-"""What of which documents is cached, told to those who choose the order of documents in prompts.
+"""Publishes how much of which documents is cached, for clients that choose the order of documents in prompts.
 
 ::
 
     engine   PrefixPublisher   the tree's changes -> deltas          with the statistics of a step
     server   PrefixFeed      deltas -> a mirror -> its readers     GET /v1/ragcache/cached_paths
 
-A question to the engine would wait for its running step, so nobody asks it: it tells what has changed.
+A question to the engine core would wait for its running step, so it is not asked: it publishes what has changed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _TrackedPath:
 
 
 class PrefixPublisher:
-    """Knows which paths of documents lie where in the tree, and says when more or less of one is cached.
+    """Knows which paths of documents lie where in the tree, and publishes when more or less of one is cached.
 
     A path is known from the request that showed it; the ``max_paths`` seen last are tracked. The tree's changes are
     looked at in :meth:`take_delta` only: from a changed node down, to where a path ends of which nothing new is to be
@@ -77,7 +77,7 @@ class PrefixPublisher:
         return bool(self._changed or self._dropped)
 
     def track(self, token_ids: Sequence[int], segments: Sequence[PromptSegment], keys: Sequence[bytes]) -> None:
-        """Take note of a request's documents; ``keys`` are those of its prompt's units, in order."""
+        """Track the path of a request's documents; ``keys`` are those of its prompt's units, in order."""
         prefix = static_prefix_digest(token_ids, segments)
         if prefix is None:
             return
@@ -180,7 +180,7 @@ class PrefixPublisher:
     def _say(self, node: TreeNode, num_leading: int, changes: list[PathChange]) -> bool:
         """Say what is cached of the paths that end in a node; return whether that may be news to what follows it."""
         at_end = self._by_key.get(node.keys[-1])
-        is_news = not at_end or self._is_news(node, num_leading)  # or it may be, where nobody knows what was said
+        is_news = not at_end or self._is_news(node, num_leading)  # or it may be, where no path ends
         for key in node.keys:
             for path in self._by_key.get(key, ()):
                 self._update(path, min(num_leading, path.num_tokens), changes)

@@ -10,7 +10,7 @@ from ragcache_core.vllm_plugin.cache.request_state import RequestState
 
 _MAX_REMEMBERED = 1024
 _MAX_ENDED = 64
-"""Of one speculation: whoever sends its id again and again fills no memory with it."""
+"""Of one speculation: a client that sends its id again and again fills no memory with it."""
 
 
 @dataclass(frozen=True, slots=True)

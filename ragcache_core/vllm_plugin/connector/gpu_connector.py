@@ -180,7 +180,7 @@ class DocumentAware:
         return delays, {**(params or {}), KEY: figures} if is_ours and figures is not None else params
 
     def _record(self, request: Request) -> None:
-        """Put a request that has ended into the trace, unless nobody has asked for it."""
+        """Put a request that has ended into the trace, unless it was never confirmed."""
         assert self.controller is not None
         if self._recorder is None or (state := self.controller.state_of(request.request_id)) is None:
             return

@@ -1,11 +1,11 @@
-"""The GPU tier: vLLM's blocks of KV, given up in the order of the knowledge tree.
+"""The GPU tier: vLLM's blocks of KV, evicted in the order of the knowledge tree.
 
-vLLM keeps what it computed in free blocks until it needs them for something else, the least recently used first. Here
-the tree chooses instead. A block is in one of three states::
+vLLM keeps KV in free blocks until it allocates them again, the least recently used first. Here the tree chooses
+instead. A block is in one of three states::
 
     in use            by requests; its unit of the tree is held
-    free and cached   the tree may choose it
-    free and spare    without content, or a copy of what another block holds: handed out first
+    free and cached   the tree may evict it
+    free and spare    without content, or a copy of another block's: allocated first
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     """vLLM's queue of free blocks, with the tree's order of eviction.
 
-    ``num_free_blocks`` can be handed out: vLLM reads it for each request of each step, so it is counted, not computed.
-    What comes back is looked at when the scheduler has time (:meth:`place_returned`), or when something else is asked
-    before.
+    ``num_free_blocks`` can be allocated: vLLM reads it for each request of each step, so it is counted, not computed.
+    Returned blocks are placed while the model computes a step (:meth:`place_returned`), or before any other call.
     """
 
     def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
@@ -49,11 +48,11 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._pool = pool
         self._tree = controller.tree
         self._block_ids: dict[Key, int] = {}
-        self._given_up: set[int] = set()
-        """Blocks that the tree chose and vLLM is about to empty: the tree does not count on them any more."""
+        self._evicted: set[int] = set()
+        """Blocks that the tree evicted and vLLM is about to empty: the tree does not have them any more."""
 
     def popleft(self) -> KVCacheBlock:
-        """Hand a block out.
+        """Allocate a block.
 
         Raises:
             ValueError: none is free.
@@ -63,7 +62,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Hand ``n`` blocks out: spare ones, then those that the tree gives up."""
+        """Allocate ``n`` blocks: spare ones, then those that the tree evicts."""
         assert self.num_free_blocks >= n
         self.place_returned()
         self.num_free_blocks -= n
@@ -72,37 +71,37 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         if num_missing:
             evicted = self._tree.evict_up_to(Tier.GPU, num_missing)
             chosen = [block for unit in evicted if (block := self._take(unit.key)) is not None]
-            self._given_up = {block.block_id for block in chosen}
+            self._evicted = {block.block_id for block in chosen}
             blocks += chosen
         while len(blocks) < n:
             blocks.append(self._pop_anything())
         return blocks
 
     def append(self, block: KVCacheBlock) -> None:
-        """Take a block back that nobody uses any more."""
+        """Take back a block that no request uses any more."""
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Take blocks back that nobody uses any more."""
+        """Take back blocks that no request uses any more."""
         self.num_free_blocks += len(blocks)
         self._returned += blocks
 
     def place_returned(self) -> None:
-        """Find out which of the blocks that came back are worth keeping, and let the tree choose among them."""
+        """Put returned blocks among the cached or the spare ones, and let the tree choose among the cached."""
         if self._returned:
             returned, self._returned = self._returned, []
             for node, units in by_node(filter(None, map(self._take_back, returned))):
                 self._tree.let_go(node, units, Tier.GPU)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Take blocks without content back; they are handed out next."""
+        """Take back blocks without content; they are allocated next."""
         self.num_free_blocks += len(blocks)
         for block in reversed(blocks):
             self._spare[block.block_id] = block
             self._spare.move_to_end(block.block_id, last=False)
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Let a request use what a free block holds."""
+        """Take a free block out, whose KV a request uses."""
         self.place_returned()
         if self._cached.pop(block.block_id, None) is not None:
             assert block.block_hash is not None
@@ -124,32 +123,32 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         yield from blocks if cursor is None else blocks[blocks.index(cursor) + 1 :]
 
     def forget_contents(self) -> None:
-        """Take all cached blocks for spare ones: the prefix cache was reset."""
+        """Make all cached blocks spare: the prefix cache was reset."""
         self._spare.update(self._cached)
         self._cached.clear()
         self._block_ids.clear()
 
     def forget_content(self, block: KVCacheBlock, key: Key) -> None:
-        """Take a free block for a spare one: it lost its content, which was ``key``."""
+        """Make a free block spare: it lost its content, which was ``key``."""
         if self._cached.pop(block.block_id, None) is not None:
             self._block_ids.pop(key, None)
             self._spare[block.block_id] = block
 
     def spare_copy(self, key: Key) -> None:
-        """Take a free block for a spare one, if it holds ``key``: a request computed that again, and keeps it."""
+        """Make a free block spare, if it holds ``key``: a request computed that again, and uses its own."""
         self.place_returned()
         if (block_id := self._block_ids.pop(key, None)) is not None:
             self._spare[block_id] = self._cached.pop(block_id)
 
-    def was_given_up(self, block: KVCacheBlock) -> bool:
-        """Return, once, whether the tree chose a block that was handed out just now."""
-        if block.block_id not in self._given_up:
+    def was_evicted(self, block: KVCacheBlock) -> bool:
+        """Return, once, whether the tree evicted a block that was allocated just now."""
+        if block.block_id not in self._evicted:
             return False
-        self._given_up.remove(block.block_id)
+        self._evicted.remove(block.block_id)
         return True
 
     def keep_copy(self, copies: list[KVCacheBlock], key: Key) -> None:
-        """Let a free one of ``copies`` stand for ``key``, if no other one does: a block that did lost its content."""
+        """Make a free one of ``copies`` the cached block of ``key``, whose block lost its content, if there is none."""
         if key in self._block_ids or any(copy.ref_cnt > 0 for copy in copies):
             return
         for copy in copies:
@@ -159,7 +158,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
                 return
 
     def _take_back(self, block: KVCacheBlock) -> Location | None:
-        """Put a block among the free ones, and return its unit; None where it has none, or a copy is still in use."""
+        """Put a block among the free ones, and return its unit; None where it has none, or a copy is still used."""
         location = self._locate(block)
         if location is None:
             self._spare[block.block_id] = block
@@ -187,7 +186,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return None if block_id is None else self._cached.pop(block_id)
 
     def _pop_anything(self) -> KVCacheBlock:
-        """Hand out a cached block although others depend on it: an allocation that fits must succeed."""
+        """Evict a cached block although others depend on it: an allocation that fits must succeed."""
         evicted = self._tree.evict_anything(Tier.GPU)
         if evicted is not None and (block := self._take(evicted.key)) is not None:
             return block
@@ -198,7 +197,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
 
 class TreeBlockPool(BlockPool):
-    """vLLM's block pool; takes over one that is built already, because vLLM builds it itself."""
+    """vLLM's block pool with the tree's order of eviction; takes over one that vLLM has built."""
 
     controller: CacheController
     free_block_queue: TreeFreeBlockQueue
@@ -257,7 +256,7 @@ class TreeBlockPool(BlockPool):
             return removed
         key = get_block_hash(block_hash)
         queue.forget_content(block, key)
-        is_told = queue.was_given_up(block)
+        is_told = queue.was_evicted(block)
         if copies := cached_copies(self, block_hash):
             queue.keep_copy(copies, key)
         elif not is_told and (location := tree.locate(key)) is not None:

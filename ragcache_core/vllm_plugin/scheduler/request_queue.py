@@ -14,16 +14,15 @@ if TYPE_CHECKING:
 
 
 class CacheAwareRequestQueue(RequestQueue):
-    """Real requests in a :class:`~ragcache_core.queueing.CacheAwareQueue`, speculative ones behind them, in turn.
+    """Real requests in a :class:`~ragcache_core.queueing.CacheAwareQueue`, speculative ones behind, by arrival.
 
-    vLLM asks three things of its queue that differ here: ``len`` counts everything, so that the engine goes on; as a
-    truth value it says whether a request may be admitted now; and ``peek_request`` names the one that
-    ``pop_request`` takes.
+    Three of its answers to vLLM differ: ``len`` counts everything, so that the engine core goes on; its truth value is
+    whether a request may be admitted now; and ``peek_request`` returns the one that ``pop_request`` takes.
 
     Args:
         real: the queue of real requests.
-        is_speculative: whether a request is speculative. vLLM enqueues a request before its connector has read what it
-            says of itself, so this is first asked when the queue is next looked at.
+        is_speculative: whether a request is speculative. vLLM enqueues a request before its connector has read its
+            metadata, so this is first asked when the queue is next looked at.
     """
 
     def __init__(self, real: CacheAwareQueue[Request], is_speculative: Callable[[Request], bool]) -> None:
@@ -50,7 +49,7 @@ class CacheAwareRequestQueue(RequestQueue):
         self._num_allowed = num_requests
 
     def confirm(self, request: Request) -> bool:
-        """Move a request that is real from now on, and return whether it waits here."""
+        """Move a request that is real from now on, and return whether it is queued here."""
         self._sort_in()
         if request in self._speculative:
             self._speculative.remove(request)

@@ -1,9 +1,9 @@
 """The scheduler: vLLM's own, with the knowledge tree's order of eviction, our queue, and idle time for speculation.
 
-A speculative request is one that nobody has asked for yet. It must not delay one that somebody waits for: it is
-admitted while nothing real waits or is prefilled, in steps short enough for a real arrival to wait, and preempted when
-one comes. Its finished blocks stay cached: a real request for the same documents, and itself when it resumes, find
-them.
+A speculative request is sent ahead, while a search goes on, and is real once it is confirmed. It must not delay a real
+one: it is admitted while no real request is queued or prefilled, in steps short enough for a real arrival to wait for,
+and preempted when one arrives. Its finished blocks stay cached: a real request for the same documents, and itself when
+it resumes, find them.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ class _TreeScheduling:
         return outputs
 
     def confirm(self, speculation: str) -> dict[str, object] | None:
-        """Make a speculation's requests real: somebody asks for them now.
+        """Make a speculation's requests real.
 
-        Return a report of an engine that has no request left, and so no step soon with which to send one.
+        Return a report where no request is left, and so no step follows with which to send one.
         """
         for request_id in self._controller.confirm(speculation):
             if self._queue is not None and self._queue.confirm(self.requests[request_id]):
@@ -133,11 +133,11 @@ class _TreeScheduling:
         return self._controller.report() if self._controller.is_idle else None
 
     def report(self) -> dict[str, object]:
-        """Return what the engine has cached and counted, also where there was no step yet with which to send it."""
+        """Return what is cached and counted, also before the first step with which it is sent."""
         return self._controller.report()
 
     def has_room(self) -> bool:
-        """Return whether a speculation that came now would be admitted at once."""
+        """Return whether a speculative request that arrived now would be admitted at once."""
         if self._queue is None:
             return False
         running = self.running
@@ -161,7 +161,7 @@ class _TreeScheduling:
         self._queue = self.waiting = CacheAwareRequestQueue(self._controller.queue, self._is_speculative)
 
     def _make_room(self, queue: CacheAwareRequestQueue) -> int | None:
-        """Say who may use this step; return how many tokens it may have, None for as many as always."""
+        """Admit or preempt speculative requests; return how many tokens this step may have, None for the usual."""
         real = [request for request in self.running if not self._is_speculative(request)]
         speculative = [request for request in self.running if self._is_speculative(request)]
         loading = self._loading()
@@ -181,11 +181,11 @@ class _TreeScheduling:
         return int(num_answering) + (_TOKENS_BESIDE_ANSWERS if real else _TOKENS_ALONE)
 
     def _loading(self) -> list[Request]:
-        """Return the speculations whose blocks are being brought."""
+        """Return the speculative requests whose blocks are being loaded."""
         return [request for request in self.kv_holding_waiting if self._is_speculative(request)]
 
     def _is_engine_wanted(self, queue: CacheAwareRequestQueue, running: list[Request]) -> bool:
-        """Return whether speculation now would delay somebody: a request that waits, is loaded, or is prefilled.
+        """Return whether speculation now would delay a real request that is queued, loaded or prefilled.
 
         Without a GPU each token of a step costs as much as any other, so there an answer in the making counts too.
         """
@@ -200,7 +200,7 @@ class _TreeScheduling:
         )
 
     def _set_back(self, request: Request) -> None:
-        """Take a speculation's blocks back that were loaded for it, if they are there: vLLM would admit it at once."""
+        """Free the blocks that were loaded for a speculative request, once they are: vLLM would admit it at once."""
         if not self._handle_blocked_waiting_request(request):
             return
         self.kv_holding_waiting.remove_request(request)

@@ -163,7 +163,7 @@ class Pool:
         assert sorted(block.block_id for block in free) == [b.block_id for b in blocks if b.ref_cnt == 0]
         assert self.pool.get_num_free_blocks() == len(free)
         assert not set(queue._spare) & set(queue._cached), "a block in two states"
-        assert not queue._given_up, "a block that is not handed out just now"
+        assert not queue._evicted, "a block that is not handed out just now"
         for key, block_id in queue._block_ids.items():
             block_hash = queue._cached[block_id].block_hash
             assert block_hash is not None
