@@ -99,7 +99,7 @@ def building(
 
 
 def current_context() -> BuildContext:
-    """Return what is being built; the spec and the disk tier of RAGCache work with its own connector only."""
+    """Return what is being built; RAGCache's spec, host policy and disk tier work with its own connector only."""
     context = _current.get()
     assert context is not None, "RAGCacheSpec works with RAGCacheConnector: set kv_connector to it"
     return context

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.tree import EvictedUnit, Location, admit, by_node
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.compat import (
     CachePolicy,
     ChunkStatus,
@@ -23,7 +24,6 @@ from ragcache_core.vllm_plugin.compat import (
 
 if TYPE_CHECKING:
     from ragcache_core.tree import TreeNode
-    from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 
 
@@ -53,11 +53,12 @@ class TreeCachePolicy(CachePolicy):
     everything and reuse nothing.
     """
 
-    controller: CacheController
-    journal: HostIndex | None = None
-
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
+        controller = current_context().controller
+        assert controller is not None
+        self.controller = controller
+        self.journal: HostIndex | None = None
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._promised: dict[str, set[OffloadKey]] = {}
         self._num_promises: Counter[OffloadKey] = Counter()
@@ -68,6 +69,10 @@ class TreeCachePolicy(CachePolicy):
         self._chosen: list[EvictedUnit] = []
         self._arriving: list[Location] | None = None
         self._settling: list[Location] | None = None
+
+    def keep_journal(self, journal: HostIndex) -> None:
+        """Write into ``journal`` what comes and is evicted from now on, and close it in the end."""
+        self.journal = journal
 
     # Admission
 

@@ -93,7 +93,6 @@ class RAGCacheSpec(TieringOffloadingSpec):
             assert isinstance(manager, TieringOffloadingManager)
             policy = host_policy_of(manager)
             if isinstance(policy, TreeCachePolicy):
-                policy.controller = self.controller
                 self._restore_host(manager, policy)
                 if self.controller.tree.policy.is_selective and not manager.secondary_tiers:
                     SelectiveHostTier.take_over(manager.primary_tier)
@@ -134,7 +133,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         for key in orphans:
             journal.unseal(chunks[key][0])
         adopt_chunks(manager, {OffloadKey(key + FIRST_GROUP): chunks[key][0] for key in found})
-        policy.journal = journal
+        policy.keep_journal(journal)
         if found:
             logger.info("RAGCache found %d blocks of KV in host memory", len(found))
 

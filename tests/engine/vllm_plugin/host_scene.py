@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -11,6 +14,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
+from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -26,6 +30,15 @@ def chain(documents: str, question: int = 0) -> list[bytes]:
     for i, name in enumerate([n for d in documents for n in [d] * BLOCKS[d]] + ["?"] * question):
         keys.append(sha256(b"".join([*keys[-1:], f"{i} {name}".encode()])).digest())
     return keys
+
+
+@contextmanager
+def built_around(controller: CacheController) -> Iterator[None]:
+    """Let vLLM build a host policy inside, as in an engine core that has this controller."""
+    config: Any = None
+    with building(config, config) as context:
+        context.controller = controller
+        yield
 
 
 @dataclass
@@ -55,13 +68,6 @@ class Host:
     num_requests: int = 0
 
     def __post_init__(self) -> None:
-        self.manager = CPUOffloadingManager(
-            self.num_chunks,
-            cache_policy="TreeCachePolicy",
-            cache_policy_module_path="ragcache_core.vllm_plugin.offload.host_policy",
-        )
-        if self.is_selective:
-            SelectiveHostTier.take_over(self.manager)
         self.controller = CacheController(
             PluginSettings(policy=self.policy_name, ghost_size=2),
             tokens_per_block=BLOCK,
@@ -69,10 +75,17 @@ class Host:
             prefill_cost=PrefillCostModel.default(),
             tiers={Tier.HOST: TierReport(self.num_chunks, 1)},
         )
+        with built_around(self.controller):
+            self.manager = CPUOffloadingManager(
+                self.num_chunks,
+                cache_policy="TreeCachePolicy",
+                cache_policy_module_path="ragcache_core.vllm_plugin.offload.host_policy",
+            )
+        if self.is_selective:
+            SelectiveHostTier.take_over(self.manager)
         policy = self.manager._policy
         assert isinstance(policy, TreeCachePolicy)
         self.policy = policy
-        self.policy.controller = self.controller
         self.tree = self.controller.tree
 
     @property

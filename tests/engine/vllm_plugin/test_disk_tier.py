@@ -33,6 +33,7 @@ from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.offload.compat import needs_steps
 from tests.engine.vllm_plugin.disk_scene import CHUNK_BYTES, NUM_ROWS, Opening, Scene, chain, failing, payload
+from tests.engine.vllm_plugin.host_scene import built_around
 from tests.support.waiting import until
 
 # Storing and loading
@@ -258,9 +259,11 @@ def test_vllm_gets_its_host_memory_back_when_the_tiers_are_shut_down(
     )
     region = SharedOffloadRegion(f"test-{secrets.token_hex(4)}", 8, None, CHUNK_BYTES, CHUNK_BYTES)
     module = "ragcache_core.vllm_plugin.offload.host_policy"
-    primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
+    controller = Scene(tmp_path / "other").controller
+    with built_around(controller):
+        primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
     view = primary.get_kv_memoryview()
-    spec: Any = SimpleNamespace(controller=Scene(tmp_path / "other").controller, config=None)
+    spec: Any = SimpleNamespace(controller=controller, config=None)
     tier = DiskTier(spec, view, "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
     del view
     TieringOffloadingManager(primary, [tier]).shutdown()
@@ -279,8 +282,8 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
     scene = Scene(tmp_path / "other")
     region = SharedOffloadRegion(f"test-{secrets.token_hex(4)}", 8, None, CHUNK_BYTES, CHUNK_BYTES)
     module = "ragcache_core.vllm_plugin.offload.host_policy"
-    primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
-    primary._policy.controller = scene.controller
+    with built_around(scene.controller):
+        primary = CPUPrimaryTierOffloadingManager(8, region, "TreeCachePolicy", module)
     spec: Any = SimpleNamespace(controller=scene.controller, config=None)
     tier = DiskTier(spec, primary.get_kv_memoryview(), "DiskTier", str(tmp_path / "cache"), 8 * CHUNK_BYTES)
     manager = TieringOffloadingManager(primary, [tier])

@@ -202,7 +202,7 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_th
     """vLLM says once for a request that it will store them, and it may do so after others did."""
     host = Host(num_chunks=6)
     rows = np.random.default_rng(0).integers(0, 256, (6, 64), dtype=np.uint8)
-    host.policy.journal = HostIndex.open("me", rows, {"weights": "one"}, tmp_path)
+    host.policy.keep_journal(HostIndex.open("me", rows, {"weights": "one"}, tmp_path))
 
     def ask(documents: str) -> Asker:
         asker = host.ask(documents)
