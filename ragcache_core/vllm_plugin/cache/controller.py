@@ -81,7 +81,7 @@ class CacheController:
         )
         self.paths = PrefixPublisher(self.tree, tokens_per_block)
         self.counters = Counters()
-        self.has_room = has_room or _never
+        self.has_room = has_room or (lambda: False)
         self.last_step = 0.0, 0.0
         self.tiers = dict(tiers or {})
         self._chunks = chunks
@@ -94,7 +94,6 @@ class CacheController:
         )
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestState] = {}
-        self._num_without_token = 0
         self._num_pending_prefills = 0
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
@@ -143,9 +142,8 @@ class CacheController:
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
         self.speculations.on_new_request(state)
-        self._num_without_token += 1
+        self._num_pending_prefills += state.is_pending
         if not state.is_speculative:
-            self._num_pending_prefills += 1
             self._queued.add(state)
 
     def state_of(self, request_id: str) -> RequestState | None:
@@ -192,23 +190,12 @@ class CacheController:
             state.preempted_s = None
             self.speculations.on_admitted(state)
 
-    @property
-    def awaits_first_token(self) -> bool:
-        """Whether a request in the engine has had no token yet, real or speculative."""
-        return self._num_without_token > 0
-
     def on_first_token(self, request_id: str, now_s: float) -> None:
         """Record when a request had its first token; further ones change nothing."""
         state = self._requests.get(request_id)
         if state is not None and state.first_token_s is None:
-            self._count_prefilled(state)
+            self._num_pending_prefills -= state.is_pending
             state.first_token_s = now_s
-
-    def _count_prefilled(self, state: RequestState) -> None:
-        """Count a request no longer among those without a token: it has had one, or ends without."""
-        self._num_without_token -= 1
-        if not state.is_speculative:
-            self._num_pending_prefills -= 1
 
     def confirm(self, speculation: str) -> list[str]:
         """Make a speculation's requests real, and return the ids of those in the engine.
@@ -218,9 +205,7 @@ class CacheController:
         """
         self.record_change()
         confirmed = self.speculations.confirm(speculation, self._requests.values())
-        for state in confirmed.alive:
-            if state.first_token_s is None:
-                self._num_pending_prefills += 1
+        self._num_pending_prefills += sum(state.is_pending for state in confirmed.alive)
         for state in (*confirmed.alive, *confirmed.ended):
             if state.admitted_s is not None:
                 self._count_access(state, state.keys)
@@ -286,8 +271,7 @@ class CacheController:
             return None
         self.record_change()
         self._queued.remove(state)
-        if state.first_token_s is None:
-            self._count_prefilled(state)
+        self._num_pending_prefills -= state.is_pending
         self.speculations.on_finished(state)
         if state.retained is not None:
             self.tree.release(state.retained)
@@ -429,7 +413,3 @@ class CacheController:
                 path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient))
                 first = last
         return path
-
-
-def _never() -> bool:
-    return False

@@ -87,6 +87,11 @@ class RequestState:
         return self.metadata.speculation is not None and not self.is_confirmed
 
     @property
+    def is_pending(self) -> bool:
+        """Whether it is real, and its prefill has not ended yet."""
+        return self.first_token_s is None and not self.is_speculative
+
+    @property
     def waited_s(self) -> float | None:
         """How long it was queued, at first and whenever it was preempted while speculative; None until admitted."""
         return None if self.admitted_s is None else self.admitted_s - self.arrived_s + self.paused_s

@@ -206,16 +206,14 @@ class ChunkReuse(KVConnectorBase_V1):
         state = self._controller.state_of(request.request_id)
         assert state is not None
         block_size = self._controller.tokens_per_block
-        first_private = first_approximate // block_size
-        before = state.first_private
-        if before is None:
-            before = len(request.block_hashes) + 1
-        if first_private < before:
+        first_block, first_private = first_approximate // block_size, state.first_private
+        if first_private is None or first_block < first_private:
             # A new list: who keeps book of the request's documents goes on with the exact one.
-            request.block_hashes = private_hashes(request.block_hashes, first_private)
-            self._controller.on_approximated(request.request_id, first_private)
+            request.block_hashes = private_hashes(request.block_hashes, first_block)
+            self._controller.on_approximated(request.request_id, first_block)
+            first_private = first_block
         if isinstance(self, OffloadingConnector):
-            keep_from_storing(self, request.request_id, min(first_private, before) * block_size)
+            keep_from_storing(self, request.request_id, first_private * block_size)
 
     @property
     def _controller(self) -> CacheController:

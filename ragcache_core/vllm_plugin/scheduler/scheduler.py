@@ -111,10 +111,10 @@ class _TreeScheduling:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        if self._controller.awaits_first_token and (sampled := model_runner_output.sampled_token_ids):
+        if sampled := model_runner_output.sampled_token_ids:
             now_s = time.monotonic()
-            for request_id in scheduler_output.num_scheduled_tokens:
-                if sampled[model_runner_output.req_id_to_index[request_id]]:
+            for request_id, index in model_runner_output.req_id_to_index.items():
+                if sampled[index]:
                     self._controller.on_first_token(request_id, now_s)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
