@@ -22,7 +22,7 @@ from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine
 from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep, StoredChunk
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hashes
-from ragcache_core.vllm_plugin.chunks.request_state import ReuseOptions
+from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseOptions
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorBase_V1,

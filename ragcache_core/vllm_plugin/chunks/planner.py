@@ -10,7 +10,7 @@ from ragcache_core.chunk.selection import make_selection
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant, PlannedChunk, ReusePlan
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import FocusRequest, Injection
-from ragcache_core.vllm_plugin.chunks.request_state import RequestState
+from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseState
 
 
 class ChunkPlans:
@@ -27,13 +27,13 @@ class ChunkPlans:
         self.least_reused_tokens = 1
         """A plan that saves fewer is none: vLLM prefills such a request."""
 
-    def preload(self, request_id: str, request: RequestState) -> None:
+    def preload(self, request_id: str, request: ReuseState) -> None:
         """Have read what a request that will wait may reuse and lies on disk alone (Cache-Craft §3.5)."""
         stored = self._stored(request, 0)
         if len(self._on_host(stored)) < len(stored):
             self.plan(request_id, request, 0)
 
-    def plan(self, request_id: str, request: RequestState, num_exact: int) -> ReusePlan | None:
+    def plan(self, request_id: str, request: ReuseState, num_exact: int) -> ReusePlan | None:
         """Return a plan whose chunks are pinned for the request; None if it reuses nothing."""
         end = len(request.token_ids) - 1
         stored = self._stored(request, num_exact)
@@ -48,12 +48,12 @@ class ChunkPlans:
                 return plan
         return None
 
-    def _stored(self, request: RequestState, num_exact: int) -> Mapping[ChunkKey, Sequence[ChunkVariant]]:
+    def _stored(self, request: ReuseState, num_exact: int) -> Mapping[ChunkKey, Sequence[ChunkVariant]]:
         ahead = [span for span in request.spans if span.end > num_exact]
         return self._library.find({span.key: request.token_ids[span.start : span.end] for span in ahead})
 
     def _planned(
-        self, request: RequestState, stored: Mapping[ChunkKey, Sequence[ChunkVariant]], start: int, end: int
+        self, request: ReuseState, stored: Mapping[ChunkKey, Sequence[ChunkVariant]], start: int, end: int
     ) -> ReusePlan:
         options = request.options
         selection = make_selection(options.selection)
@@ -86,7 +86,7 @@ class ChunkPlans:
         return Injection(span.start, first, last, self._library.pages(chunk.variant))
 
     @staticmethod
-    def focus(request: RequestState, plan: ReusePlan, reused: Sequence[PlannedChunk]) -> FocusRequest | None:
+    def focus(request: ReuseState, plan: ReusePlan, reused: Sequence[PlannedChunk]) -> FocusRequest | None:
         """Return what a question looks at while a job runs; None where it can let nothing go."""
         droppable = tuple(request.spans.index(chunk.span) for chunk in reused if chunk.recomputed)
         question_start = request.spans[-1].end

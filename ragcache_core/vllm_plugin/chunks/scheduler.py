@@ -30,11 +30,11 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     Slice,
 )
 from ragcache_core.vllm_plugin.chunks.planner import ChunkPlans
-from ragcache_core.vllm_plugin.chunks.request_state import (
+from ragcache_core.vllm_plugin.chunks.reuse_state import (
     OpenCapture,
-    RequestState,
     ReuseFigures,
     ReuseOptions,
+    ReuseState,
     statistics_of,
 )
 from ragcache_core.vllm_plugin.chunks.slices import cut_slices
@@ -81,7 +81,7 @@ class ChunkScheduling:
         self._max_step_runs = max_step_runs
         self._prefill_cost = prefill_cost
         self.plans = ChunkPlans(library, run_tokens=run_tokens)
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, ReuseState] = {}
         self._jobs: dict[str, ChunkJob] = {}
         self._running: dict[str, None] = {}
         self._capturing: set[str] = set()
@@ -92,7 +92,7 @@ class ChunkScheduling:
         self, request_id: str, token_ids: Sequence[int], spans: Sequence[ChunkSpan], options: ReuseOptions
     ) -> None:
         """Take a request with chunk reuse on; ``token_ids`` grow with its answer."""
-        request = self._requests[request_id] = RequestState(token_ids, tuple(spans), options)
+        request = self._requests[request_id] = ReuseState(token_ids, tuple(spans), options)
         self.plans.preload(request_id, request)
 
     def is_known(self, request_id: str) -> bool:
@@ -301,7 +301,7 @@ class ChunkScheduling:
 
     # Captures
 
-    def _reserve(self, request_id: str, request: RequestState, spans: Iterable[ChunkSpan]) -> None:
+    def _reserve(self, request_id: str, request: ReuseState, spans: Iterable[ChunkSpan]) -> None:
         for span in spans:
             before = request.spans[: request.spans.index(span)]
             lost = tuple(request.lost[: len(before)])
@@ -334,7 +334,7 @@ class ChunkScheduling:
 
     # Ends
 
-    def _begin_anew(self, request_id: str, request: RequestState) -> None:
+    def _begin_anew(self, request_id: str, request: ReuseState) -> None:
         """Take a request as a new one that has been prefilled, or was being, and was preempted."""
         if request.is_tried or request.open:
             request.is_tried = False
@@ -344,12 +344,12 @@ class ChunkScheduling:
             self._forgotten.append(request_id)
             self.library.release(request_id)
 
-    def _end_job(self, request_id: str, request: RequestState) -> None:
+    def _end_job(self, request_id: str, request: ReuseState) -> None:
         request.is_running, request.offered = False, None
         request.is_tried = True
         del self._running[request_id]
 
-    def _forget(self, request_id: str, request: RequestState) -> None:
+    def _forget(self, request_id: str, request: ReuseState) -> None:
         if request.open:
             self._forgotten.append(request_id)
         self.library.release(request_id)

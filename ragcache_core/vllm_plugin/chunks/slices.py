@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragcache_core.vllm_plugin.chunks.messages import Slice
-from ragcache_core.vllm_plugin.chunks.request_state import RequestState
+from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseState
 
 _GUESSED_TOKENS = 512
 """Tokens of a step's slices where nobody has asked for any of them: a real arrival waits for the step to end."""
 
 
 def cut_slices(
-    requests: Sequence[tuple[str, RequestState]], budget: int, *, max_runs: int, are_guesses: bool
+    requests: Sequence[tuple[str, ReuseState]], budget: int, *, max_runs: int, are_guesses: bool
 ) -> list[Slice]:
     """Return which jobs run in a step, and how many of their rows; the requests count them as done.
 

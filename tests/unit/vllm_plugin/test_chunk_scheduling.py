@@ -25,7 +25,7 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     ReadChunk,
     WriteChunk,
 )
-from ragcache_core.vllm_plugin.chunks.request_state import OpenCapture, ReuseOptions, statistics_of
+from ragcache_core.vllm_plugin.chunks.reuse_state import OpenCapture, ReuseOptions, statistics_of
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 
 _T = 16

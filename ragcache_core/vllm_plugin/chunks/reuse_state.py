@@ -65,7 +65,7 @@ class OpenCapture:
 
 
 @dataclass(slots=True)
-class RequestState:
+class ReuseState:
     """A request with chunk reuse on, and where it stands."""
 
     token_ids: Sequence[int]
