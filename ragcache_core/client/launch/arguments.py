@@ -92,9 +92,8 @@ def cache_arguments(
     if cache is None:
         return []
     if isinstance(cache, VLLMOffload):
-        transfer = json.dumps(cache.transfer_config(engine_id))
-        return ["--kv-transfer-config", transfer, "--worker-cls", f"{_PLUGIN}.offload.vllm_spec.VLLMWorker"]
-    worker = "offload.worker.QuietWorker" if cache.chunk_reuse is None else "chunks.worker.RAGCacheWorker"
+        return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
+    worker = "scheduler.seeded_prefill.SeededWorker" if cache.chunk_reuse is None else "chunks.worker.RAGCacheWorker"
     arguments = [
         *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, is_host_optional))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),

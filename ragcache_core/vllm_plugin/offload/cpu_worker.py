@@ -21,7 +21,6 @@ from ragcache_core.vllm_plugin.compat import (
     TieringOffloadingSpec,
     TransferResult,
 )
-from ragcache_core.vllm_plugin.offload.idle_copier import SpareTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +54,7 @@ def copying_worker(
 
 
 class CopyingWorker(OffloadingWorker):
-    """Moves blocks with plain copies: to the engine at once, out of it when the worker has time, and soon enough.
-
-    What is stored waits for :class:`SpareTime`, whose owner is the worker's thread; what a step has left there is done
-    at the end of the next one. A worker that gives no time away does all of it then.
+    """Moves blocks with plain copies, when it is told to.
 
     Page by page: torch's indexing of many pages at once takes 97 us a block of 128 KiB, NumPy's copy of each 7 us.
 
@@ -74,10 +70,6 @@ class CopyingWorker(OffloadingWorker):
         self._engine: list[np.ndarray] = []
         self._host: list[np.ndarray] = []
         self._groups = kv_caches.group_data_refs
-        self.spare_time = SpareTime()
-        self._storing: dict[int, None] = {}
-        """Jobs to be done in spare time, in order."""
-        self._overdue: set[int] = set()
         self._finished: list[TransferResult] = []
         for cache in kv_caches.tensors:
             page_bytes = cache.page_size_bytes
@@ -92,60 +84,41 @@ class CopyingWorker(OffloadingWorker):
             )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Copy blocks of the engine to chunks of the host by and by."""
-        self.spare_time.add(self._store(job_id, list(self._transfers(src_spec, dst_spec))))
-        self._storing[job_id] = None
-        return True
+        """Copy blocks of the engine to chunks of the host."""
+        return self._copy(job_id, src_spec, dst_spec, is_store=True)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
         """Copy chunks of the host to blocks of the engine."""
-        started_s, num_bytes = time.perf_counter(), 0
-        for move in self._transfers(dst_spec, src_spec):
-            for engine, host in self._tensors(move.group):
-                for block, chunk, part in move.places:
-                    engine[block] = host[chunk, part]
-                num_bytes += len(move.places) * engine.shape[1]
-        self._finished.append(TransferResult(job_id, True, num_bytes, time.perf_counter() - started_s))
-        return True
+        return self._copy(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies that have ended; a store that was there at the last call has."""
-        self.wait(self._overdue)
-        self._overdue = set(self._storing)
+        """Return the copies that were made since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when these copies have ended."""
-        self.spare_time.take()
-        while not self._storing.keys().isdisjoint(job_ids):
-            self.spare_time.do_next()
+        """Return at once: these copies were made when they were asked for."""
 
     def shutdown(self) -> None:
-        """Let go of the shared region; what waits to be stored is not."""
-        self.spare_time.close()
+        """Let go of the shared region."""
         self._engine.clear()
         self._host.clear()
         if self._region is not None:
             self._region.cleanup()
             self._region = None
 
-    def _store(self, job_id: int, moves: list[_Transfer]) -> Iterator[None]:
-        """Copy blocks of the engine to chunks of the host, a block a piece."""
-        num_bytes, time_s = 0, 0.0
-        try:
-            for move in moves:
-                tensors = list(self._tensors(move.group))
+    def _copy(self, job_id: int, engine_spec: GPULoadStoreSpec, host_spec: LoadStoreSpec, *, is_store: bool) -> bool:
+        started_s, num_bytes = time.perf_counter(), 0
+        for move in self._transfers(engine_spec, host_spec):
+            for engine, host in self._tensors(move.group):
                 for block, chunk, part in move.places:
-                    started_s = time.perf_counter()
-                    for engine, host in tensors:
+                    if is_store:
                         host[chunk, part] = engine[block]
-                        num_bytes += engine.shape[1]
-                    time_s += time.perf_counter() - started_s
-                    yield
-        finally:
-            del self._storing[job_id]
-        self._finished.append(TransferResult(job_id, True, num_bytes, time_s))
+                    else:
+                        engine[block] = host[chunk, part]
+                num_bytes += len(move.places) * engine.shape[1]
+        self._finished.append(TransferResult(job_id, True, num_bytes, time.perf_counter() - started_s))
+        return True
 
     def _transfers(self, engine: GPULoadStoreSpec, host: LoadStoreSpec) -> Iterator[_Transfer]:
         """Yield the blocks of each group beside their places; the first may begin in the middle of a chunk."""

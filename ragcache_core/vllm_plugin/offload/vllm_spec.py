@@ -9,10 +9,8 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConfig,
     OffloadingWorker,
     TieringOffloadingSpec,
-    platform_worker,
 )
 from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
-from ragcache_core.vllm_plugin.offload.idle_copier import CopyingInSpareTime
 
 
 class VLLMSpec(TieringOffloadingSpec):
@@ -28,7 +26,3 @@ class VLLMSpec(TieringOffloadingSpec):
         if self._worker is None:
             self._worker = copying_worker(self, kv_caches)
         return self._worker
-
-
-class VLLMWorker(CopyingInSpareTime, platform_worker()):  # type: ignore[misc]
-    """vLLM's worker; where ours copies blocks, it has as much time for that as it has in an engine of ours."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from ragcache_core.vllm_plugin.compat import platform_worker
+
 
 class SparingSeeds:
     """What a platform's worker gets in addition: a prompt that is not read to its end takes nothing from its seed.
@@ -23,6 +25,10 @@ class SparingSeeds:
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         with without_cut_prompts(self.model_runner):
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+
+
+class SeededWorker(SparingSeeds, platform_worker()):  # type: ignore[misc]
+    """The worker to name to ``--worker-cls``; with any other everything works, too, but seeds without a GPU."""
 
 
 @contextmanager

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,6 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
-from tests.support.waiting import until
 
 NUM_BLOCKS = 24
 NUM_CHUNKS = 12
@@ -103,7 +100,6 @@ def test_each_block_is_a_part_of_its_chunk_and_comes_back(
     before = [layer.clone() for layer in scene.layers]
     engine, host = GPULoadStoreSpec(blocks, [len(blocks)], [first_index]), CPULoadStoreSpec(chunks)
     assert scene.worker.submit_store(1, engine, host)
-    scene.worker.wait({1})
     for block, (chunk, part) in zip(blocks, parts, strict=True):
         for number, layer in enumerate(before):
             assert scene.host(chunk, part, number) == layer[block].numpy().tobytes()
@@ -141,7 +137,6 @@ def test_what_was_stored_can_be_loaded_into_other_blocks(
         expected = [layer[blocks].clone() for layer in scene.layers]
         host = CPULoadStoreSpec(chunks)
         scene.worker.submit_store(1, GPULoadStoreSpec(blocks, [len(blocks)], [first_index]), host)
-        scene.worker.wait({1})
         scene.worker.submit_load(2, host, GPULoadStoreSpec(others, [len(blocks)], [first_index]))
         for layer, old in zip(scene.layers, expected, strict=True):
             assert torch.equal(layer[others], old)
@@ -154,7 +149,6 @@ def test_a_part_of_what_was_stored_can_be_loaded(opening: Opening) -> None:
     scene = opening(2)
     expected = [layer[[4, 5, 6]].clone() for layer in scene.layers]
     scene.worker.submit_store(1, GPULoadStoreSpec([3, 4, 5, 6], [4], [0]), CPULoadStoreSpec([7, 1]))
-    scene.worker.wait({1})
     scene.worker.submit_load(2, CPULoadStoreSpec([7, 1]), GPULoadStoreSpec([10, 11, 12], [3], [1]))
     for layer, old in zip(scene.layers, expected, strict=True):
         assert torch.equal(layer[[10, 11, 12]], old)
@@ -164,7 +158,6 @@ def test_groups_of_layers_have_blocks_and_chunks_of_their_own(opening: Opening) 
     scene = opening(2, groups=((0, 2), (1,)))
     engine = GPULoadStoreSpec([3, 4, 5, 8], [3, 1], [1, 0])
     scene.worker.submit_store(1, engine, CPULoadStoreSpec([7, 1, 2]))
-    scene.worker.wait({1})
     places = {(3, 0): (7, 1), (4, 0): (1, 0), (5, 2): (1, 1), (8, 1): (2, 0)}
     for (block, layer), (chunk, part) in places.items():
         assert scene.host(chunk, part, layer) == scene.layers[layer][block].numpy().tobytes()
@@ -174,7 +167,6 @@ def test_groups_of_layers_have_blocks_and_chunks_of_their_own(opening: Opening) 
 def test_a_group_without_blocks_takes_no_chunk(opening: Opening) -> None:
     scene = opening(1, groups=((0, 2), (1,)))
     scene.worker.submit_store(1, GPULoadStoreSpec([8], [0, 1], [0, 0]), CPULoadStoreSpec([2]))
-    scene.worker.wait({1})
     assert scene.host(2, 0, 1) == scene.layers[1][8].numpy().tobytes()
     assert not any(scene.host(2, 0, 0))
     assert [result.transfer_size for result in scene.worker.get_finished()] == [PAGES[1]]
@@ -188,7 +180,7 @@ def ended(scene: Scene) -> list[int]:
     return [result.job_id for result in scene.worker.get_finished()]
 
 
-def test_the_region_goes_with_the_worker_and_what_waits_to_be_stored_is_not(opening: Opening) -> None:
+def test_the_region_goes_with_the_worker(opening: Opening) -> None:
     scene = opening(1)
     store(scene, 5, 1, 0)
     assert scene.path.exists()
@@ -198,116 +190,11 @@ def test_the_region_goes_with_the_worker_and_what_waits_to_be_stored_is_not(open
     assert not scene.path.exists()
 
 
-def test_a_store_is_made_in_the_time_that_the_worker_gives_and_told_of_in_the_next_step(opening: Opening) -> None:
-    scene = opening(1)
-    spare_time = scene.worker.spare_time
-    store(scene, 1, 3, 2)
-    assert ended(scene) == []
-    assert not any(scene.host(2, 0, 0)), "nobody has given any time"
-    spare_time.give()
-    assert until(lambda: any(scene.host(2, 0, 2)))
-    spare_time.take()
-    assert scene.host(2, 0, 2) == scene.layers[2][3].numpy().tobytes()
-    assert ended(scene) == [1]
-
-
-def test_a_store_is_made_in_the_next_step_where_the_worker_gives_no_time(opening: Opening) -> None:
-    scene = opening(1)
-    store(scene, 1, 3, 2)
-    assert ended(scene) == []
-    store(scene, 2, 4, 5)
-    assert ended(scene) == [1]
-    assert scene.host(2, 0, 1) == scene.layers[1][3].numpy().tobytes()
-    assert not any(scene.host(5, 0, 1))
-    assert ended(scene) == [2]
-    assert ended(scene) == []
-
-
-def test_a_store_that_a_step_needs_and_those_before_it_are_made_at_once(opening: Opening) -> None:
+def test_a_store_is_made_when_it_is_asked_for_and_told_of_once(opening: Opening) -> None:
     scene = opening(1)
     for job, block in enumerate([3, 4, 5]):
         store(scene, job, block, 2)  # as after a reset, which gives the chunk to another
-    scene.worker.wait({1, 77})
-    assert scene.host(2, 0, 0) == scene.layers[0][4].numpy().tobytes()
-    assert ended(scene) == [0, 1]
-    scene.worker.wait({0, 1, 2})
-    assert scene.host(2, 0, 0) == scene.layers[0][5].numpy().tobytes()
-
-
-@pytest.mark.parametrize("how", ["take", "wait"])
-def test_a_copy_that_fails_is_an_error_of_the_worker(
-    how: str, opening: Opening, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = opening(1)
-    store(scene, 1, 3, 2)
-    monkeypatch.setattr(scene.worker, "_host", [])
-    if how == "take":
-        scene.worker.spare_time.give()
-        assert until(lambda: scene.worker.spare_time._failure is not None)
-    with pytest.raises(IndexError, match="list index"):
-        scene.worker.wait({1})
-    scene.worker.wait({1})
-
-
-ACTS = st.one_of(
-    st.tuples(st.just("store"), st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=9, unique=True)),
-    st.tuples(st.just("step"), st.sampled_from([0.0, 0.0, 2e-5, 2e-4])),
-    st.tuples(st.just("rewrite"), st.integers(0, NUM_BLOCKS - 1)),
-    st.tuples(st.just("load"), st.integers(0, NUM_BLOCKS - 1)),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(acts=st.lists(ACTS, max_size=40), data=st.data())
-def test_whatever_a_worker_does_its_host_memory_has_what_was_stored(acts: list[tuple[str, Any]], data: Any) -> None:
-    """Steps as vLLM makes them: a block is written to only when no store of it is open."""
-    scene = Scene(1)
-    try:
-        jobs: dict[int, list[int]] = {}
-        expected: dict[int, list[bytes]] = {}
-        chunks: dict[int, list[int]] = {}
-        random = np.random.default_rng(7)
-
-        def close_jobs_of(block: int) -> None:
-            scene.worker.wait({job for job, blocks in jobs.items() if block in blocks})
-
-        def on_ended() -> None:
-            for job in ended(scene):
-                jobs.pop(job, None)
-                for chunk in chunks.pop(job, ()):
-                    assert [scene.host(chunk, 0, layer) for layer in range(3)] == expected[chunk]
-
-        for number, (act, argument) in enumerate(acts):
-            scene.worker.spare_time.take()
-            if act == "store":
-                taken = {chunk for used in chunks.values() for chunk in used}
-                free = [chunk for chunk in range(NUM_CHUNKS) if chunk not in taken][: len(argument)]
-                blocks = argument[: len(free)]
-                if not blocks:
-                    continue
-                jobs[number], chunks[number] = blocks, free
-                for block, chunk in zip(blocks, free, strict=True):
-                    expected[chunk] = [layer[block].numpy().tobytes() for layer in scene.layers]
-                scene.worker.submit_store(number, GPULoadStoreSpec(blocks, [len(blocks)], [0]), CPULoadStoreSpec(free))
-            elif act == "rewrite":
-                close_jobs_of(argument)
-                for layer in scene.layers:
-                    layer[argument] = torch.from_numpy(random.integers(-128, 128, layer.shape[1], dtype=np.int8))
-            elif act == "load":
-                there = sorted(set(expected) - {chunk for used in chunks.values() for chunk in used})
-                if there:
-                    chunk = data.draw(st.sampled_from(there))
-                    close_jobs_of(argument)
-                    scene.worker.submit_load(number, CPULoadStoreSpec([chunk]), GPULoadStoreSpec([argument], [1], [0]))
-                    assert [layer[argument].numpy().tobytes() for layer in scene.layers] == expected[chunk]
-            else:
-                on_ended()
-                scene.worker.spare_time.give()
-                time.sleep(argument)  # of what is stored, nothing, a part or all is done in this time
-        scene.worker.wait(set(jobs))
-        on_ended()
-        assert not jobs
-        for chunk, layers in expected.items():
-            assert [scene.host(chunk, 0, layer) for layer in range(3)] == layers
-    finally:
-        scene.close()
+        assert scene.host(2, 0, 0) == scene.layers[0][block].numpy().tobytes()
+    scene.worker.wait({0, 1, 2, 77})
+    assert ended(scene) == [0, 1, 2]
+    assert ended(scene) == []
