@@ -54,7 +54,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingManager,
     OffloadingWorker,
     OffloadKey,
-    OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -70,7 +69,6 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
-from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +94,6 @@ __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
-    "KVConnectorModelRunnerMixin",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
@@ -105,7 +102,6 @@ __all__ = [
     "LookupResult",
     "Medium",
     "OffloadKey",
-    "OffloadPolicy",
     "OffloadPromMetrics",
     "OffloadingConfig",
     "OffloadingConnector",

@@ -329,11 +329,6 @@ class CacheController:
         return not self._requests
 
     @property
-    def has_finished(self) -> bool:
-        """Whether :meth:`take_finished` has something to return."""
-        return bool(self._finished)
-
-    @property
     def has_news(self) -> bool:
         """Whether requests ended, speculations were admitted, or cached paths changed, and it is not reported yet."""
         return bool(self._finished or self.paths.has_news or self.speculations.has_waited)

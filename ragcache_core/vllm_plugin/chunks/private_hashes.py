@@ -4,7 +4,7 @@ vLLM names a block by the hash of all tokens up to it, and takes what a connecto
 from the first block with approximate KV on, a request gets hashes of its own, which no other request can have; later
 blocks chain off them by themselves. Where the first approximate token lies in the prompt's last block, which is not
 full and has no hash yet, there is none to replace: the pool caches no block of the request from that one on, and the
-tiers below store none (``TreeBlockPool.cache_full_blocks``, ``compat_offloading.keep_from_storing``).
+tiers below store none (``TreeBlockPool.cache_full_blocks``, ``offload.compat.keep_from_storing``).
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
-from ragcache_core.vllm_plugin.offload.compat import NOTHING_TO_COPY
 from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
@@ -76,14 +75,6 @@ class DocumentAware:
     @property
     def requires_kv_delivery(self) -> bool:
         return False
-
-    def begin_step(self) -> None:
-        """Take note that the scheduler begins with a step; it calls this before it looks at any request."""
-
-    def use_lull(self) -> None:
-        """Do what no answer waits for: the scheduler calls this while the model computes a step."""
-        assert self._news is not None
-        self._news.prepare()
 
     def on_new_request(self, request: Request) -> None:
         """Read the request's documents."""
@@ -201,7 +192,7 @@ class DocumentConnector(DocumentAware, KVConnectorBase_V1, SupportsHMA):
                 self._begin(context.make_controller())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return NOTHING_TO_COPY
+        return KVConnectorMetadata()
 
     # Worker side: nothing to move
 

@@ -1,4 +1,4 @@
-"""What of a step the server's process should know, put together while the model computes the step."""
+"""What of a step the server's process should know."""
 
 from __future__ import annotations
 
@@ -36,32 +36,16 @@ class StatsReporter:
         self._controller = controller
         self._stats_below = stats_below
         self._num_copies = num_copies
-        self._prepared: RAGCacheStats | None = None
-        self._is_prepared = False
-        """Whether there was a lull since the last :meth:`take`."""
         self._reported_s = 0.0
         self._reported_copies = 0
         self._reported_load = (0, True)
         """The prefills that wait and whether there is room for speculation, as the server's process knows them."""
 
-    def prepare(self) -> None:
-        """Put together what there is to tell by now; :meth:`take` then looks for what came after it only."""
-        self._prepared = _both(self._prepared, self._gather())
-        self._is_prepared = True
-
     def take(self) -> RAGCacheStats | None:
         """Return what there is to tell, each thing once."""
         controller = self._controller
-        prepared, self._prepared = self._prepared, None
-        is_prepared, self._is_prepared = self._is_prepared, False
-        if is_prepared and not (controller.is_idle or controller.has_finished) and self._load() == self._reported_load:
-            return prepared
-        return _both(prepared, self._gather())
-
-    def _gather(self) -> RAGCacheStats | None:
-        controller = self._controller
         now_s = time.monotonic()
-        pending, has_room = load = self._load()
+        pending, has_room = load = controller.num_pending_prefills, controller.has_room()
         is_time = now_s - self._reported_s > _REPORT_EVERY_S
         is_report_due = controller.is_idle or is_time
         if not (is_report_due or controller.has_news or load != self._reported_load):
@@ -85,12 +69,3 @@ class StatsReporter:
             has_room=None if has_room == reported_room else has_room,
         )
         return None if stats.is_empty() else stats
-
-    def _load(self) -> tuple[int, bool]:
-        return self._controller.num_pending_prefills, self._controller.has_room()
-
-
-def _both(first: RAGCacheStats | None, then: RAGCacheStats | None) -> RAGCacheStats | None:
-    if first is None or then is None:
-        return first or then
-    return first.aggregate(then)

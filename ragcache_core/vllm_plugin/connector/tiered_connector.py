@@ -15,22 +15,17 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorRole,
     KVConnectorStats,
     OffloadingConnector,
-    OffloadingConnectorMetadata,
 )
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, DocumentConnector
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.offload.compat import (
-    has_loaded,
     host_policy_of,
     needs_steps,
     newest_copy_below,
-    num_free_chunks,
     num_open_copies,
-    take_late_stores,
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
-from ragcache_core.vllm_plugin.offload.store_planner import StorePlanner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,8 +35,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -74,12 +70,6 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
-        self._storing = StorePlanner(self, self._look_into)
-        self._ended: list[KVConnectorOutput] = []
-        self._had_lull = False
-        limits = vllm_config.scheduler_config
-        self._chunks_of_a_step = limits.max_num_batched_tokens // vllm_config.cache_config.block_size
-        self._chunks_of_a_step += limits.max_num_seqs
         with building(vllm_config, kv_cache_config) as context:
             super().__init__(vllm_config, role, kv_cache_config)
         events = vllm_config.kv_events_config
@@ -90,41 +80,24 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._begin(context.controller)
 
     def shutdown(self) -> None:
-        try:
-            self._take_in_ended()  # for the next start to find it
-        finally:
-            if self._policy is not None and self._policy.journal is not None:
-                self._policy.journal.close()
-            super().shutdown()
+        if self._policy is not None and self._policy.journal is not None:
+            self._policy.journal.close()
+        super().shutdown()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._storing.begin(scheduler_output)
-
-    def begin_step(self) -> None:
-        self._storing.has_lulls = True  # whoever has none calls this
-        if not self._had_lull:  # where two steps are in flight, one that computes nothing has none
-            self._catch_up()
-        self._had_lull = False
-
-    def use_lull(self) -> None:
-        self._had_lull = True
-        self._catch_up()
-        super().use_lull()
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if connector_output.kv_connector_worker_meta is None:
-            return  # no copy has ended: vLLM takes 10 us to see it
-        self._ended.append(connector_output)
-        is_wanted = has_loaded(self, connector_output) or num_free_chunks(self) < self._chunks_of_a_step
-        if is_wanted or not self._had_lull:
-            self._catch_up()  # else the next lull does
+        """Return what workers have to copy, and count what they store."""
+        metadata: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
+        assert self.controller is not None
+        for job in metadata.store_jobs.values():
+            self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
+        return metadata
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
 
     def has_pending_push_work(self) -> bool:
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
-        if self._storing.is_behind or needs_steps(self):
+        if needs_steps(self):
             return True
         newest, now_s = newest_copy_below(self), time.monotonic()
         if newest != self._waits_for:
@@ -132,31 +105,11 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
 
     def reset_cache(self) -> bool | None:
-        self._storing.catch_up()
-        self._storing.clear()
         is_reset: bool | None = super().reset_cache()
         for tier in self.scheduler.manager.secondary_tiers:
             if isinstance(tier, DiskTier):
                 tier.clear()
         return is_reset
-
-    def _catch_up(self) -> None:
-        """Do what was put off: first the step, whose lookups may have found what a store makes give way."""
-        self._storing.catch_up()
-        self._take_in_ended()
-
-    def _look_into(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
-        """Have vLLM's offloading look into a step, and count what it stores."""
-        metadata: OffloadingConnectorMetadata = super().build_connector_meta(output)
-        assert self.controller is not None
-        for job in metadata.store_jobs.values():
-            self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
-        return metadata
-
-    def _take_in_ended(self) -> None:
-        ended, self._ended = self._ended, []
-        for connector_output in ended:
-            super().update_connector_output(connector_output)
 
     @property
     def _block_bytes(self) -> int:
@@ -219,10 +172,3 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def _num_copies(self) -> int:
         return num_open_copies(self)
-
-    # Worker side
-
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, OffloadingConnectorMetadata)
-        take_late_stores(self, kv_connector_metadata)
-        super().handle_preemptions(kv_connector_metadata)

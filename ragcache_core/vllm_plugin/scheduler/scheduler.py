@@ -83,7 +83,6 @@ class _TreeScheduling:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._step_began_s = time.monotonic()
-        self.connector.begin_step()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -101,12 +100,15 @@ class _TreeScheduling:
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Use the lull as well: vLLM asks this when the model has begun to compute a step."""
+        """Answer vLLM, which asks this when the model has begun to compute a step."""
         bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
+        self.on_forward_started()
+        return bitmask
+
+    def on_forward_started(self) -> None:
+        """Do what no answer waits for while the model computes."""
         if self._tree_queue is not None:
             self._tree_queue.place_returned()
-        self.connector.use_lull()
-        return bitmask
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

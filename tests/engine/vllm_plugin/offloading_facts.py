@@ -15,19 +15,13 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
 from vllm.v1.kv_offload.tiering import manager as tiering
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -42,7 +36,6 @@ def facts() -> dict[str, object]:
     """Return names, signatures and a few measured facts."""
     whole_offloading = inspect.getsource(offloading.OffloadingConnectorScheduler)
     whole_tiering = inspect.getsource(compat.TieringOffloadingManager)
-    req_data = inspect.getsource(offloading.yield_req_data)
     host = CPUOffloadingManager(4, "lru")
     return {
         "policy": {
@@ -145,7 +138,6 @@ def facts() -> dict[str, object]:
         "tier_reads": [
             isinstance(inspect.getattr_static(compat.SecondaryTierManager, "block_size_bytes"), property),
             [compat.LookupResult.HIT.name, compat.LookupResult.MISS.name, compat.Medium.STORAGE.name],
-            parameters(compat.TieringOffloadingManager.on_schedule_end),
             DiskTier.cache_hit_source.name,
             "(tier.medium, tier.locality)" in inspect.getsource(tiering),
         ],
@@ -164,10 +156,6 @@ def facts() -> dict[str, object]:
         "cache": [
             sorted({"tensor", "page_size_bytes"} & set(names(CanonicalKVCacheTensor))),
             "tensor_idx" in names(CanonicalKVCacheRef),
-        ],
-        "worker_meta": [
-            "kv_connector_worker_meta" in names(KVConnectorOutput),
-            "completed_jobs" in names(OffloadingWorkerMetadata),
         ],
         "gpu_spec": parameters(compat.GPULoadStoreSpec.__init__),
         "offloading_config": parameters(compat.build_offloading_config),
@@ -193,7 +181,6 @@ def facts() -> dict[str, object]:
                 "on_new_request",
                 "take_events",
                 "has_pending_push_work",
-                "handle_preemptions",
                 "update_connector_output",
                 "shutdown",
             )
@@ -203,19 +190,9 @@ def facts() -> dict[str, object]:
             sets(offloading.OffloadingConnectorScheduler, "manager"),
             names(offloading.TransferJob),
         ],
-        "offloading_progress": {
-            "reads": "scheduler_output.num_scheduled_tokens,\n"
-            in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
-            "shown": {"req_ids", "num_computed_tokens", "new_block_ids"} <= set(names(CachedRequestData)),
+        "offloading_state": {
             "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config", "_jobs"),
-            "news": sorted(set(re.findall(r"self\.(_current_batch_\w+)", whole_offloading))),
-            "step": sorted(set(re.findall(r"scheduler_output\.(\w+)", whole_offloading))),
-            "req_data": sorted(set(re.findall(r"(?:scheduler_output|cached_reqs)\.(\w+)", req_data))),
-            "block_state": "boundary_state_offloads" in names(KVConnectorBlockState),
-            "end": [list(compat.ScheduleEndContext._fields), names(compat.OffloadingConnectorMetadata)],
-            "end_of_manager": sorted(
-                set(re.findall(r"self\.(\w+)", inspect.getsource(compat.TieringOffloadingManager.on_schedule_end)))
-            ),
+            "fence": "self._current_batch_allocated_block_ids: set[int]" in whole_offloading,
             "pending": [
                 sorted(set(re.findall(r"self\.(\w+)", inspect.getsource(pending))))
                 for pending in (
@@ -225,7 +202,6 @@ def facts() -> dict[str, object]:
             ],
             "open_copies": [
                 "self._jobs: dict[int, TransferJobStatus]" in whole_offloading,
-                "is_store" in names(offloading.TransferJobStatus),
                 "self._jobs: dict[JobId, JobMetadata]" in whole_tiering,
                 "transfer_job" in tiering.JobMetadata._fields,
                 "self._req_state: dict[str, RequestState]" in whole_tiering,
@@ -233,52 +209,20 @@ def facts() -> dict[str, object]:
             ],
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
-                "offload_prompt_only" in offloading.SchedulerOffloadConfig.__annotations__,
                 "kv_group_configs" in offloading.SchedulerOffloadConfig.__annotations__,
-                {"group_states", "req"} <= offloading.RequestOffloadState.__annotations__.keys(),
+                "group_states" in offloading.RequestOffloadState.__annotations__,
             ],
             "group": [
-                "next_stored_chunk_idx" in offloading.RequestGroupState.__annotations__,
                 "tokens_per_chunk" in offloading.GroupOffloadConfig.__annotations__,
                 "offload_keys" in offloading.RequestGroupState.__annotations__,
             ],
         },
-        "put_off": [
-            "num_tokens_after_batch = req.num_computed_tokens + num_scheduled_tokens"
-            in inspect.getsource(offloading.OffloadingConnectorScheduler._build_store_jobs),
-            "request.num_computed_tokens += num_scheduled_token"
-            in inspect.getsource(compat.Scheduler._update_after_schedule),
-            sets(
-                offloading.OffloadingConnectorScheduler, "_sliding_window_groups", "_block_id_to_pending_jobs", "config"
-            ),
-            {"req_id", "block_ids", "num_computed_tokens"} <= set(names(NewRequestData)),
-        ],
-        "late_stores": [
-            parameters(OffloadingConnectorWorker.prepare_store_kv),
-            "self._unsubmitted_store_jobs.append" in inspect.getsource(OffloadingConnectorWorker.prepare_store_kv),
-            "self.worker.submit_store" in inspect.getsource(OffloadingConnectorWorker.handle_preemptions),
-            "get_kv_transfer_group().handle_preemptions(" in inspect.getsource(GPUModelRunner.execute_model),
-            sets(compat.OffloadingConnector, "connector_worker"),
-            sets(OffloadingConnectorWorker, "worker"),
-        ],
-        "spare_time": [
-            parameters(compat.platform_worker().execute_model),
-            parameters(compat.platform_worker().sample_tokens),
-            "model_output = self.model_executor.sample_tokens(" in inspect.getsource(EngineCore.step),
-        ],
         "seeded_prefill": [
+            parameters(compat.platform_worker().sample_tokens),
             sets(GPUModelRunner, "input_batch", "discard_request_mask"),
             sets(InputBatch, "generators"),
             "self.discard_request_mask.np[:num_reqs]" in inspect.getsource(GPUModelRunner._bookkeeping_sync),
             "generators=self.generators" in inspect.getsource(InputBatch._make_sampling_metadata),
-        ],
-        "quiet_worker": [
-            parameters(compat.platform_worker().initialize_from_config),
-            parameters(compat.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output),
-            "self.maybe_get_kv_connector_output(" in inspect.getsource(GPUModelRunner.execute_model),
-            "if not kv_output:\n                continue" in inspect.getsource(KVOutputAggregator.aggregate),
-            "if kv_connector_output:" in inspect.getsource(compat.Scheduler.update_from_output),
-            "kv_connector_metadata" in names(SchedulerOutput),
         ],
         "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
         "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],

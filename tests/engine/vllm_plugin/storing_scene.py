@@ -151,10 +151,7 @@ class Steps:
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         meta = output.kv_connector_metadata
-        late_jobs = getattr(meta, "late_jobs", {})  # as if they had come with the step before
-        self._storing.update(dict.fromkeys(late_jobs, self.num - 1 + self.store_steps))
         self._storing.update(dict.fromkeys(meta.store_jobs, self.num + self.store_steps))
-        self._copies.update(late_jobs)
         self._copies.update(meta.store_jobs)
         ended = [job for job in self._storing if job in (meta.jobs_to_flush or ())]
         self._store(ended)

@@ -46,7 +46,7 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, objec
     assert facts["policy_is_complete"] == [[], []], "answer the new hooks in TreeCachePolicy"
     assert facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
     assert facts["host"] == ["_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks"], (
-        "compat_offloading.host_policy_of() and compat_offloading.adopt_chunks() need them"
+        "offload.compat.host_policy_of() and offload.compat.adopt_chunks() need them"
     )
     assert facts["host_store"] == [
         ["self", "keys", "req_context"],
@@ -56,7 +56,7 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, objec
     assert facts["host_view"] == ["self"], "offload/spec.py restores host memory through it"
     assert facts["chunk_status"] == [3, -1], "a new chunk is not ready: adopt_chunks() sets its ref_cnt to 0"
     assert facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (
-        "compat_offloading.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
+        "offload.compat.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
     )
 
 
@@ -94,9 +94,9 @@ def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, object]) -> N
         "shutdown": ["self"],
     }, "follow the change in disk/manager.py: of a hook that has another name it would never hear"
     assert facts["tier_reads"] == [
-        *(True, ["HIT", "MISS", "STORAGE"], ["self", "context"], "DISK", True),
+        *(True, ["HIT", "MISS", "STORAGE"], "DISK", True),
     ], (
-        "DiskTier reads the first and answers with the second; compat_offloading.end_quiet_step() calls the third; "
+        "DiskTier reads the first and answers with the second; "
         "vLLM takes from DiskTier.medium what a hit there counts as, and which requests may look: find its new name"
     )
     assert facts["req_context"] == ["kv_transfer_params", "req_id"], (
@@ -126,7 +126,7 @@ def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, object]) -> Non
     assert facts["cache"] == [["page_size_bytes", "tensor"], True], "and copies rows of them, for each layer's ref"
     assert facts["gpu_spec"] == ["self", "block_ids", "group_sizes", "block_indices"], "see _transfers()"
     assert facts["offloading_config"] == ["vllm_config", "kv_cache_config"], (
-        "offload.why_no_host() asks with it how many blocks a host tier would hold: find the new way"
+        "spec.why_no_host() asks with it how many blocks a host tier would hold: find the new way"
     )
     assert facts["region"] == [
         ["self", "engine_id", "num_chunks", "rank", "kv_bytes_per_chunk", "cpu_page_size"],
@@ -150,80 +150,26 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
         "on_new_request": ["self", "request"],
         "take_events": ["self"],
         "has_pending_push_work": ["self"],
-        "handle_preemptions": ["self", "kv_connector_metadata"],
         "update_connector_output": ["self", "connector_output"],
         "shutdown": ["self"],
     }, "follow the change in RAGCacheConnector: a hook that has another name would be vLLM's own again, unnoticed"
     assert facts["offloading_scheduler"] == [True, ["manager"], ["req_id", "src_spec", "dst_spec"]], (
         "RAGCacheConnector reads scheduler.manager, and counts the bytes of store_jobs"
     )
-    assert facts["offloading_progress"] == {
-        "reads": True,
-        "shown": True,
+    assert facts["offloading_state"] == {
         "states": ["_req_status", "config", "_jobs"],
+        "fence": True,
         "pending": [["_jobs", "manager"], ["_jobs", "_req_state", "secondary_tiers"]],
-        "open_copies": [True] * 6,
-        "limits": [True, True, True, True],
-        "group": [True, True, True],
-        "news": ["_current_batch_allocated_block_ids", "_current_batch_jobs_to_flush", "_current_batch_load_jobs"],
-        "step": [
-            "finished_req_ids",
-            "kv_cache_block_copies",
-            "kv_connector_block_state",
-            "num_scheduled_tokens",
-            "preempted_req_ids",
-            "scheduled_new_reqs",
-        ],
-        "req_data": [
-            "new_block_ids",
-            "req_ids",
-            "resumed_req_ids",
-            "scheduled_cached_reqs",
-            "scheduled_new_reqs",
-        ],
-        "block_state": True,
-        "end": [["new_req_ids", "preempted_req_ids"], ["load_jobs", "store_jobs", "jobs_to_flush"]],
-        "end_of_manager": [
-            "_flush_pending_cascades",
-            "_flush_pending_promotions",
-            "_maybe_process_finished_jobs",
-            "_metrics",
-            "_processed_jobs_this_step",
-            "_req_state",
-            "_tier_parents",
-            "secondary_tiers",
-        ],
+        "open_copies": [True] * 5,
+        "limits": [True, True, True],
+        "group": [True, True],
     }, (
-        "StorePlanner says which requests, and which steps, build_connector_meta need not look into; end_quiet_step() "
-        "holds that where there are no secondary tiers the manager has nothing to do at a step's end; needs_steps() is "
-        "what vLLM has pending, without stores that wait for a tier; has_loaded() and needs_steps() tell loads and "
-        "promotions among open copies by is_store and transfer_job, and what is to cascade by pending_cascade_keys"
+        "needs_steps() is what vLLM has pending, without stores that wait for a tier: it tells promotions among open "
+        "copies by transfer_job, and what is to cascade by pending_cascade_keys; keep_from_storing() limits what a "
+        "request stores, and fence_blocks() has stores out of a step's blocks end before it"
     )
-    assert facts["worker_meta"] == [True, True], (
-        "update_connector_output() and has_loaded() look there for copies that have ended: find it again"
-    )
-    assert facts["quiet_worker"] == [
-        ["self", "kv_cache_config"],
-        ["scheduler_output", "defer_finalize"],
-        True,
-        True,
-        True,
-        True,
-    ], "QuietWorker leaves the connector alone in quiet steps, and workers then report nothing of it"
-    assert facts["put_off"] == [
-        True,
-        True,
-        ["_sliding_window_groups", "_block_id_to_pending_jobs", "config"],
-        True,
-    ], "can_be_put_off() reads these; StorePlanner.catch_up() shows a step whose tokens vLLM counts as computed already"
-    assert facts["late_stores"] == [["self", "metadata"], True, True, True, ["connector_worker"], ["worker"]], (
-        "take_late_stores() puts stores among those that handle_preemptions() begins with in each step"
-    )
-    assert facts["spare_time"] == [["self", "scheduler_output"], ["self", "grammar_output"], True], (
-        "CopyingInSpareTime gives time away when one of them has the answer, and takes it back with the next step"
-    )
-    assert facts["seeded_prefill"] == [["input_batch", "discard_request_mask"], ["generators"], True, True], (
-        "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"
-    )
+    assert facts["seeded_prefill"] == [
+        *(["self", "grammar_output"], ["input_batch", "discard_request_mask"], ["generators"], True, True),
+    ], "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"
     assert facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"

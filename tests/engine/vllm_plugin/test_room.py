@@ -78,39 +78,18 @@ def test_the_collector_does_not_stop_the_scheduler_for_every_hundredth_request()
         gc.set_threshold(*thresholds)
 
 
-def test_what_a_step_has_to_tell_is_put_together_while_the_model_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_has_to_tell_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage()
-    news = stage.scheduler.connector._news
+    connector = stage.scheduler.connector
     told: list[Any] = []
-    gathered: list[bool] = []
-    take, gather = news.take, news._gather
-    monkeypatch.setattr(news, "take", lambda: told.append(take()) or told[-1])
-    monkeypatch.setattr(news, "_gather", lambda: gathered.append(news._is_prepared) or gather())
+    stats = connector.get_kv_connector_stats
+    monkeypatch.setattr(connector, "get_kv_connector_stats", lambda: told.append(stats()) or told[-1])
     request_id = stage.ask("A", num_answers=20)
-    num_late = 0
-    while stage.scheduler.has_unfinished_requests():
-        gathered.clear()
-        stage.finish_all_loading()
-        stage.step()
-        assert gathered[0] is False, "each step has its lull"
-        num_late += len(gathered) - 1
-    assert num_late == 2, "once with the first token, once with the last"
-    requests = [stats.data["requests"] for stats in told if stats is not None and stats.data["requests"]]
-    assert [list(of_step) for of_step in requests] == [[request_id]]
-    paths = [delta for stats in told if stats is not None for delta in stats.data["paths"]]
-    assert paths, "what is cached"
-
-
-def test_where_vllms_own_scheduler_gives_no_lull_everything_is_told_all_the_same() -> None:
-    stage = Stage()
-    stage.scheduler.get_grammar_bitmask = lambda output: None
-    stage.ask("A", num_answers=20)
-    stats = stage.scheduler.connector.get_kv_connector_stats
-    told: list[Any] = []
-    stage.scheduler.connector.get_kv_connector_stats = lambda: told.append(stats()) or told[-1]
     stage.finish_all()
-    assert any(said is not None and said.data["requests"] for said in told)
-    assert any(said is not None and said.data["paths"] for said in told)
+    said = [answer.data for answer in told if answer is not None]
+    assert [list(data["requests"]) for data in said if data["requests"]] == [[request_id]]
+    assert [delta for data in said for delta in data["paths"]], "what is cached"
+    assert len(said) < len(told) / 2, "most steps of an answer have nothing to tell"
 
 
 def test_an_idle_engine_that_steps_for_nothing_but_copies_says_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

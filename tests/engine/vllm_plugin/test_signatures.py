@@ -139,8 +139,9 @@ def test_the_scheduler_is_where_ours_stands(vllm_facts: dict[str, object]) -> No
     )
     assert vllm_facts["scheduler_cls"] == [["self"], True], "--scheduler-cls takes RAGCacheScheduler: find the new door"
     step = ["scheduler.schedule(", ".execute_model(", ".get_grammar_bitmask(", "future.result("]
-    assert vllm_facts["lull"] == [["self", "scheduler_output"], [step, [*step, ".get_grammar_bitmask("]]], (
-        "use_lull() is called there, because the model computes a step then and nobody waits: find the new moment"
+    assert vllm_facts["forward_started"] == [["self", "scheduler_output"], [step, [*step, ".get_grammar_bitmask("]]], (
+        "on_forward_started() is called there, because the model computes a step then and no answer waits: "
+        "find the new moment"
     )
     assert vllm_facts["scheduler_stats"], "our figures leave with get_kv_connector_stats(): find the new way out"
 

@@ -183,7 +183,7 @@ def facts() -> dict[str, object]:
             parameters(SchedulerConfig.get_scheduler_cls),
             {"scheduler_cls", "async_scheduling"} <= set(names(SchedulerConfig)),
         ],
-        "lull": [
+        "forward_started": [
             parameters(compat.Scheduler.get_grammar_bitmask),
             [
                 re.findall(r"scheduler\.schedule\(|\.execute_model\(|\.get_grammar_bitmask\(|future\.result\(", source)
