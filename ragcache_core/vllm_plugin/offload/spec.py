@@ -115,8 +115,11 @@ class RAGCacheSpec(TieringOffloadingSpec):
         return super().get_manager()
 
     def _restore_host(self, manager: TieringOffloadingManager, policy: TreeCachePolicy) -> None:
-        """Take up what an engine that was killed left in host memory, and keep book for the next one."""
-        if not is_lasting(self._engine_id):
+        """Take up what an engine that was killed left in host memory, and keep book for the next one.
+
+        Not with a disk tier, which has it all.
+        """
+        if not is_lasting(self._engine_id) or manager.secondary_tiers:
             return
         assert self.controller is not None
         view = manager.primary_tier.get_kv_memoryview()

@@ -101,6 +101,9 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
 
             stream = engine.astream("Document: Zorval", **LONG)
             core = engine_core(engine)
+            document = "Document: " + "Zorval was a company founded by Anna. " * 20
+            stored = (await engine.agenerate(document, max_tokens=5)).text
+            await asyncio.sleep(0.5)  # it is noted a little later
             await suspend_after_the_first_token(core, stream)  # the next request cannot have its own
             waiting = asyncio.create_task(engine.agenerate("Document: Zorval", max_tokens=5))
             ahead = engine.speculate(lambda: engine.generate("Document: Tenrik", max_tokens=5))
@@ -113,6 +116,9 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
             assert (await waiting).text == expected
             assert (await joined).text == (await engine.agenerate("Document: Tenrik", max_tokens=5)).text
             assert ahead.is_failed
+            again = await engine.agenerate(document, max_tokens=5)
+            assert again.text == stored
+            assert (again.stats.num_host_tokens or 0) > 0, "without a disk, host memory outlives the engine"
             assert (await engine.astats()).num_restarts == 1
             assert (engine.api_key, engine.base_url) == (key, url)
             assert engine.pid != session

@@ -45,15 +45,25 @@ ANSWER = 5
 
 @contextmanager
 def host_scheduler(
-    num_blocks: int, host_bytes: str, tells_events: bool = False, is_async: bool = False
+    num_blocks: int,
+    host_bytes: str,
+    tells_events: bool = False,
+    is_async: bool = False,
+    *,
+    engine_id: str | None = None,
+    **tiers: Any,
 ) -> Iterator[Any]:
-    """Yield our scheduler over GPU and host memory, with nobody to run its steps."""
+    """Yield our scheduler over GPU and host memory, with nobody to run its steps.
+
+    One with an ``engine_id`` leaves its host memory behind, as an engine that is killed; ``tiers`` are further fields
+    of a ``CacheConfig``.
+    """
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     page = spec.page_size_bytes
     tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
-    engine_id = new_engine_id(os.getpid())
-    prepare_regions(engine_id)
+    own_id = engine_id or new_engine_id(os.getpid())
+    prepare_regions(own_id)
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     config = VllmConfig(
         model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
@@ -63,7 +73,7 @@ def host_scheduler(
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
         ),
         kv_transfer_config=KVTransferConfig(
-            **arguments._transfer_config(Tiers(host_bytes=host_bytes).resolved(), engine_id, None, ())
+            **arguments._transfer_config(Tiers(host_bytes=host_bytes, **tiers).resolved(), own_id, None, ())
         ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
     )
@@ -83,7 +93,8 @@ def host_scheduler(
         yield scheduler
         scheduler.shutdown()
     finally:
-        remove_regions(engine_id)
+        if engine_id is None:
+            remove_regions(own_id)
 
 
 def request(name: str, tokens: list[int], num_answers: int, *, params: dict[str, Any] | None = None) -> Request:

@@ -339,19 +339,17 @@ def test_after_a_kill_the_next_requests_are_served_from_what_survived(tiers: Eng
     for mark in marks:
         answers.ask(mark)
     time.sleep(1.0)  # writes behind are written
-    num_from_disk = num_from_host = num_cached = num_prompt = 0
+    num_from_disk = num_cached = num_prompt = 0
     kill_the_core(tiers)
     again = Answers(tiers)
     again.texts = answers.texts
     for mark in marks:
         stats = again.ask(mark)
         num_from_disk += stats.num_disk_tokens or 0
-        num_from_host += stats.num_host_tokens or 0
         num_cached += stats.num_cached_tokens
         num_prompt += stats.num_prompt_tokens
     assert tiers.stats().num_restarts == 1
     assert num_from_disk > 0
-    assert num_from_host > 0, "host memory outlives the engine"
     assert num_cached >= 0.9 * num_prompt
     report = tiers.stats()
     assert (report.num_corrupt_chunks, report.num_lost_chunks) == (0, 0)
