@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ragcache_core.errors import ConfigError
 
@@ -12,31 +11,13 @@ from ragcache_core.errors import ConfigError
 def gap_cut(descending: Sequence[float]) -> int:
     """Return how many of the scores stand above the widest gap between neighbours; all of them where none is wider.
 
-    Stands in for Algorithm 1's line 8, see ``entropy_cut``.
+    Algorithm 1's lines 5 to 8 take the gap that adds most to the entropy of all gaps, with indices that leave the
+    first one out. But ``-p log p`` is highest at ``p = 1/e``, not at 1: a gap that makes up 90 % of the spread adds
+    less than one that makes up 10 %, so the clearest separations would be cut in the wrong place.
     """
     gaps = [above - below for above, below in itertools.pairwise(descending)]
-    return _above(gaps, len(descending))
-
-
-def entropy_cut(descending: Sequence[float]) -> int:
-    """Return how many of the scores stand above the gap that adds most to the entropy of all gaps (lines 5 to 8).
-
-    Two remarks on the paper's lines. Their indices leave the first gap out and take one chunk too few; here every gap
-    is a candidate, and what stands above it is taken. And ``-p log p`` is highest at ``p = 1/e``, not at 1: a gap that
-    makes up 90 % of the spread adds less than one that makes up 10 %, so the clearest separations are cut in the wrong
-    place. That is why ``gap_cut`` is what ``FocusedChunks`` uses unless told otherwise.
-    """
-    gaps = [above - below for above, below in itertools.pairwise(descending)]
-    total = math.fsum(gaps)
-    shares = [gap / total if total > 0.0 else 0.0 for gap in gaps]
-    if len(gaps) == 1:
-        return _above(gaps, len(descending))
-    return _above([-share * math.log(share) if share > 0.0 else 0.0 for share in shares], len(descending))
-
-
-def _above(weights: Sequence[float], num_chunks: int) -> int:
-    highest = max(weights, default=0.0)
-    return weights.index(highest) + 1 if highest > 0.0 else num_chunks
+    widest = max(gaps, default=0.0)
+    return gaps.index(widest) + 1 if widest > 0.0 else len(descending)
 
 
 class FocusedChunks:
@@ -50,12 +31,11 @@ class FocusedChunks:
         ConfigError: ``window`` is below 1.
     """
 
-    def __init__(self, num_chunks: int, *, window: int = 3, cut: Callable[[Sequence[float]], int] = gap_cut) -> None:
+    def __init__(self, num_chunks: int, *, window: int = 3) -> None:
         if window < 1:
             raise ConfigError(f"window is {window!r}; it must be 1 or more layers")
         self._cumulated = [0.0] * num_chunks
         self._window = window
-        self._cut = cut
         self._candidates: frozenset[int] | None = None
         self._num_equal = 0
         self._num_layers = 0
@@ -91,7 +71,7 @@ class FocusedChunks:
         self._num_layers += 1
         self._cumulated = [sum_ + mass for sum_, mass in zip(self._cumulated, attention, strict=True)]
         ranked = sorted(range(len(self._cumulated)), key=self._cumulated.__getitem__, reverse=True)
-        high = frozenset(ranked[: self._cut([self._cumulated[number] for number in ranked])])
+        high = frozenset(ranked[: gap_cut([self._cumulated[number] for number in ranked])])
         self._num_equal = self._num_equal + 1 if high == self._candidates else 1
         self._candidates = high
         self._is_settled = self._num_equal >= self._window

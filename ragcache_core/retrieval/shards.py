@@ -276,17 +276,6 @@ class ShardedStore:
                 raise UnknownDocumentError(f"document {doc_id!r} is in no shard: check ids() for what is")
         return [found[doc_id] for doc_id in wanted]
 
-    def shard_of(self, doc_id: DocId) -> DocumentStore:
-        """Return the store that holds a document, the first if several do.
-
-        Raises:
-            UnknownDocumentError: it is in no shard.
-        """
-        for store in self._stores:
-            if doc_id in store:
-                return store
-        raise UnknownDocumentError(f"document {doc_id!r} is in no shard: check ids() for what is")
-
     def ids(self) -> list[DocId]:
         """Return the ids of all documents, shard by shard."""
         return list(dict.fromkeys(doc_id for store in self._stores for doc_id in store.ids()))

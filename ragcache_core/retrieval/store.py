@@ -293,11 +293,6 @@ class DocumentStore(StoreReader):
             self._snapshot = load_snapshot(self._folder, lambda found: match_embedder(self._folder, found, embedder))
         return self._snapshot
 
-    @property
-    def is_read_only(self) -> bool:
-        """Whether it was opened to search only."""
-        return self._writer is None
-
 
 def _warn_of_wordless(folder: Path, snapshot: Snapshot) -> None:
     if snapshot.manifest.options.word_weight is None and isinstance(snapshot.embedder, TfidfSvdEmbedder):

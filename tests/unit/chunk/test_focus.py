@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.chunk import FocusedChunks
-from ragcache_core.chunk.focus import entropy_cut, gap_cut
+from ragcache_core.chunk.focus import gap_cut
 from ragcache_core.errors import ConfigError
 
-CUTS = (gap_cut, entropy_cut)
 MASSES = st.integers(0, 8)  # whole numbers add up to the same in any order
 LAYERS = st.integers(1, 6).flatmap(
     lambda chunks: st.lists(st.lists(MASSES, min_size=chunks, max_size=chunks), min_size=1, max_size=8)
 )
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @given(layers=LAYERS, window=st.integers(1, 4))
-def test_the_set_is_settled_once_it_stood_for_a_window_of_layers(cut, layers: list[list[int]], window: int) -> None:
+def test_the_set_is_settled_once_it_stood_for_a_window_of_layers(layers: list[list[int]], window: int) -> None:
     num_chunks = len(layers[0])
-    detector = FocusedChunks(num_chunks, window=window, cut=cut)
+    detector = FocusedChunks(num_chunks, window=window)
     sets: list[frozenset[int]] = []
     for number, layer in enumerate(layers, start=1):
         cumulated = [sum(masses) for masses in zip(*layers[:number], strict=True)]
         ranked = sorted(range(num_chunks), key=lambda chunk: -cumulated[chunk])
-        sets.append(frozenset(ranked[: cut([cumulated[chunk] for chunk in ranked])]))
+        sets.append(frozenset(ranked[: gap_cut([cumulated[chunk] for chunk in ranked])]))
         focused = detector.observe(layer)
         if number >= window and len({*sets[-window:]}) == 1:
             assert detector.is_settled
@@ -42,10 +39,9 @@ def test_the_set_is_settled_once_it_stood_for_a_window_of_layers(cut, layers: li
         assert focused == frozenset(range(num_chunks))
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @given(scores=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=8))
-def test_a_cut_leaves_at_least_one_chunk(cut, scores: list[float]) -> None:
-    assert 1 <= cut(sorted(scores, reverse=True)) <= len(scores)
+def test_a_cut_leaves_at_least_one_chunk(scores: list[float]) -> None:
+    assert 1 <= gap_cut(sorted(scores, reverse=True)) <= len(scores)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=2, max_size=8, unique=True))
@@ -56,30 +52,18 @@ def test_the_gap_is_the_widest(scores: list[int]) -> None:
     assert scores[cut - 1] - scores[cut] == widest
 
 
-@given(st.lists(st.integers(0, 1000), min_size=3, max_size=8, unique=True))
-def test_the_entropy_grows_most_at_its_cut(scores: list[int]) -> None:
-    scores = sorted(scores, reverse=True)
-    shares = [(above - below) / (scores[0] - scores[-1]) for above, below in itertools.pairwise(scores)]
-    entropy = [-math.fsum(p * math.log(p) for p in shares[:count]) for count in range(len(shares) + 1)]
-    growth = [after - before for before, after in itertools.pairwise(entropy)]
-    assert growth[entropy_cut(scores) - 1] == pytest.approx(max(growth))
+def test_chunks_that_are_looked_at_alike_are_all_focused() -> None:
+    assert gap_cut([2.0, 2.0, 2.0]) == 3
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_chunks_that_are_looked_at_alike_are_all_focused(cut) -> None:
-    assert cut([2.0, 2.0, 2.0]) == 3
+def test_of_two_chunks_the_higher_is_focused() -> None:
+    assert gap_cut([3.0, 1.0]) == 1
+    assert gap_cut([3.0]) == 1
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_of_two_chunks_the_higher_is_focused(cut) -> None:
-    assert cut([3.0, 1.0]) == 1
-    assert cut([3.0]) == 1
-
-
-def test_a_clear_separation_is_found_by_the_gap_and_missed_by_the_entropy() -> None:
+def test_a_clear_separation_is_found() -> None:
     clear = [10.0, 9.0, 0.5, 0.4]  # two chunks are far above the others
     assert gap_cut(clear) == 2
-    assert entropy_cut(clear) == 1
 
 
 def test_the_sums_over_layers_decide_and_not_the_last_layer() -> None:

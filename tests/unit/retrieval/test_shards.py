@@ -293,19 +293,17 @@ def test_a_document_that_comes_to_a_second_shard_later_is_found_once_where_it_is
 # What it holds
 
 
-def test_it_holds_what_its_shards_hold_and_says_which(build: Build) -> None:
+def test_it_holds_what_its_shards_hold(build: Build) -> None:
     a, b = build(make_documents(5), embedder=Letters()), build(make_documents(5, 5), embedder=Letters())
     shards = ShardedStore([a, b])
     assert len(shards) == 10
     assert shards.ids() == [*a.ids(), *b.ids()]
     assert shards.get(["doc-7", "doc-1", "doc-7"]) == [*b.get("doc-7"), *a.get("doc-1"), *b.get("doc-7")]
-    assert shards.shard_of("doc-7") is b
     assert "doc-7" in shards
     assert "doc-70" not in shards
     assert (shards.metric, shards.dimension, shards.embedder.name) == ("l2", 26, "letters")
-    for lookup in (shards.get, shards.shard_of):
-        with pytest.raises(errors.UnknownDocumentError, match="'doc-70' is in no shard"):
-            lookup("doc-70")
+    with pytest.raises(errors.UnknownDocumentError, match="'doc-70' is in no shard"):
+        shards.get("doc-70")
     b.add(make_documents(1, 10))  # an owner may go on
     assert shards.search("Person10", 11).is_final
 
