@@ -68,7 +68,6 @@ class DocumentCache(SimulatedCache):
         self._belady = belady if options.policy == BELADY else None
         self._tree = KnowledgeTree(
             _make_policy(options.policy, cost, self._belady),
-            num_root_tokens=options.system_tokens,
             ghost_size=options.ghost_size,
             keeps_frequency=options.keeps_frequency,
             shadow_tokens=options.host_tokens or options.gpu_tokens,  # as the engine has it

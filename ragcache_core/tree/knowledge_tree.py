@@ -16,11 +16,10 @@ from ragcache_core.types import Tier
 class KnowledgeTree(TieredTree):
     """A prefix tree over the documents of prompts, shared by all tiers.
 
-    The root is what every request shares: the static prefix, of ``num_root_tokens`` tokens, or nothing where several
-    applications with prefixes of their own share an engine; those are then nodes like documents. A path from the root
-    is an order of documents, because the KV of a document depends on what stands before it. Each tier holds some units
-    of some nodes; it gives up the last unit of its lowest-ranked leaf first, so that what is left is always a usable
-    prefix.
+    The root is what every request shares: nothing where several applications with prefixes of their own share an
+    engine; those are then nodes like documents. A path from the root is an order of documents, because the KV of a
+    document depends on what stands before it. Each tier holds some units of some nodes; it gives up the last unit of
+    its lowest-ranked leaf first, so that what is left is always a usable prefix.
 
     Nothing here reads a clock, a file or a socket, or knows what a unit is: the engine and the simulator run the same
     object. Not thread-safe.
@@ -30,7 +29,6 @@ class KnowledgeTree(TieredTree):
 
     Args:
         policy: ranks the nodes.
-        num_root_tokens: size of the root.
         ghost_size: how many evicted documents keep their numbers in the tree, and their places in shadows.
         keeps_frequency: whether a document's numbers survive its eviction ("ghost" counts). Without, they start anew
             when it has left the last tier (RAGCache's text leaves it open).
@@ -42,7 +40,6 @@ class KnowledgeTree(TieredTree):
         self,
         policy: ReplacementPolicy,
         *,
-        num_root_tokens: int = 0,
         ghost_size: int = 100_000,
         keeps_frequency: bool = True,
         shadow_tokens: int = 0,
@@ -56,7 +53,7 @@ class KnowledgeTree(TieredTree):
         self._keeps_frequency = keeps_frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._retained: dict[Hashable, int] = {}
-        super().__init__(policy, num_root_tokens, moves_down=moves_down)
+        super().__init__(policy, moves_down=moves_down)
 
     # Asking: changes nothing
 

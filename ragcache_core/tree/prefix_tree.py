@@ -17,12 +17,12 @@ class PrefixTree:
     What else is known of a node belongs to the subclass, which is told when one is made, cut or forgotten.
     """
 
-    def __init__(self, num_root_tokens: int = 0) -> None:
+    def __init__(self) -> None:
         self._nodes: list[TreeNode | None] = []
         self._free_ids: list[int] = []
         self._locations: dict[Hashable, Location] = {}
         self._sequence = 0
-        self.root = self._new_node(None, [], num_root_tokens, None)
+        self.root = self._new_node(None, [], 0, None)
 
     def __len__(self) -> int:
         """Return the number of nodes below the root, resident or not."""

@@ -29,7 +29,7 @@ class TieredTree(PrefixTree):
         changes: is told of every node that changes, if somebody wants to know.
     """
 
-    def __init__(self, policy: ReplacementPolicy, num_root_tokens: int, *, moves_down: bool = False) -> None:
+    def __init__(self, policy: ReplacementPolicy, *, moves_down: bool = False) -> None:
         self.policy = policy
         self._looks_below = policy.copy_discount != 0.0
         self.num_requests = 0
@@ -44,7 +44,7 @@ class TieredTree(PrefixTree):
         """Each tier with those above it."""
         self._may_free = {state: (state,) for state in self.tiers} if moves_down else self._up_from
         """Where a change may make a node evictable: there, and in the tiers on whose copies its units stand."""
-        super().__init__(num_root_tokens)
+        super().__init__()
 
     def resident_mask(self, node: TreeNode, tier: Tier) -> int:
         """Return which units of ``node`` lie in ``tier``, one bit each."""

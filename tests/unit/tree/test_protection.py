@@ -144,7 +144,7 @@ def test_a_protected_node_stays_in_the_tree_until_it_is_unprotected() -> None:
 
 @pytest.mark.parametrize("num_evicted", range(4))
 def test_leading_tokens_are_counted_up_to_the_first_gap_in_all_tiers(num_evicted: int) -> None:
-    tree = KnowledgeTree(LRUPolicy(), num_root_tokens=5)
+    tree = KnowledgeTree(LRUPolicy())
     first, second = cache(tree, document("A"), document("B", "A"))
     tree.evict_up_to(Tier.GPU, num_evicted)
     assert tree.num_leading_tokens(second) == (4 - num_evicted) * BLOCK
