@@ -20,15 +20,14 @@ def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
 def regrow(
     tree: KnowledgeTree, entries: Iterable[ChunkEntry], tier: Tier, tokens_per_block: int
 ) -> tuple[list[bytes], list[bytes]]:
-    """Put stored blocks back into the tree, parents first; return those that stand there, and those that cannot.
+    """Put stored blocks back into a tree without any, parents first; return those that stand there, and the others.
 
-    A block whose prefix is gone is of no use to anybody, nor is one whose prefix is in slower tiers alone: a read
-    that fails there would take the prefix from under it.
+    A block whose prefix is gone is of no use to anybody.
     """
-    found: list[bytes] = []
+    found: dict[bytes, None] = {}
     orphans: list[bytes] = []
     for entry in entries:
-        if entry.parent is not None and not _is_within(tree, entry.parent, tier):
+        if entry.parent is not None and entry.parent not in found:
             orphans.append(entry.key)
             continue
         node = tree.attach(entry.parent, entry.key, tokens_per_block, entry.doc_id)
@@ -38,13 +37,5 @@ def regrow(
             continue
         tree.add(location.node, 1 << location.unit, tier)
         tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
-        found.append(entry.key)
-    return found, orphans
-
-
-def _is_within(tree: KnowledgeTree, key: bytes, tier: Tier) -> bool:
-    location = tree.locate(key)
-    if location is None:
-        return False
-    bit = 1 << location.unit
-    return any(tree.resident_mask(location.node, faster) & bit for faster in Tier if faster <= tier)
+        found[entry.key] = None
+    return list(found), orphans

@@ -184,15 +184,3 @@ def test_blocks_without_their_prefix_are_orphans_and_so_is_what_follows_them() -
     ]
     assert regrow(it.tree, entries, Tier.HOST, it.tokens_per_block) == ([b"1"], [b"2", b"3", b"4"])
     check_invariants(it.tree)
-
-
-def test_a_block_in_host_memory_whose_prefix_is_on_disk_alone_is_an_orphan_the_other_way_round_it_is_not() -> None:
-    it = controller()
-    first = ChunkEntry(b"1", None, "a", 0, 1.0, 0.1)
-    second = ChunkEntry(b"2", b"1", "a", 1, 1.0, 0.1)
-    third = ChunkEntry(b"3", b"2", "a", 2, 1.0, 0.1)
-    assert regrow(it.tree, [first, second], Tier.DISK, it.tokens_per_block) == ([b"1", b"2"], [])
-    assert regrow(it.tree, [first, third], Tier.HOST, it.tokens_per_block) == ([b"1"], [b"3"])
-    check_invariants(it.tree)
-    assert regrow(it.tree, [third], Tier.DISK, it.tokens_per_block) == ([b"3"], [])
-    check_invariants(it.tree)
