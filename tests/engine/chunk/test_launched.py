@@ -1,41 +1,56 @@
-"""Chunk reuse through the door: an engine that was launched with it, and what it tells of its requests."""
+"""Chunk reuse through the door: an engine that was launched with it, what it tells of its requests, and what an engine
+after it finds on disk, which never trusts what was damaged. The last test ends the engine of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
 from ragcache_core.client import Engine
 from ragcache_core.config import ChunkReuse
-from ragcache_core.errors import EngineStartError
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.support.waiting import until
 
 _LAYOUT = PromptLayout()
 _WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
-_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdef"}
+_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefpqrs"}
 _QUESTION = "Who founded Zorval?"
 _THIRD: dict[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}
+_NOTHING: dict[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
 _ALL: dict[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 1.0}
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    directory = tmp_path_factory.mktemp("kv")
+@contextmanager
+def _launch(directory: Path) -> Iterator[Engine]:
     cache = CacheConfig(
         kv_cache_bytes="24MiB",
         block_size=32,
         host_bytes="32MiB",
         disk_bytes="64MiB",
         directory=directory,
-        chunk_reuse=ChunkReuse(is_default=False),
+        chunk_reuse=ChunkReuse(share=1.0, is_default=False),
     )
     settings = {**ENGINE_ARGS, "cache": cache}
-    with Engine.launch(str(DEMO_MODEL), log_path=directory / "server.log", **settings) as running:
+    with Engine.launch(str(DEMO_MODEL), log_path=directory.with_suffix(".log"), **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chunks") / "kv"
+
+
+@pytest.fixture(scope="module")
+def launched(directory: Path) -> Iterator[Engine]:
+    with _launch(directory) as running:
         yield running
 
 
@@ -60,10 +75,8 @@ def test_documents_are_reused_behind_others_and_the_request_says_so(launched: En
     assert stats.num_computed_tokens + stats.num_cached_tokens == stats.num_prompt_tokens
 
 
-def test_answers_without_it_are_those_of_an_engine_that_has_it_not(launched: Engine) -> None:
-    settings = {**ENGINE_ARGS, "cache": None}
-    with Engine.launch(str(DEMO_MODEL), **settings) as plain:
-        expected = {names: _ask(plain, names)[0] for names in ("abc", "dcba", "fade", "bead")}
+def test_answers_without_it_are_those_of_an_engine_that_has_it_not(launched: Engine, engine: Engine) -> None:
+    expected = {names: _ask(engine, names)[0] for names in ("abc", "dcba", "fade", "bead")}
     for names in ("fade", "bead", "dcba"):
         _ask(launched, names, _THIRD)
     for names, text in expected.items():
@@ -92,8 +105,48 @@ def test_a_request_for_a_quality_that_nobody_measured_is_answered_exactly_and_co
     assert after.num_refused_requests == before.num_refused_requests + 1
 
 
-def test_an_engine_that_cannot_do_it_is_refused_at_the_start(tmp_path: Path) -> None:
-    cache = CacheConfig(kv_cache_bytes="24MiB", block_size=32, host_bytes="32MiB", chunk_reuse=ChunkReuse())
-    settings = {**ENGINE_ARGS, "cache": cache, "enable_prefix_caching": False}
-    with pytest.raises(EngineStartError, match="prefix caching switched off"):
-        Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "server.log", **settings)
+def _chunks(engine: Engine) -> Any:
+    return engine.stats().chunks
+
+
+def _has_kept(engine: Engine, num_captured: int) -> bool:
+    """Return whether so many chunks are soon in memory, and all that are there on disk too."""
+
+    def has() -> bool:
+        chunks = _chunks(engine)
+        return chunks.num_captured_chunks >= num_captured and chunks.used_disk_tokens == chunks.used_tokens > 0
+
+    return until(has, timeout_s=20)
+
+
+def test_chunks_outlive_the_engine_and_damaged_ones_are_computed_exactly(
+    launched: Engine, engine: Engine, directory: Path
+) -> None:
+    num_before = _chunks(launched).num_captured_chunks
+    _ask(launched, "pq", _NOTHING)
+    assert _has_kept(launched, num_before + 2)
+    (data,) = (p for p in directory.glob("**/chunks.data") if '"chunks"' in (p.parent / "identity.json").read_text())
+    written = np.fromfile(data, np.uint8) != 0
+    _ask(launched, "rs", _NOTHING)
+    assert _has_kept(launched, num_before + 4)
+    by_memory, stats = _ask(launched, "sr", _NOTHING)
+    assert stats.chunk_reuse is not None
+    launched.close()
+    content = np.fromfile(data, np.uint8)
+    content[: len(written)] ^= written  # all that was there before the last two
+    content.tofile(data)
+
+    with _launch(directory) as second:
+        text, stats = _ask(second, "sr", _NOTHING)
+        assert stats.chunk_reuse is not None
+        assert stats.chunk_reuse.num_chunks == 2
+        assert text == by_memory, "what comes from disk is what was in memory"
+        metrics = httpx.get(f"{second.base_url.removesuffix('/v1')}/metrics").text
+        assert "ragcache_chunk_reused_total{" in metrics
+        assert until(lambda: _chunks(second).num_reused_chunks == 2, timeout_s=20)
+
+        text, stats = _ask(second, "qp", _NOTHING)
+        assert stats.chunk_reuse is None
+        assert text == _ask(engine, "qp")[0] == _ask(second, "qp", False)[0]
+        assert until(lambda: _chunks(second).num_lost_chunks == 2, timeout_s=20)
+        assert _ask(second, "pq", _NOTHING)[1].chunk_reuse is not None, "they were captured anew"

@@ -9,6 +9,8 @@ import pytest
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.chunks.build import check_engine
+from ragcache_core.vllm_plugin.chunks.connector import ChunkDocumentConnector, ChunkRAGCacheConnector
+from ragcache_core.vllm_plugin.compat import KVConnectorRole
 from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
 
 _ONE_GROUP = SimpleNamespace(kv_cache_groups=[object()])
@@ -61,3 +63,13 @@ def test_another_engine_is_refused_with_what_stands_against_it(changes: dict[str
 def test_a_model_of_several_groups_of_caches_is_refused() -> None:
     with pytest.raises(ConfigError, match="several groups of KV caches"):
         check_engine(_config(), SimpleNamespace(kv_cache_groups=[object(), object()]))
+
+
+@pytest.mark.parametrize("connector", [ChunkDocumentConnector, ChunkRAGCacheConnector])
+def test_a_connector_is_not_built_for_an_engine_that_is_refused(connector: Any) -> None:
+    config = _config(enable_prefix_caching=False)
+    extra = {"ragcache": {"chunk_reuse": {"host_bytes": 1 << 20, "is_default": False}}}
+    config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match="prefix caching switched off"):
+            connector(config, role, _ONE_GROUP)

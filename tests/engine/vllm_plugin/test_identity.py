@@ -14,7 +14,7 @@ import torch
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.identity import kv_identity
+from ragcache_core.vllm_plugin.identity import chunk_identity, kv_identity
 
 
 class Engine:
@@ -26,7 +26,9 @@ class Engine:
             path.write_bytes(Random(i).randbytes(3 << 20))
         self.hf_config = {"hidden_size": 64, "rope_scaling": None}
         self.vllm: Any = SimpleNamespace(
-            cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", kv_cache_dtype_skip_layers=[]),
+            cache_config=SimpleNamespace(
+                prefix_caching_hash_algo="sha256", kv_cache_dtype_skip_layers=[], cache_dtype="auto", block_size=32
+            ),
             model_config=SimpleNamespace(
                 model=str(folder),
                 revision=None,
@@ -42,7 +44,9 @@ class Engine:
                 seed=0,
             ),
             load_config=SimpleNamespace(load_format="auto", download_dir=None, model_loader_extra_config={}),
-            parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
+            parallel_config=SimpleNamespace(
+                cp_kv_cache_interleave_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, rank=0
+            ),
             attention_config=SimpleNamespace(backend=None),
             speculative_config=None,
         )
@@ -119,6 +123,24 @@ def test_whatever_changes_the_bytes_changes_the_identity(tmp_path: Path, what: s
     assert engine.identity() == before
     CHANGES[what](engine)
     assert engine.identity() != before
+
+
+CHANGES_OF_CHUNKS: dict[str, tuple[str, object]] = {
+    "dtype": ("vllm.model_config.dtype", "bfloat16"),
+    "KV dtype": ("vllm.cache_config.cache_dtype", "fp8"),
+    "block size": ("vllm.cache_config.block_size", 64),
+    "tensor parallel": ("vllm.parallel_config.tensor_parallel_size", 2),
+    "another worker": ("vllm.parallel_config.rank", 1),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES_OF_CHUNKS)
+def test_whatever_changes_the_bytes_of_a_chunk_changes_its_identity(tmp_path: Path, what: str) -> None:
+    engine = Engine(tmp_path)
+    before = chunk_identity(engine.vllm)
+    assert chunk_identity(engine.vllm) == before
+    engine.set(*CHANGES_OF_CHUNKS[what])
+    assert chunk_identity(engine.vllm) != before
 
 
 def test_a_draft_is_known_by_its_method_and_weights(tmp_path: Path) -> None:
