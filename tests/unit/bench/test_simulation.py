@@ -68,9 +68,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return data
 
 
-def test_every_goal_is_measured(report: dict[str, object]) -> None:
+def test_every_goal_is_measured_and_a_figure_is_what_the_runs_came_to(report: dict[str, Any]) -> None:
     assert report["goals_not_measured"] == []
-    assert all(isinstance(report[key], float) and report[key] > 0 for key in GOALS)
+    assert set(report) >= set(GOALS)
+    for name, key, ours, other in (
+        ("ttft_ratio", "mean_ttft_s", "order kept", "algorithm 1"),
+        ("hit_of_bound", "token_hit_rate", "order kept", "bound"),
+    ):
+        for workload_name in ("mmlu", "nq"):
+            for gib in (8, 32, 128):
+                of = report["parts"][workload_name]["details"][f"{workload_name}, {gib} GiB"]
+                pairs = [a / b for a, b in zip(of[ours][key], of[other][key], strict=True)]
+                told = report[f"{workload_name}_{name}_{gib}"]
+                assert told == pytest.approx(sum(pairs) / len(pairs), rel=1e-3)
 
 
 def test_the_bound_is_one_and_systems_have_a_number_for_each_seed(report: dict[str, object]) -> None:

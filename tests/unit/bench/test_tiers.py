@@ -112,8 +112,13 @@ def test_the_cheap_parts_write_every_figure_that_has_a_goal(tmp_path: Path) -> N
     output = run(path, *CHEAP[2:])
     report = json.loads(path.read_text())
     assert set(report["parts"]) == set(CHEAP)
-    with_goals = [key for key in GOALS if not key.startswith(("exact", "cached", "idle", "swap"))]
-    assert all(report[key] >= 0 for key in with_goals)
+    needs_engine = {key for key in GOALS if key.startswith(("exact", "cached", "idle", "swap"))}
+    assert set(report["goals_not_measured"]) == needs_engine
+    assert report["killpoints"] == 5
     assert report["killpoint_lost"] == report["killpoint_wrong"] == 0
+    assert GOALS["bytes_per_node"].is_met(report["bytes_per_node"])
+    timed = [f for part in report["parts"].values() for f in part["figures"] if f["p99_ms"] is not None]
+    assert {"decision_p99_ms_1k", "decision_p99_ms_100k"} <= {figure["key"] for figure in timed}
+    assert all(0 < figure["p50_ms"] < figure["p99_ms"] for figure in timed)
     assert report["parts"]["policies"]["details"]["recommended"] in output
     assert all(part["quick"] and part["warm_up"] for part in report["parts"].values())
