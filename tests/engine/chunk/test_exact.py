@@ -19,7 +19,6 @@ _MODES = {
     "float32": ["float32"],
     "bfloat16": ["bfloat16"],
     "float32, compiled": ["float32", "compiled"],
-    "float32, in a process of its own": ["float32", "process"],
     "float32, over host memory": ["float32", "tiers"],
     "float32, as scattered rows": ["float32", "scattered"],
     "bfloat16, compiled, in a process of its own": ["bfloat16", "compiled", "process"],
@@ -70,8 +69,9 @@ def test_computing_everything_equals_a_prefill(facts: tuple[str, dict[str, Any]]
 
 def test_computing_everything_in_slices_equals_a_prefill(facts: tuple[str, dict[str, Any]]) -> None:
     mode, found = facts
+    assert all((name in found) is ("process" not in mode) for name in _SLICED), "measured in each that shows its steps"
     for name in _SLICED:
-        assert name not in found or found[name] <= _computed_tolerance(mode, found), name
+        assert found.get(name, 0.0) <= _computed_tolerance(mode, found), name
 
 
 def test_everything_was_computed_where_that_is_said(facts: tuple[str, dict[str, Any]]) -> None:
@@ -120,11 +120,12 @@ def test_an_approximate_answer_is_one(facts: tuple[str, dict[str, Any]]) -> None
 
 
 def test_chunks_are_captured_and_reused_and_nothing_is_left_over(facts: tuple[str, dict[str, Any]]) -> None:
-    _, found = facts
-    if "captured" in found:
-        assert found["captured"] >= 8
-        assert found["reused"] >= 5
-        assert found["left over"] == 0
+    mode, found = facts
+    if "process" in mode:
+        pytest.skip("its counters are in another process")
+    assert found["captured"] >= 8
+    assert found["reused"] >= 5
+    assert found["left over"] == 0
 
 
 def test_chunks_are_reused_behind_what_comes_from_host_memory(facts: tuple[str, dict[str, Any]]) -> None:
