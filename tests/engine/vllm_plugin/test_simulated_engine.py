@@ -101,11 +101,9 @@ def wait_until_written(folder: Path, before: dict[Path, tuple[int, int]]) -> Non
 @pytest.mark.parametrize(
     ("policy", "frequency", "max_cached_documents", "num_disk_blocks"),
     [
-        ("tournament", "ghost", None, 0),
-        ("pgdsf", "cached", None, 0),
-        ("tournament", "ghost", 1, 0),
+        ("pgdsf", "cached", 1, 0),
         ("tournament", "ghost", None, 100),
-    ],
+    ],  # every value of each setting once: an engine for each combination finds nothing more
 )
 def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
     policy: PolicyName,
