@@ -151,7 +151,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL", "raise"])
+@pytest.mark.parametrize("end", ["SIGKILL", "raise"])
 def test_the_server_ends_with_its_owner(end: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path / "log"), end]
     with subprocess.Popen(
