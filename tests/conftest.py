@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # vLLM binds a model's threads to cores: those of engines side by side to the same one, where all wait for each other.
+    # vLLM binds a model's threads to a core: those of engines side by side to the same, where they wait for each other.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -46,16 +46,11 @@ ENGINE_ARGS: dict[str, Any] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what needs no engine first, so that a simple mistake shows at once."""
-    items.sort(key=_is_integration)
+    """Leave out what needs a GPU where there is none."""
     if not _has_gpu():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
-
-
-def _is_integration(item: pytest.Item) -> bool:
-    return "integration_tests" in item.path.parts
 
 
 def _has_gpu() -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from langchain_core.tools import tool
 from llama_index.core.tools import FunctionTool
@@ -12,22 +10,6 @@ from ragcache_core.client import Engine
 from ragcache_core.errors import RequestRejectedError
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
-from tests.conftest import DEMO_MODEL
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Plain vLLM, and without tools."""
-    with Engine.launch(
-        str(DEMO_MODEL),
-        cache=None,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        block_size=32,
-        log_path=tmp_path_factory.mktemp("plain") / "server.log",
-    ) as engine:
-        yield engine
 
 
 def test_plain_vllm_answers_at_once_and_says_nothing_of_a_cache(plain: Engine) -> None:

@@ -298,18 +298,16 @@ async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: E
     assert (await tiers.astats()).num_preemptions > before
 
 
-def test_plain_vllm_has_the_same_answers(tiers: Engine, answers: Answers, tmp_path: Path) -> None:
+def test_plain_vllm_has_the_same_answers(plain: Engine, answers: Answers) -> None:
     """All that was asked so far came from some tier of these at least once; what plain vLLM says is computed."""
     growing: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
     answers.ask("grow 0", **growing)  # once more; or now, where the tests that ask first are left out
     for mark in ("tier 0", "tier 1"):
         answers.ask(mark)
-    settings: dict[str, Any] = {**ENGINE_ARGS, "cache": None, "block_size": BLOCK}
-    with Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **settings) as plain:
-        for (mark, num_documents), text in answers.texts.items():
-            prompt = LAYOUT.render(plain.tokenizer, documents(mark, num_documents), QUESTION)
-            of_plain = plain.generate(prompt, **(growing if mark.startswith("grow") else {"max_tokens": 8}))
-            assert of_plain.text == text, mark
+    for (mark, num_documents), text in answers.texts.items():
+        prompt = LAYOUT.render(plain.tokenizer, documents(mark, num_documents), QUESTION)
+        of_plain = plain.generate(prompt, **(growing if mark.startswith("grow") else {"max_tokens": 8}))
+        assert of_plain.text == text, mark
     assert len(set(answers.texts.values())) > 1, "they do not all say the same"
 
 

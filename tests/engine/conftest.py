@@ -1,0 +1,54 @@
+"""The order of the tests on engines, and plain vLLM for those that ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.client import Engine
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+
+LONGEST_FIRST = (
+    "vllm_plugin/test_tiers_on_the_engine.py",
+    "chunk/test_exact.py",
+    "client/test_lifecycle.py",
+    "vllm_plugin/test_simulated_engine.py",
+    "chunk/test_launched.py",
+    "examples/test_examples.py",
+    "cli/test_serve.py",
+    "chunk/test_interleavings.py",
+    "vllm_plugin/test_small_host.py",
+    "llamaindex_integration/test_llamaindex_on_the_engine.py",
+)
+"""Files that take more than half a minute: with the short ones at the end no process runs on for long by itself."""
+
+_FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first."""
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    if not item.path.is_relative_to(_FOLDER):
+        return -1  # what needs no engine comes before all of them
+    name = item.path.relative_to(_FOLDER).as_posix()
+    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Plain vLLM, and without tools. Tests must not close or kill it."""
+    with Engine.launch(
+        str(DEMO_MODEL),
+        cache=None,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=ENGINE_ARGS["max_model_len"],
+        block_size=32,
+        log_path=tmp_path_factory.mktemp("plain") / "server.log",
+    ) as running:
+        yield running
