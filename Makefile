@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-install lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-benchmarks test-install lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,8 +12,13 @@ VLLM   := 0.32.0
 READY  := $(VENV)/.ragcache-ready
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
-# What asks when an engine is idle runs with nothing beside it.
-ALONE  := $(addprefix tests/engine/,client langchain_integration llamaindex_integration)
+# What looks at an engine between two tokens runs with nothing beside it.
+ALONE  := $(addprefix tests/engine/,client/test_speculating.py langchain_integration/test_speculative_rag.py \
+  llamaindex_integration/test_llamaindex_speculation.py)
+# Files in the order of tests/engine/conftest.py, those that take longest first.
+ENGINE := tests/engine -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
+# Runs a command and says how long it took.
+timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
 
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -40,18 +45,24 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-install bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: lint ## lint, types and every test
-	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --durations=15 --durations-min=20 tests/engine $(addprefix --ignore=,$(ALONE))
-	$(VENV)/bin/python -m pytest $(ALONE)
+test: $(READY) ## lint, types and every test, but those of test-benchmarks
+	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
+	@$(MAKE) --no-print-directory test-engine
 
 test-quick: $(READY) ## the tests that need no engine
-	$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts
+	$(call timed,unit tests,$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts)
+
+test-engine: $(READY) ## the tests on real engines, but those of test-benchmarks
+	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark" $(addprefix --ignore=,$(ALONE)))
+	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE))
+
+test-benchmarks: $(READY) ## benchmarks and examples that measure, each once and small
+	$(call timed,benchmarks,$(VENV)/bin/python -m pytest $(ENGINE) -m benchmark)
 
 test-install: $(READY) ## install the wheel with each extra into a clean environment, and ask an engine from there
 	rm -rf build/lib build/install
@@ -59,9 +70,7 @@ test-install: $(READY) ## install the wheel with each extra into a clean environ
 	$(VENV)/bin/python -m tests.installation build/install/*.whl
 
 lint: $(READY) ## ruff and mypy
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(call timed,lint,$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy)
 
 format: $(READY) ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .

@@ -13,6 +13,8 @@ from ragcache_core.bench.compare.random_model import ModelShape, random_model
 from ragcache_core.cli import cli
 from ragcache_core.sim.traces.trace import Trace, TracedRequest, write_trace
 
+pytestmark = pytest.mark.benchmark
+
 NUM_PAIRS, RATES = 12, (8.0, 30.0)
 PEERS = ("vllm-host-arc", "ragcache-cache-aware")
 SMALL = ModelShape(

@@ -13,6 +13,8 @@ from ragcache_core.bench.quality.questions import to_line
 from ragcache_core.cli import cli
 from ragcache_core.profiles.calibration import calibration_path, load_calibration
 
+pytestmark = pytest.mark.benchmark
+
 NUM_QUESTIONS = 12
 
 

