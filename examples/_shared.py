@@ -16,10 +16,15 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ragcache_core import CacheConfig, Document, RequestStats, RetrievalUpdate
-from ragcache_core.client import Engine
-from ragcache_core.errors import StoreNotFoundError
-from ragcache_core.retrieval import DocumentStore
+from ragcache_core import (
+    CacheConfig,
+    Document,
+    DocumentStore,
+    Engine,
+    RequestStats,
+    RetrievalUpdate,
+    StoreNotFoundError,
+)
 
 EXAMPLES = Path(__file__).resolve().parent
 DEMO_MODEL = EXAMPLES / "demo_model"

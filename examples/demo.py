@@ -40,10 +40,7 @@ from examples._shared import (
     read_options,
     tokens_by_tier,
 )
-from ragcache_core import CacheConfig, RequestStats
-from ragcache_core.client import Engine
-from ragcache_core.retrieval import DocumentStore
-from ragcache_core.stats import request_stats_from_dict
+from ragcache_core import CacheConfig, DocumentStore, Engine, RequestStats, request_stats_from_dict
 from ragcache_integrations import langchain, llamaindex
 
 RESULTS = Path(__file__).resolve().parent.parent / "build" / "demo.json"

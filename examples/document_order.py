@@ -21,10 +21,7 @@ from tqdm import tqdm
 
 from examples._shared import open_demo_store, open_engine, option_parser, options_of
 from examples.demo_model_training.corpus import make_corpus
-from ragcache_core import CacheConfig, PromptLayout
-from ragcache_core.client import Engine
-from ragcache_core.ordering import DocumentOrder
-from ragcache_core.retrieval import DocumentStore
+from ragcache_core import CacheConfig, DocumentOrder, DocumentStore, Engine, PromptLayout
 
 ORDERS: tuple[tuple[DocumentOrder, bool], ...] = (
     ("retrieval", False),

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from examples._shared import Row, demo_questions, open_demo_store, open_engine, read_options, show
-from ragcache_core import Document, PromptLayout
-from ragcache_core.client import Engine, Generation
-from ragcache_core.retrieval import DocumentStore
+from ragcache_core import Document, DocumentStore, Engine, Generation, PromptLayout
 
 NUM_ROUNDS = 2
 

@@ -12,8 +12,7 @@ from llama_index.core.agent.workflow import AgentOutput, FunctionAgent, ToolCall
 from llama_index.core.tools import QueryEngineTool
 
 from examples._shared import Row, SlowSearch, demo_questions, open_demo_store, open_engine, read_options, show
-from ragcache_core import PromptLayout
-from ragcache_core.stats import request_stats_from_dict
+from ragcache_core import PromptLayout, request_stats_from_dict
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
 
 

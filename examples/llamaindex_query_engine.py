@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from examples._shared import Row, SlowSearch, demo_questions, open_demo_store, open_engine, read_options, show
-from ragcache_core.stats import request_stats_from_dict
+from ragcache_core import request_stats_from_dict
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from llama_index.core.workflow import Context, Event, StartEvent, StopEvent, Workflow, step
 
 from examples._shared import Options, Row, SlowSearch, demo_questions, open_demo_store, open_engine, read_options, show
-from ragcache_core.stats import request_stats_from_dict
+from ragcache_core import request_stats_from_dict
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
 
 

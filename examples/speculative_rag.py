@@ -13,7 +13,7 @@ from typing import Any
 from langchain_core.messages import AIMessageChunk
 
 from examples._shared import Options, Row, SlowSearch, demo_questions, open_demo_store, open_engine, read_options, show
-from ragcache_core.stats import request_stats_from_dict
+from ragcache_core import request_stats_from_dict
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
 
 

@@ -17,8 +17,7 @@ from examples.demo_model_training.corpus import CORPUS_SEED, make_corpus
 from examples.demo_model_training.evaluate import greedy_answer, prompt_text
 from examples.demo_model_training.export import load_exported
 from examples.demo_model_training.tokenizer import Vocabulary
-from ragcache_core import Document
-from ragcache_core.retrieval import DocumentStore
+from ragcache_core import Document, DocumentStore
 
 NUM_DOCUMENTS: Final = 2
 NUM_CORPORA: Final = 5

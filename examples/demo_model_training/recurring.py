@@ -33,8 +33,8 @@ from examples.demo_model_training.language import (
     two_hop_question,
     write_entry,
 )
+from ragcache_core import Document
 from ragcache_core.bench.quality.questions import Question, to_line
-from ragcache_core.types import Document
 
 SEED: Final = 888_000
 NUM_DOCUMENTS: Final = 5

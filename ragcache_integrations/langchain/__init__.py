@@ -16,25 +16,38 @@ With ``engine.bind_prompt(prompt, format_documents)`` such a chain prefills whil
 also generates.
 """
 
-from ragcache_core.errors import ConfigError
+from typing import TYPE_CHECKING
 
-try:
-    import langchain_core as _langchain_core  # noqa: F401
-    import langchain_openai as _langchain_openai  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        f'{error.name} is not installed, ragcache_integrations.langchain needs it: pip install "ragcache[langchain]"'
-    ) from error
+from ragcache_core._lazy import exported_lazily
+from ragcache_integrations._installed import check_installed
 
-from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
-from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, TraceCallbackHandler
-from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
-from ragcache_integrations.langchain.chat_model import ChatRAGCache
-from ragcache_integrations.langchain.documents import to_core, to_langchain
-from ragcache_integrations.langchain.embeddings import TfidfSvdEmbeddings
-from ragcache_integrations.langchain.retriever import RAGCacheRetriever
-from ragcache_integrations.langchain.speculative_rag import SpeculativeRAG
-from ragcache_integrations.langchain.vectorstore import StagedFAISS
+check_installed("langchain", "langchain_core", "langchain_openai")
+
+if TYPE_CHECKING:
+    from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
+    from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, TraceCallbackHandler
+    from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
+    from ragcache_integrations.langchain.chat_model import ChatRAGCache
+    from ragcache_integrations.langchain.documents import to_core, to_langchain
+    from ragcache_integrations.langchain.embeddings import TfidfSvdEmbeddings
+    from ragcache_integrations.langchain.retriever import RAGCacheRetriever
+    from ragcache_integrations.langchain.speculative_rag import SpeculativeRAG
+    from ragcache_integrations.langchain.vectorstore import StagedFAISS
+else:
+    __getattr__, __dir__ = exported_lazily(
+        globals(),
+        {
+            "ragcache_core.client.stats.cache_summary": ("CacheSummary", "DocumentHits"),
+            "ragcache_integrations.langchain.callbacks": ("CacheStatsCallbackHandler", "TraceCallbackHandler"),
+            "ragcache_integrations.langchain.chain": ("format_documents", "prompt_from_layout"),
+            "ragcache_integrations.langchain.chat_model": ("ChatRAGCache",),
+            "ragcache_integrations.langchain.documents": ("to_core", "to_langchain"),
+            "ragcache_integrations.langchain.embeddings": ("TfidfSvdEmbeddings",),
+            "ragcache_integrations.langchain.retriever": ("RAGCacheRetriever",),
+            "ragcache_integrations.langchain.speculative_rag": ("SpeculativeRAG",),
+            "ragcache_integrations.langchain.vectorstore": ("StagedFAISS",),
+        },
+    )
 
 __all__ = [
     "CacheStatsCallbackHandler",

@@ -11,30 +11,48 @@
 The engine answers from a search's candidates while it goes on; the last line says how much of it was hidden.
 """
 
-from ragcache_core.errors import ConfigError
+from typing import TYPE_CHECKING
 
-try:
-    import llama_index.core as _llama_index_core  # noqa: F401
-    import llama_index.llms.openai_like as _openai_like  # type: ignore[import-untyped]  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        f'{error.name} is not installed, ragcache_integrations.llamaindex needs it: pip install "ragcache[llamaindex]"'
-    ) from error
+from ragcache_core._lazy import exported_lazily
+from ragcache_integrations._installed import check_installed
 
-from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
-from ragcache_integrations.llamaindex.embedding import TfidfSvdEmbedding
-from ragcache_integrations.llamaindex.events import (
-    CacheStatsEvent,
-    CacheStatsEventHandler,
-    RetrievalStageEvent,
-    SpeculationEvent,
-    TraceEventHandler,
-)
-from ragcache_integrations.llamaindex.llm import RAGCacheLLM
-from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document
-from ragcache_integrations.llamaindex.query_engine import RAGCacheQueryEngine
-from ragcache_integrations.llamaindex.retriever import RAGCacheRetriever
-from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
+check_installed("llamaindex", "llama_index.core", "llama_index.llms.openai_like")
+
+if TYPE_CHECKING:
+    from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
+    from ragcache_integrations.llamaindex.embedding import TfidfSvdEmbedding
+    from ragcache_integrations.llamaindex.events import (
+        CacheStatsEvent,
+        CacheStatsEventHandler,
+        RetrievalStageEvent,
+        SpeculationEvent,
+        TraceEventHandler,
+    )
+    from ragcache_integrations.llamaindex.llm import RAGCacheLLM
+    from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document
+    from ragcache_integrations.llamaindex.query_engine import RAGCacheQueryEngine
+    from ragcache_integrations.llamaindex.retriever import RAGCacheRetriever
+    from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
+else:
+    __getattr__, __dir__ = exported_lazily(
+        globals(),
+        {
+            "ragcache_core.client.stats.cache_summary": ("CacheSummary", "DocumentHits"),
+            "ragcache_integrations.llamaindex.embedding": ("TfidfSvdEmbedding",),
+            "ragcache_integrations.llamaindex.events": (
+                "CacheStatsEvent",
+                "CacheStatsEventHandler",
+                "RetrievalStageEvent",
+                "SpeculationEvent",
+                "TraceEventHandler",
+            ),
+            "ragcache_integrations.llamaindex.llm": ("RAGCacheLLM",),
+            "ragcache_integrations.llamaindex.nodes": ("document_from_node", "node_from_document"),
+            "ragcache_integrations.llamaindex.query_engine": ("RAGCacheQueryEngine",),
+            "ragcache_integrations.llamaindex.retriever": ("RAGCacheRetriever",),
+            "ragcache_integrations.llamaindex.vector_store": ("StagedFAISSVectorStore",),
+        },
+    )
 
 __all__ = [
     "CacheStatsEvent",

@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 
 import ragcache_core
+from ragcache_core import errors
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -155,20 +156,24 @@ def test_unpickling_happens_nowhere() -> None:
         assert "allow_pickle=True" not in path.read_text(encoding="utf-8"), path
 
 
+_OF_RETRIEVAL = {
+    *("DocumentStore", "Embedder", "IndexOptions", "LangChainEmbedder", "LlamaIndexEmbedder", "MiniLMEmbedder"),
+    *("PrecomputedEmbedder", "ShardedStore", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
+    *("as_embedder", "as_source", "one_stage"),
+}
 PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {
-        *("CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
-        *("Document", "DocumentStats", "DocumentUse", "EngineStats", "PromptLayout", "PromptSegment"),
-        *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "__version__"),
+        *(name for name, value in vars(errors).items() if name.endswith("Error") and isinstance(value, type)),
+        *("BoundPrompt", "CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
+        *("Document", "DocumentOrder", "DocumentStats", "DocumentUse", "Engine", "EngineStats"),
+        *("Generation", "GenerationChunk", "PipelineReport", "PromptLayout", "PromptSegment"),
+        *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "VLLMOffload"),
+        *("__version__", "request_stats_from_dict", *_OF_RETRIEVAL),
     },
     "ragcache_core.client": {
         *("Engine", "Generation", "GenerationChunk", "ModelTokenizer", "RequestPlan", "translate_errors"),
     },
-    "ragcache_core.retrieval": {
-        *("DocumentStore", "Embedder", "IndexOptions", "LangChainEmbedder", "LlamaIndexEmbedder", "MiniLMEmbedder"),
-        *("PrecomputedEmbedder", "ShardedStore", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
-        *("as_embedder", "as_source", "one_stage"),
-    },
+    "ragcache_core.retrieval": _OF_RETRIEVAL,
     "ragcache_integrations.langchain": {
         *("CacheStatsCallbackHandler", "CacheSummary", "ChatRAGCache", "DocumentHits", "RAGCacheRetriever"),
         *("SpeculativeRAG", "StagedFAISS", "TfidfSvdEmbeddings", "format_documents", "prompt_from_layout", "to_core"),
@@ -189,6 +194,30 @@ def test_a_package_exports_exactly_its_public_names(name: str) -> None:
     module = importlib.import_module(name)
     assert set(module.__all__) == PUBLIC[name]
     assert all(hasattr(module, exported) for exported in module.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", ["ragcache_core", "ragcache_integrations.langchain", "ragcache_integrations.llamaindex"]
+)
+def test_an_export_that_is_imported_late_is_where_type_checkers_see_it(name: str) -> None:
+    module = importlib.import_module(name)
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: part.module for part in block.body if isinstance(part, ast.ImportFrom) for alias in part.names}
+    (call,) = [node for node in ast.walk(block) if isinstance(node, ast.Call) and node.args]
+    late = {export: home for home, exports in ast.literal_eval(call.args[1]).items() for export in exports}
+    assert late == seen
+    assert late.keys() == set(module.__all__) - {"__version__"} <= set(dir(module))
+    with pytest.raises(AttributeError, match=f"{name}.*no attribute 'Nothing'"):
+        module.Nothing  # noqa: B018
+
+
+def test_the_core_is_imported_and_an_error_named_without_any_package_of_others() -> None:
+    foreign = ["torch", "vllm", "faiss", "httpx", "openai", "pydantic", "numpy", "langchain_core", "llama_index"]
+    code = _BLOCKED.format(blocked=foreign, modules=["ragcache_core"])
+    code += "from ragcache_core import Document, RAGCacheError\nassert 'ragcache_core.client' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", PUBLIC)
