@@ -1,9 +1,10 @@
-"""Asking a server: generation, statistics, and the clients that the frameworks' doors need."""
+"""Asking a server: generation, statistics, prompts, and the parts that integrations of frameworks use."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -20,10 +21,10 @@ from ragcache_core.client.generation import (
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport, ServerWatch
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
-from ragcache_core.client.ordering.document_order import OrderingClient, RememberedOrders
+from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.layout_learner import LayoutLearner
-from ragcache_core.client.prompts.request_plan import RememberedDocuments, RequestPlan, plan_rendered
+from ragcache_core.client.prompts.request_plan import RequestPlan
 from ragcache_core.client.prompts.tokenizer import checked_tokenizer
 from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.client.speculation.client import SpeculationClient
@@ -33,8 +34,10 @@ from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
 from ragcache_core.client.stats.server_metrics import parse_metrics
 from ragcache_core.client.warm_imports import importing_requests
 from ragcache_core.errors import TokenizerUnavailableError
-from ragcache_core.prompt import PromptTokenizer, RenderedPrompt
-from ragcache_core.stats import EngineStats, RequestStats
+from ragcache_core.ordering import DocumentOrder
+from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt
+from ragcache_core.stats import EngineStats
+from ragcache_core.types import Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 
 FindTokenizer = Callable[[Handshake, ModelCard], PromptTokenizer]
@@ -42,7 +45,17 @@ FindTokenizer = Callable[[Handshake, ModelCard], PromptTokenizer]
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
-class EngineClient(PromptClient, SpeculationClient, OrderingClient):
+@dataclass(frozen=True, slots=True)
+class Integration:
+    """What an integration of a framework needs of an engine, besides what applications use."""
+
+    prompts: PromptClient
+    speculation: SpeculationClient
+    ordering: OrderingClient
+    stats: CacheStatsRoutes
+
+
+class EngineClient:
     """The one way to ask a server that runs. Its methods may be called by any thread, the async ones from any loop.
 
     Attributes:
@@ -50,10 +63,12 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
         base_url: the root of its OpenAI protocol, ``http://host:port/v1``.
         api_key: the key that it asks for.
         max_model_len: its context window in tokens.
+        integration: the parts that integrations of frameworks use.
     """
 
     model: str
     max_model_len: int
+    integration: Integration
 
     def __init__(self, base_url: str, api_key: str, watch: ServerWatch | None) -> None:
         """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` is the server's owner."""
@@ -70,11 +85,7 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
             base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
         )
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async)
-        self._load = LoadRoute(base_url, api_key, self._http, self._http_async)
-        self._remembered = RememberedDocuments()
-        self._reordered = RememberedOrders()
-        self._mirror = CachedPrefixes(base_url, api_key)
-        self._bound = None
+        self._cached_prefixes = CachedPrefixes(base_url, api_key)
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
         """Ask the server about itself; ``None`` does without a tokenizer."""
@@ -82,17 +93,30 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
         with importing_requests():
-            self._tokenizer = (
+            tokenizer = (
                 TokenizerUnavailableError("this connection was made with tokenizer=False: leave that out")
                 if find_tokenizer is None
                 else checked_tokenizer(
                     lambda: find_tokenizer(server, card), lambda messages: server.token_ids(card.name, messages)
                 )
             )
-        self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=self.max_model_len)
+        reordered = RememberedOrders()
+        self.integration = Integration(
+            PromptClient(tokenizer, max_model_len=card.max_model_len, reordered=reordered),
+            SpeculationClient(
+                self.base_url,
+                self.api_key,
+                model=card.name,
+                max_model_len=card.max_model_len,
+                speculations=self._speculations,
+                load=LoadRoute(self.base_url, self.api_key, self._http_async),
+            ),
+            OrderingClient(self._cached_prefixes, reordered),
+            self._cache_stats,
+        )
 
     def _close_connections(self) -> None:
-        self._mirror.close()
+        self._cached_prefixes.close()
         self._speculations.close()
         self._async_transport.close()
         self._transport.close()
@@ -143,7 +167,7 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
             for event in events:
                 if (chunk := reader.read(event)) is not None:
                     yield chunk
-        yield reader.last(self.complete_stats(reader.stats(), reader.response_id))
+        yield reader.last(self._cache_stats.complete(reader.stats(), reader.response_id))
 
     async def agenerate(
         self,
@@ -178,7 +202,7 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
                 async for event in events:
                     if (chunk := reader.read(event)) is not None:
                         yield chunk
-        yield reader.last(await self.acomplete_stats(reader.stats(), reader.response_id))
+        yield reader.last(await self._cache_stats.acomplete(reader.stats(), reader.response_id))
 
     def stats(self) -> EngineStats:
         """Return the server's counters, and those of its cache unless it is plain vLLM."""
@@ -192,7 +216,102 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
             page = (await self._http_async.get(self._metrics_url())).raise_for_status().text
         return await self._cache_stats.aadd_to(parse_metrics(page, num_restarts=self._num_restarts()))
 
-    # For the frameworks' doors
+    # Prompts
+
+    @property
+    def tokenizer(self) -> PromptTokenizer:
+        """The model's tokenizer and chat template.
+
+        Raises:
+            TokenizerUnavailableError: it is not at hand here.
+        """
+        return self.integration.prompts.tokenizer
+
+    def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
+        """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
+
+        Raises:
+            TokenizerUnavailableError: the model's tokenizer is not at hand here.
+            ConfigError: it is no Unicode text.
+        """
+        return self.integration.prompts.tokenize(prompt)
+
+    def remember_documents(
+        self,
+        documents: Iterable[Document],
+        shown: Callable[[Document], str] | None = None,
+        *,
+        query: str | None = None,
+    ) -> None:
+        """Take note of what was retrieved: its documents are recognised in later chat requests by their text.
+
+        ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
+        text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is
+        bound.
+        """
+        self.integration.prompts.remember_documents(documents, shown, query=query)
+
+    def bind_prompt(
+        self,
+        prompt: Any,
+        format_docs: FormatDocuments | None = None,
+        *,
+        context: str = "context",
+        question: str = "question",
+        is_default: bool = True,
+        is_prefilled: bool = True,
+    ) -> BoundPrompt:
+        """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
+
+        Of one that shows the question before the documents only the static part can be prefilled; a warning says so.
+
+        Args:
+            prompt: a prompt template of LangChain or LlamaIndex, a ``PromptLayout``, or a function of context and
+                question that returns messages.
+            format_docs: makes the context of the framework's documents, as in the chain. A ``PromptLayout`` needs none.
+            context: the template's name of the documents (LlamaIndex: ``context_str``).
+            question: the template's name of the question (LlamaIndex: ``query_str``).
+            is_default: it is the prompt of every retriever that has none of its own.
+            is_prefilled: only a prefill is asked ahead of a search's end; a whole answer needs no warning.
+
+        Raises:
+            ConfigError: ``prompt`` cannot make messages of these variables.
+        """
+        return self.integration.prompts.bind_prompt(
+            prompt,
+            format_docs,
+            context=context,
+            question=question,
+            is_default=is_default,
+            is_prefilled=is_prefilled,
+        )
+
+    def arrange_documents(
+        self,
+        documents: Sequence[Document],
+        order: DocumentOrder,
+        *,
+        keep_first: bool = False,
+        prefix: bytes | None = None,
+    ) -> Arrangement:
+        """Return retrieved documents, the best first, in the order in which a prompt should show them.
+
+        ``cache_aware`` goes by a local copy of what the engine has cached, which the first call begins to fetch; until
+        it is there, and whenever the connection is lost, the documents stay as they are. Never waits for the server.
+
+        Args:
+            documents: what was retrieved, the best first.
+            order: ``retrieval``, ``canonical`` or ``cache_aware``.
+            keep_first: the best document stays in front.
+            prefix: :func:`~ragcache_core.ordering.static_prefix_digest` of the prompt; without it the prefixes that
+                the engine has seen last are tried.
+
+        Raises:
+            ValueError: there is no such order.
+        """
+        return self.integration.ordering.arrange(documents, order, keep_first=keep_first, prefix=prefix)
+
+    # For clients of other makes
 
     def http_client(self) -> httpx.Client:
         """Return the client to ask the server with: it sends again what a death cut off. The engine closes it."""
@@ -201,18 +320,6 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
     def http_async_client(self) -> httpx.AsyncClient:
         """Return the asynchronous client, good for any event loop. The engine closes it."""
         return self._http_async
-
-    def complete_stats(self, stats: RequestStats, response_id: str | None) -> RequestStats:
-        """Return the statistics of an answered request with what the engine itself says of it.
-
-        ``response_id`` is the ``id`` of the response, or of its stream's chunks. Never fails: where the engine does
-        not say (plain vLLM has no such figures), ``stats`` come back as they are.
-        """
-        return self._cache_stats.complete(stats, response_id)
-
-    async def acomplete_stats(self, stats: RequestStats, response_id: str | None) -> RequestStats:
-        """Do :meth:`complete_stats` without blocking the event loop."""
-        return await self._cache_stats.acomplete(stats, response_id)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(model={self.model!r}, base_url={self.base_url!r})"
@@ -225,6 +332,7 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
         chunk_reuse: ChunkReuseOption,
         sampling: Mapping[str, Any],
     ) -> tuple[RequestPlan, dict[str, Any]]:
+        prompts = self.integration.prompts
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
         check_sendable(settings, "the request")
         match prompt:
@@ -232,10 +340,9 @@ class EngineClient(PromptClient, SpeculationClient, OrderingClient):
                 check_text(prompt, "the prompt")
                 plan = RequestPlan()
             case RenderedPrompt():
-                limit = self.max_model_len
-                plan = plan_rendered(prompt, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse)
+                plan = prompts.plan_rendered(prompt, chunk_reuse=chunk_reuse)
             case _:
-                plan = self.plan_chat(prompt, settings=sampling, chunk_reuse=chunk_reuse)
+                plan = prompts.plan_chat(prompt, settings=sampling, chunk_reuse=chunk_reuse)
         if plan.num_prompt_tokens is not None:
             settings["max_tokens"] = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         return plan, streamed_body(prompt, plan, settings)

@@ -55,7 +55,7 @@ class ChatRAGCache(BaseChatOpenAI):
     that any retriever of LangChain's returned lately in this process. Whose prompts show none is told so once.
 
     ``chunk_reuse`` lets documents be reused behind others than they were computed behind, which is approximate; of the
-    model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`EngineClient.stream
+    model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`Engine.stream
     <ragcache_core.client.engine_client.EngineClient.stream>`.
 
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
@@ -158,8 +158,7 @@ class ChatRAGCache(BaseChatOpenAI):
     ) -> Callable[[], Speculation]:
         """Return what asks ahead for what a call with the same arguments will ask, which takes the answer over.
 
-        No callback is told. See ``engine.prepare()``, also for
-        the errors.
+        No callback is told. See ``SpeculationClient.prepare``, also for the errors.
         """
 
         def ask() -> None:
@@ -168,7 +167,7 @@ class ChatRAGCache(BaseChatOpenAI):
             else:
                 self._generate(messages, stop, **kwargs)
 
-        return self.connect().prepare(ask)
+        return self.connect().integration.speculation.prepare(ask)
 
     def close(self) -> None:
         """Close the connection that this model opened itself. An engine that was passed in stays open."""
@@ -206,7 +205,7 @@ class ChatRAGCache(BaseChatOpenAI):
             call = self._plan(messages, stop, kwargs)
             result = super()._generate(messages, stop, run_manager, **call.kwargs)
         stats = call.read(result)
-        return call.finish(result, call.engine.complete_stats(stats, call.response_id))
+        return call.finish(result, call.engine.integration.stats.complete(stats, call.response_id))
 
     async def _agenerate(
         self,
@@ -219,7 +218,7 @@ class ChatRAGCache(BaseChatOpenAI):
             call = await run_in_executor(None, self._plan, messages, stop, kwargs)
             result = await super()._agenerate(messages, stop, run_manager, **call.kwargs)
         stats = call.read(result)
-        return call.finish(result, await call.engine.acomplete_stats(stats, call.response_id))
+        return call.finish(result, await call.engine.integration.stats.acomplete(stats, call.response_id))
 
     def _stream(
         self,
@@ -236,7 +235,7 @@ class ChatRAGCache(BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 chunks.close()  # type: ignore[attr-defined]  # a generator: closes the response, which ends the request
-        last = call.last_chunk(call.engine.complete_stats(call.stats(), call.response_id))
+        last = call.last_chunk(call.engine.integration.stats.complete(call.stats(), call.response_id))
         if run_manager is not None:
             run_manager.on_llm_new_token("", chunk=last)
         yield last
@@ -256,7 +255,7 @@ class ChatRAGCache(BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
-        last = call.last_chunk(await call.engine.acomplete_stats(call.stats(), call.response_id))
+        last = call.last_chunk(await call.engine.integration.stats.acomplete(call.stats(), call.response_id))
         if run_manager is not None:
             await run_manager.on_llm_new_token("", chunk=last)
         yield last
@@ -276,7 +275,7 @@ class ChatRAGCache(BaseChatOpenAI):
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
-        plan = engine.plan_chat(
+        plan = engine.integration.prompts.plan_chat(
             payload["messages"], documents=documents or None, settings=payload, chunk_reuse=chunk_reuse
         )
         self._hint.see(plan)

@@ -147,7 +147,7 @@ class RAGCacheRetriever(BaseRetriever):
                 engine, speculator, prompt = overlap.engine, overlap.speculator, overlap.prompt
         result = await run_pipeline(
             self._updates(query, k, where),
-            engine,
+            None if engine is None else engine.integration.speculation,
             speculator if self.speculate else None,
             timeout_s=timeout_s,
             on_event=on_event,
@@ -177,7 +177,7 @@ class RAGCacheRetriever(BaseRetriever):
         return as_source(store, stages=self.stages).stages(query, k) if k > 0 else nothing_found()
 
     def _prompt(self) -> BoundPrompt | None:
-        return self.prompt or (None if self.engine is None else self.engine.bound_prompt)
+        return self.prompt or (None if self.engine is None else self.engine.integration.prompts.bound_prompt)
 
     def _arranged(
         self, engine: Engine | None, prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]
@@ -185,7 +185,8 @@ class RAGCacheRetriever(BaseRetriever):
         prefix = None
         if self.document_order == "cache_aware" and (prompt := prompt_of()) is not None:
             prefix = prompt.static_prefix([to_langchain(document) for document in documents], documents)
-        arranged = in_order(engine, documents, self.document_order, keep_first=self.keep_first, prefix=prefix)
+        ordering = None if engine is None else engine.integration.ordering
+        arranged = in_order(ordering, documents, self.document_order, keep_first=self.keep_first, prefix=prefix)
         if list(arranged) == list(documents):
             return documents
         ranks = {document.doc_id: rank for rank, document in enumerate(documents, 1)}
@@ -219,4 +220,8 @@ class _PromptWarmer:
         if (prompt := self.prompt()) is None:
             return None
         known = prompt.prefix([to_langchain(document) for document in documents], documents)
-        return self.engine.prepare_warm(known, has_documents=prompt.has_documents) if known else None
+        return (
+            self.engine.integration.speculation.prepare_warm(known, has_documents=prompt.has_documents)
+            if known
+            else None
+        )

@@ -54,11 +54,13 @@ class MeasuredRequest:
 
     def finish(self, response: _Response) -> _Response:
         """Return the response with its statistics, which are published too."""
-        return self._publish(response, self._engine.complete_stats(self._stats(response), _id_of(response)))
+        return self._publish(response, self._engine.integration.stats.complete(self._stats(response), _id_of(response)))
 
     async def afinish(self, response: _Response) -> _Response:
         """Return the response with its statistics, which are published too."""
-        return self._publish(response, await self._engine.acomplete_stats(self._stats(response), _id_of(response)))
+        return self._publish(
+            response, await self._engine.integration.stats.acomplete(self._stats(response), _id_of(response))
+        )
 
     def _stats(self, response: _Response) -> RequestStats:
         usage = getattr(response.raw, "usage", None)

@@ -139,8 +139,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     ) -> Callable[[], Speculation]:
         """Return what asks ahead for what a chat with the same arguments will ask, which takes the answer over.
 
-        Publishes nothing. See ``engine.prepare()``, also for
-        the errors.
+        Publishes nothing. See ``SpeculationClient.prepare``, also for the errors.
         """
 
         def ask() -> None:
@@ -152,7 +151,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
             else:
                 self._chat(messages, **kwargs)
 
-        return self._engine.prepare(ask)
+        return self._engine.integration.speculation.prepare(ask)
 
     def close(self) -> None:
         """Close the connection that ``api_base`` opened; an engine that was given stays open."""
@@ -232,7 +231,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         kwargs = dict(kwargs)
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
-        plan = self._engine.plan_chat(
+        plan = self._engine.integration.prompts.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
             settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
             chunk_reuse=chunk_reuse,

@@ -190,7 +190,7 @@ class RAGCacheRetriever(BaseRetriever):
                 ask_ahead = None
         result = await run_pipeline(
             self._updates(query, embed, found),
-            engine,
+            None if engine is None else engine.integration.speculation,
             _NodesAhead(found, ask_ahead) if ask_ahead is not None and self._speculate else None,
             timeout_s=timeout_s,
             on_event=partial(publish, query=query.query_str, span_id=active_span_id.get(), metric=metric),
@@ -245,7 +245,7 @@ class RAGCacheRetriever(BaseRetriever):
         return self._source.stages(query.query_str, k)
 
     def _bound_prompt(self) -> BoundPrompt | None:
-        return self._prompt or (None if self._engine is None else self._engine.bound_prompt)
+        return self._prompt or (None if self._engine is None else self._engine.integration.prompts.bound_prompt)
 
     def _arranged(
         self,
@@ -258,7 +258,8 @@ class RAGCacheRetriever(BaseRetriever):
         if self._document_order == "cache_aware" and (prompt := prompt_of()) is not None:
             nodes = found.nodes(documents)
             prefix = prompt.static_prefix(nodes, [shown_document(n.node) for n in nodes])
-        return in_order(engine, documents, self._document_order, keep_first=self._keep_first, prefix=prefix)
+        ordering = None if engine is None else engine.integration.ordering
+        return in_order(ordering, documents, self._document_order, keep_first=self._keep_first, prefix=prefix)
 
 
 class _FoundNodes:
@@ -294,6 +295,6 @@ def _prefill(engine: Engine, prompt_of: Callable[[], BoundPrompt | None]) -> Ask
         if (bound := prompt_of()) is None:
             return None
         known = bound.prefix(nodes, [shown_document(n.node) for n in nodes])
-        return engine.prepare_warm(known, has_documents=bound.has_documents) if known else None
+        return engine.integration.speculation.prepare_warm(known, has_documents=bound.has_documents) if known else None
 
     return ask

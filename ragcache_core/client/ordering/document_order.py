@@ -1,4 +1,4 @@
-"""In which order a prompt shows its documents: what a server's door offers to those who lay prompts out."""
+"""In which order a prompt shows its documents, by what the engine has cached."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Arrangement:
 
 
 def in_order(
-    door: OrderingClient | None,
+    ordering: OrderingClient | None,
     documents: Sequence[Document],
     order: DocumentOrder,
     *,
     keep_first: bool,
     prefix: bytes | None = None,
 ) -> Sequence[Document]:
-    """Return documents as :meth:`OrderingClient.arrange_documents` does; ``cache_aware`` needs a door to go by."""
-    if door is not None:
-        return door.arrange_documents(documents, order, keep_first=keep_first, prefix=prefix).documents
+    """Return documents as :meth:`OrderingClient.arrange` does; without an engine ``cache_aware`` changes nothing."""
+    if ordering is not None:
+        return ordering.arrange(documents, order, keep_first=keep_first, prefix=prefix).documents
     return [documents[i] for i in arrange([d.doc_id for d in documents], order, None, keep_first=keep_first)]
 
 
@@ -65,12 +65,14 @@ class RememberedOrders:
 
 
 class OrderingClient:
-    """The part of :class:`~ragcache_core.client.engine_client.EngineClient` that knows what the engine has cached."""
+    """Orders documents for one engine's prompts."""
 
-    _mirror: CachedPrefixes
-    _reordered: RememberedOrders
+    def __init__(self, cached: CachedPrefixes, reordered: RememberedOrders) -> None:
+        """``cached`` is what the engine has, ``reordered`` takes note of the orders that were changed."""
+        self._cached = cached
+        self._reordered = reordered
 
-    def arrange_documents(
+    def arrange(
         self,
         documents: Sequence[Document],
         order: DocumentOrder,
@@ -78,25 +80,11 @@ class OrderingClient:
         keep_first: bool = False,
         prefix: bytes | None = None,
     ) -> Arrangement:
-        """Return retrieved documents, the best first, in the order in which a prompt should show them.
-
-        ``cache_aware`` answers from a local mirror of the engine's cache, which the first call begins to fill; until it
-        is there, and whenever the connection is lost, the documents stay as they are. Never waits for the server.
-
-        Args:
-            documents: what was retrieved, the best first.
-            order: ``retrieval``, ``canonical`` or ``cache_aware``.
-            keep_first: the best document stays in front.
-            prefix: :func:`~ragcache_core.ordering.static_prefix_digest` of the prompt; without it the prefixes that
-                the engine has seen last are tried.
-
-        Raises:
-            ValueError: there is no such order.
-        """
+        """See ``Engine.arrange_documents``."""
         began_s = time.perf_counter()
         ids = tuple(d.doc_id for d in documents)
         if order == "cache_aware":
-            places = self._mirror.order(ids, prefix=prefix, keep_first=keep_first)
+            places = self._cached.order(ids, prefix=prefix, keep_first=keep_first)
         else:
             places = arrange(ids, order, None, keep_first=keep_first)
         is_reordered = places is not None and places != tuple(range(len(ids)))

@@ -23,7 +23,7 @@ __all__ = ["PipelineEvent", "PipelineResult", "Speculator", "run_pipeline"]
 
 async def run_pipeline(
     updates: AsyncIterator[RetrievalUpdate],
-    door: SpeculationClient | None,
+    client: SpeculationClient | None,
     speculator: Speculator | None,
     *,
     timeout_s: float | None = None,
@@ -40,7 +40,7 @@ async def run_pipeline(
 
     Args:
         updates: the search's stages. A document that appears twice counts once; nothing is read after the final stage.
-        door: the engine; ``None``: nothing is speculated.
+        client: sends the engine speculations and asks for its load; ``None``: nothing is speculated.
         speculator: sends what can be sent ahead; ``None``: nothing is speculated.
         timeout_s: how long the search may take until its documents are final. A source that blocks the event loop
             is timed out between two stages only: a single one comes, late, and with a warning that says so.
@@ -55,7 +55,7 @@ async def run_pipeline(
         ConfigError: the time-out is not above 0.
     """
     check_timeout(timeout_s)
-    run = SearchRun(door, speculator, on_event, arrange, history or SettlingHistory(), k)
+    run = SearchRun(client, speculator, on_event, arrange, history or SettlingHistory(), k)
     try:
         result = await run.result(updates, timeout_s)
         await run.end_tasks()

@@ -4,7 +4,7 @@ One task reads the search, one asks the engine for its load, threads send specul
 have to the inbox of the one task that decides::
 
     updates -------- stage, end ----+
-    door ----------- load ----------+--> inbox --> SpeculativePipeline --> start, cancel, confirm
+    client --------- load ----------+--> inbox --> SpeculativePipeline --> start, cancel, confirm
     threads -------- sent, failed --+
 """
 
@@ -44,7 +44,7 @@ class SearchRun:
 
     def __init__(
         self,
-        door: SpeculationClient | None,
+        client: SpeculationClient | None,
         speculator: Speculator | None,
         on_event: Callable[[PipelineEvent], Awaitable[None] | None] | None,
         arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
@@ -53,7 +53,7 @@ class SearchRun:
     ) -> None:
         self._began_s = time.perf_counter()
         self._tasks: SearchTasks[PipelineResult] = SearchTasks()
-        self._door, self._on_event, self._arrange = door, on_event, arrange
+        self._client, self._on_event, self._arrange = client, on_event, arrange
         self._starts = None if speculator is None else Starts(speculator)
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
         self._history = history
@@ -75,8 +75,8 @@ class SearchRun:
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
         """Return what the search comes to. Whoever awaits it ends the tasks, and abandons a run that failed."""
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
-        if self._door is None or self._starts is None:
-            self._cannot = "there is no engine to speculate on" if self._door is None else "speculation is off"
+        if self._client is None or self._starts is None:
+            self._cannot = "there is no engine to speculate on" if self._client is None else "speculation is off"
         elif self._history.is_hopeless:
             self._cannot = _SELDOM_RIGHT
         else:
@@ -181,11 +181,11 @@ class SearchRun:
 
     async def _read_load(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        assert self._door is not None
+        assert self._client is not None
         load, why_not = None, "the engine takes no speculative requests"
         try:
-            if await self._door.acan_speculate():
-                load, why_not = await self._door.apending_prefills(), "the engine did not tell its load"
+            if await self._client.acan_speculate():
+                load, why_not = await self._client.apending_prefills(), "the engine did not tell its load"
         except Exception as error:  # whatever it is: the answer does not depend on it
             why_not = f"the engine did not tell its load: {error}"
         self._tasks.put(partial(self._on_load, load, why_not))

@@ -1,4 +1,4 @@
-"""What a server's door knows of prompts: how they begin, which documents they show, what a request of them carries."""
+"""Prompts for one engine: how they begin, which documents they show, what their requests carry."""
 
 from __future__ import annotations
 
@@ -13,44 +13,40 @@ from ragcache_core.client.prompts.request_plan import (
     RequestPlan,
     changed_messages,
     plan_chat,
+    plan_rendered,
     server_renders,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.client.request_scope import current_scope
 from ragcache_core.errors import TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, escape_documents
+from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, escape_documents
 from ragcache_core.types import Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
 
 
 class PromptClient:
-    """The part of :class:`~ragcache_core.client.engine_client.EngineClient` that lays prompts out as token ids."""
+    """Lays out prompts as one engine's token ids, and finds the documents that they show."""
 
-    max_model_len: int
-    _tokenizer: PromptTokenizer | TokenizerUnavailableError
-    _remembered: RememberedDocuments
-    _reordered: RememberedOrders
-    _learner: LayoutLearner
-    _bound: BoundPrompt | None
+    def __init__(
+        self, tokenizer: PromptTokenizer | TokenizerUnavailableError, *, max_model_len: int, reordered: RememberedOrders
+    ) -> None:
+        """``tokenizer`` may be the error that says why there is none; ``reordered`` are orders that were changed."""
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._reordered = reordered
+        self._remembered = RememberedDocuments()
+        self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=max_model_len)
+        self._bound: BoundPrompt | None = None
 
     @property
     def tokenizer(self) -> PromptTokenizer:
-        """The model's tokenizer and chat template.
-
-        Raises:
-            TokenizerUnavailableError: it is not at hand here.
-        """
+        """See ``Engine.tokenizer``."""
         if isinstance(self._tokenizer, TokenizerUnavailableError):
             raise self._tokenizer
         return self._tokenizer
 
     def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
-
-        Raises:
-            TokenizerUnavailableError: the model's tokenizer is not at hand here.
-            ConfigError: it is no Unicode text.
-        """
+        """See ``Engine.tokenize``."""
         tokenizer = self.tokenizer
         check_sendable(prompt, "the prompt")
         if isinstance(prompt, str):
@@ -64,11 +60,7 @@ class PromptClient:
         *,
         query: str | None = None,
     ) -> None:
-        """Note what was retrieved: a later chat request that holds such a text is known to show that document.
-
-        ``documents`` are those of one search, best first, and ``query`` is what was asked: from the request that shows
-        them the layout of the prompt is learned, unless one is bound.
-        """
+        """See ``Engine.remember_documents``."""
         self._remembered.add(documents, shown, query=query)
 
     def bind_prompt(
@@ -81,23 +73,8 @@ class PromptClient:
         is_default: bool = True,
         is_prefilled: bool = True,
     ) -> BoundPrompt:
-        """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
-
-        Of one that shows the question before the documents only the static part can be prefilled; a warning says so.
-
-        Args:
-            prompt: a prompt template of LangChain or LlamaIndex, a ``PromptLayout``, or a function of context and
-                question that returns messages.
-            format_docs: makes the context of the framework's documents, as in the chain. A ``PromptLayout`` needs none.
-            context: the template's name of the documents (LlamaIndex: ``context_str``).
-            question: the template's name of the question (LlamaIndex: ``query_str``).
-            is_default: it is the prompt of every retriever that has none of its own.
-            is_prefilled: no more than a prefill is asked ahead of a search's end; of a whole answer, no warning.
-
-        Raises:
-            ConfigError: ``prompt`` cannot make messages of these variables.
-        """
-        tokenizer, limit = self._tokenizer_at_hand(), self.max_model_len
+        """See ``Engine.bind_prompt``."""
+        tokenizer, limit = self._tokenizer_at_hand(), self._max_model_len
         names = {"context": context, "question": question}
         bound = bind(prompt, format_docs, tokenizer, max_model_len=limit, is_prefilled=is_prefilled, **names)
         if is_default:
@@ -108,6 +85,11 @@ class PromptClient:
     def bound_prompt(self) -> BoundPrompt | None:
         """The prompt bound last, or else the one learned from the requests so far."""
         return self._bound or self._learner.prompt
+
+    def plan_rendered(self, prompt: RenderedPrompt, *, chunk_reuse: ChunkReuseOption = None) -> RequestPlan:
+        """Return what a request for a prompt that is laid out carries; with the errors of :meth:`plan_chat`."""
+        limit = self._max_model_len
+        return plan_rendered(prompt, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse)
 
     def plan_chat(
         self,
@@ -143,13 +125,13 @@ class PromptClient:
             return RequestPlan(changed_messages(messages, escape_documents(self._tokenizer, messages, shown)))
         searches = self._remembered.searches()
         if self._bound is None:
-            is_prefilled = current_scope() is None  # who asks in a name asks for the whole answer ahead
+            is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
             self._learner.see(messages, searches, is_prefilled=is_prefilled)
         return plan_chat(
             self._tokenizer,
             messages,
             shown,
-            max_model_len=self.max_model_len,
+            max_model_len=self._max_model_len,
             questions=[search.query for search in (*searches, *RETRIEVED.searches()) if search.query],
             reordered=self._reordered,
             chunk_reuse=chunk_reuse,

@@ -1,4 +1,4 @@
-"""What RAGCache's engine says of the work that waits, so that speculation goes into idle room only.
+"""What RAGCache's engine says of the work that waits, so that it is asked ahead only while it is idle.
 
 ::
 
@@ -23,7 +23,7 @@ _TIMEOUT_S = 1.0
 _FRESH_S = 0.02
 """So long an answer serves every search of this process: many of them would otherwise ask a busy server at once."""
 _PAUSE_S = 10.0
-"""After a question that failed nobody waits for another one so soon: the search goes on meanwhile."""
+"""After a request that failed, none is sent for so long: the search goes on meanwhile."""
 
 _logger = logging.getLogger(__name__)
 
@@ -59,43 +59,27 @@ _ANSWER = TypeAdapter(_Answer)
 class LoadRoute:
     """Asks one server about its load. May be used by any thread and any event loop."""
 
-    def __init__(self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient) -> None:
-        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
+    def __init__(self, base_url: str, api_key: str, http_async: httpx.AsyncClient) -> None:
+        """``base_url`` ends in ``/v1``; the client stays its owner's."""
         self._url = f"{base_url}/ragcache/load"
         self._once: dict[str, Any] = {
             "headers": {"Authorization": f"Bearer {api_key}"},
             "timeout": _TIMEOUT_S,
             "extensions": SENT_ONCE,
         }
-        self._http = http
         self._http_async = http_async
         self._may_speculate: bool | None = None
         self._paused_until_s = 0.0
         self._latest: tuple[float, EngineLoad | None] = (-_FRESH_S, None)
 
-    def may_speculate(self) -> bool:
-        """Return whether the server takes speculative requests: asked once, and said once why not. Never fails."""
-        if self._may_speculate is None:
-            self.pending()
-        return self._may_speculate is True
-
     async def amay_speculate(self) -> bool:
-        """Do :meth:`may_speculate` without blocking the event loop."""
+        """Return whether the server takes speculative requests: asked once, and said once why not. Never fails."""
         if self._may_speculate is None:
             await self.apending()
         return self._may_speculate is True
 
-    def pending(self) -> EngineLoad | None:
-        """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
-        if (load := self._fresh()) is not None:
-            return load
-        if self._may_ask():
-            with self._pausing_after_failure():
-                return self._read(self._http.get(self._url, **self._once))
-        return None
-
     async def apending(self) -> EngineLoad | None:
-        """Do :meth:`pending` without blocking the event loop."""
+        """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
         if (load := self._fresh()) is not None:
             return load
         if self._may_ask():

@@ -99,9 +99,14 @@ def test_our_token_ids_are_the_servers(engine: Engine, text: str) -> None:
 def test_documents_that_were_retrieved_are_recognised_in_an_ordinary_chat(engine: Engine) -> None:
     docs = documents("Remembered")
     engine.remember_documents(docs)
-    plan = engine.plan_chat(LAYOUT.messages(docs, "Who?"))
+    plan = engine.integration.prompts.plan_chat(LAYOUT.messages(docs, "Who?"))
     assert [s.doc_id for s in plan.segments if s.kind is SegmentKind.DOCUMENT] == [d.doc_id for d in docs]
-    assert engine.plan_chat(LAYOUT.messages(docs, "Who?"), settings={"tools": [{"type": "function"}]}).extra_body == {}
+    assert (
+        engine.integration.prompts.plan_chat(
+            LAYOUT.messages(docs, "Who?"), settings={"tools": [{"type": "function"}]}
+        ).extra_body
+        == {}
+    )
 
 
 async def test_closing_a_stream_early_leaves_no_running_request(engine: Engine) -> None:

@@ -106,7 +106,7 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
             await asyncio.sleep(0.5)  # it is noted a little later
             await suspend_after_the_first_token(core, stream)  # the next request cannot have its own
             waiting = asyncio.create_task(engine.agenerate("Document: Zorval", max_tokens=5))
-            ahead = engine.speculate(lambda: engine.generate("Document: Tenrik", max_tokens=5))
+            ahead = engine.integration.speculation.speculate(lambda: engine.generate("Document: Tenrik", max_tokens=5))
             joined = asyncio.create_task(engine.agenerate("Document: Tenrik", max_tokens=5))
             await asyncio.sleep(0.5)  # it has joined what gives no token
             core.kill()

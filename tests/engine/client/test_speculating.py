@@ -46,10 +46,10 @@ def figures(engine: Engine) -> dict[str, int]:
 
 
 def test_a_request_that_joins_its_speculation_gives_the_tokens_of_one_that_does_not(engine: Engine) -> None:
-    assert engine.can_speculate()
+    assert asyncio.run(engine.integration.speculation.acan_speculate())
     prompt = LAYOUT.render(engine.tokenizer, documents("Anna"), "Who founded Zorval?")
     before = figures(engine)
-    speculation = engine.speculate(lambda: engine.generate(prompt, max_tokens=12))
+    speculation = engine.integration.speculation.speculate(lambda: engine.generate(prompt, max_tokens=12))
     joined = engine.generate(prompt, max_tokens=12)
     alone = engine.generate(prompt, max_tokens=12)
     assert joined.text == alone.text
@@ -71,7 +71,7 @@ def seeded(engine: Engine, mark: str) -> Callable[[], str]:
 def test_a_seeded_request_joins_a_speculation_whose_prompt_took_several_steps(engine: Engine) -> None:
     ask = seeded(engine, "Emil")
     before, num_restarts = figures(engine), engine.num_restarts()
-    engine.speculate(ask)
+    engine.integration.speculation.speculate(ask)
     joined = ask()
     assert joined == ask(), "the tokens of a prompt that was cached, and so computed in one step"
     assert engine.num_restarts() == num_restarts
@@ -91,7 +91,9 @@ def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None
         with closing(engine.stream("Tenrik", **LONG)) as real:
             next(real)
             has_shown = _takes_all_room(engine)
-            speculation = engine.speculate(lambda: engine.generate("Zorval of Tenrik", max_tokens=4))
+            speculation = engine.integration.speculation.speculate(
+                lambda: engine.generate("Zorval of Tenrik", max_tokens=4)
+            )
             waited_s = _while_waiting(engine, 1, real)
             has_shown = has_shown and waited_s > 0.0 and speculation.started_s is None
         is_begun = _begins(speculation)
@@ -108,7 +110,7 @@ def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None
 def test_a_speculation_that_is_preempted_pauses_until_there_is_room_again(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
         assert becomes_idle(engine)
-        speculation = engine.speculate(lambda: engine.generate("Zorval", **LONG))
+        speculation = engine.integration.speculation.speculate(lambda: engine.generate("Zorval", **LONG))
         assert _begins(speculation)
         began_s = speculation.started_s or 0.0
         has_shown = not speculation.is_done
@@ -136,7 +138,7 @@ def _takes_all_room(engine: Engine) -> bool:
     """Return whether a real answer leaves no room on a CPU; a GPU has some beside it, and the test nothing to show."""
 
     def is_full() -> bool:
-        load = engine.pending_prefills()
+        load = asyncio.run(engine.integration.speculation.apending_prefills())
         return load is not None and not load.has_room
 
     if torch.cuda.is_available() and not is_full():
@@ -161,7 +163,7 @@ def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> 
 
 def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
-        speculation = engine.speculate(lambda: engine.generate("Zorval", **LONG))
+        speculation = engine.integration.speculation.speculate(lambda: engine.generate("Zorval", **LONG))
         assert _begins(speculation)
         was_done = speculation.is_done
         speculation.cancel()
@@ -190,7 +192,7 @@ async def test_the_libraries_join_in_any_way_of_asking(engine: Engine, library: 
     def begin() -> object:
         return next(iter(llm.stream(question) if library == "langchain" else llm.stream_complete(question)))
 
-    await asyncio.to_thread(engine.speculate, begin)
+    await asyncio.to_thread(engine.integration.speculation.speculate, begin)
     joined = await text()
     assert not engine._speculations
     assert joined == await text()
@@ -207,7 +209,7 @@ def test_a_warmed_prefix_is_found_cached_by_the_request_that_begins_with_it(engi
         token_ids=prompt.token_ids[: last.end],
         segments=tuple(s for s in prompt.segments if s.end <= last.end),
     )
-    engine.warm(known).add_done_callback(done.append)
+    engine.integration.speculation.warm(known).add_done_callback(done.append)
     assert until(lambda: done)
     assert not done[0].is_failed
     answer = engine.generate(prompt, max_tokens=4)
@@ -217,16 +219,16 @@ def test_a_warmed_prefix_is_found_cached_by_the_request_that_begins_with_it(engi
 
 def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(engine: Engine) -> None:
     prompt = LAYOUT.render(engine.tokenizer, documents("Dora", 10), "Who?")
-    given_up = engine.speculate(lambda: engine.generate(prompt, **LONG))
+    given_up = engine.integration.speculation.speculate(lambda: engine.generate(prompt, **LONG))
     assert until(lambda: given_up.response.has_bytes)
     given_up.cancel()
     assert becomes_idle(engine)
-    left = engine.speculate(lambda: engine.generate(prompt, **LONG))
+    left = engine.integration.speculation.speculate(lambda: engine.generate(prompt, **LONG))
     stream = engine.stream(prompt, **LONG)
     next(stream)
     stream.close()
     assert until(lambda: left.is_done)  # at once, unless a starved server told of no token before the last
     assert becomes_idle(engine)
-    load = engine.pending_prefills()
+    load = asyncio.run(engine.integration.speculation.apending_prefills())
     assert load is not None
     assert load.num_pending_prefills == 0

@@ -104,7 +104,7 @@ async def test_an_ordinary_chain_finds_its_documents_prefilled(
     if how == "bound":
         engine.bind_prompt(prompt_from_layout(), format_documents)
     else:
-        monkeypatch.setattr(engine, "_bound", None)
+        monkeypatch.setattr(engine.integration.prompts, "_bound", None)
         await answer(chain_over(engine, llm, documents(3)), "ainvoke")
     right, handler = documents(3), CacheStatsCallbackHandler()
     chain = chain_over(engine, llm, right, right)

@@ -79,7 +79,7 @@ def test_a_wish_that_cannot_be_is_refused_before_anything_is_sent(engine: Engine
 
 
 def test_a_prefill_ahead_is_exact_whatever_the_engine_does(engine: Engine, server: ScriptedServer) -> None:
-    engine.warm(LAYOUT.render(engine.tokenizer, [SUN], "What?"))
+    engine.integration.speculation.warm(LAYOUT.render(engine.tokenizer, [SUN], "What?"))
     assert until(lambda: server.requests)
     assert server.requests[-1].chunk_reuse is False
 

@@ -85,7 +85,7 @@ def test_a_measured_time_to_first_token_is_kept(engine: Engine, ask: Ask) -> Non
 def test_a_time_that_was_not_measured_is_the_engines_own(engine: Engine) -> None:
     engine.generate(MESSAGES)
     unmeasured = RequestStats(9, 0, 2, None, 0.5)
-    assert engine.complete_stats(unmeasured, "chatcmpl-1").ttft_s == 0.002
+    assert engine.integration.stats.complete(unmeasured, "chatcmpl-1").ttft_s == 0.002
 
 
 @every_way
@@ -165,8 +165,8 @@ def test_an_answer_that_is_there_outlives_its_server_and_its_engine(
     else:
         monkeypatch.setattr(engine._cache_stats, "_url", "http://127.0.0.1:1/v1/ragcache")
     stats = RequestStats(9, 0, 2, 0.1, 0.5)
-    assert engine.complete_stats(stats, "chatcmpl-1") == stats
-    assert asyncio.run(engine.acomplete_stats(stats, "chatcmpl-1")) == stats
+    assert engine.integration.stats.complete(stats, "chatcmpl-1") == stats
+    assert asyncio.run(engine.integration.stats.acomplete(stats, "chatcmpl-1")) == stats
 
 
 @pytest.mark.parametrize(
@@ -179,24 +179,24 @@ def test_figures_that_make_no_sense_are_no_figures(
     engine.generate(MESSAGES)
     server._figures["chatcmpl-1"] = {"num_host_tokens": 3, **figures}
     stats = RequestStats(9, 0, 2, None, 0.5)
-    assert engine.complete_stats(stats, "chatcmpl-1") == stats
+    assert engine.integration.stats.complete(stats, "chatcmpl-1") == stats
 
 
 def test_figures_that_an_engine_leaves_out_or_adds_are_no_hindrance(engine: Engine, server: ScriptedServer) -> None:
     engine.generate(MESSAGES)
     server._figures["chatcmpl-1"] = {"num_host_tokens": 3, "num_moon_tokens": 4}
-    stats = engine.complete_stats(RequestStats(9, 3, 2, None, 0.5), "chatcmpl-1")
+    stats = engine.integration.stats.complete(RequestStats(9, 3, 2, None, 0.5), "chatcmpl-1")
     assert (stats.num_host_tokens, stats.num_disk_tokens) == (3, None)
 
 
 def test_an_answer_without_an_id_asks_nothing(engine: Engine, server: ScriptedServer) -> None:
     stats = RequestStats(9, 0, 2, None, 0.5)
-    assert engine.complete_stats(stats, None) == stats
+    assert engine.integration.stats.complete(stats, None) == stats
     assert server.cache_questions == []
 
 
 def test_an_id_cannot_lead_to_another_route(engine: Engine, server: ScriptedServer) -> None:
-    engine.complete_stats(RequestStats(9, 0, 2, None, 0.5), "../../../metrics?x")
+    engine.integration.stats.complete(RequestStats(9, 0, 2, None, 0.5), "../../../metrics?x")
     assert server.cache_questions == ["stats", "requests/..%2F..%2F..%2Fmetrics%3Fx"]
 
 

@@ -20,7 +20,7 @@ with ScriptedServer() as server:
         assert not [t for t in threading.enumerate() if t.name == "ragcache-imports"]
         at_hand = openai_modules()
         prompt = PromptLayout().render(engine.tokenizer, [], "Who?")
-        engine.speculate(lambda: engine.generate(prompt, max_tokens=4))
+        engine.integration.speculation.speculate(lambda: engine.generate(prompt, max_tokens=4))
         engine.generate(prompt, max_tokens=4)
         engine.generate([{"role": "user", "content": "Who?"}], max_tokens=4)
         print(len(at_hand - before), sorted(openai_modules() - at_hand))

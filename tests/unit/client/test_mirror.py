@@ -92,15 +92,15 @@ class FeedServer:
 
 class Door(OrderingClient):
     def __init__(self, base_url: str) -> None:
-        self._mirror = CachedPrefixes(base_url, "secret")
-        self._reordered = RememberedOrders()
+        self.cached = CachedPrefixes(base_url, "secret")
+        super().__init__(self.cached, RememberedOrders())
 
     @property
     def is_current(self) -> bool:
-        return self._mirror.is_current
+        return self.cached.is_current
 
     def ids(self, *documents: Document, **settings: Any) -> str:
-        arranged = self.arrange_documents(documents, "cache_aware", prefix=P, **settings)
+        arranged = self.arrange(documents, "cache_aware", prefix=P, **settings)
         assert arranged.is_reordered == (arranged.documents != documents)
         return "".join(d.doc_id for d in arranged.documents)
 
@@ -120,7 +120,7 @@ def door_to(server: FeedServer) -> Iterator[Door]:
     try:
         yield door
     finally:
-        door._mirror.close()
+        door.cached.close()
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -133,8 +133,8 @@ def mirror_threads() -> list[threading.Thread]:
 
 def test_nobody_is_asked_before_the_first_use() -> None:
     with serving() as server, door_to(server) as door:
-        assert door.arrange_documents([B, A], "retrieval").documents == (B, A)
-        assert door.arrange_documents([B, A], "canonical").documents == (A, B)
+        assert door.arrange([B, A], "retrieval").documents == (B, A)
+        assert door.arrange([B, A], "canonical").documents == (A, B)
         time.sleep(0.05)  # a question would have come by now
         assert server.seen == []
         assert mirror_threads() == []
@@ -218,8 +218,8 @@ def test_closing_ends_the_thread_at_once_and_nothing_starts_it_again() -> None:
         until(lambda: door.is_current)
         assert len(mirror_threads()) == 1
         began_s = time.monotonic()
-        door._mirror.close()
-        door._mirror.close()
+        door.cached.close()
+        door.cached.close()
         assert time.monotonic() - began_s < 2.0
         assert mirror_threads() == []
         assert door.ids(B, A) == "ba"

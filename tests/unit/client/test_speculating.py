@@ -174,7 +174,7 @@ def test_the_real_request_joins_the_speculation_and_the_engine_is_asked_once(
     server: ScriptedServer, engine: Engine, rehearsed: Callable[[Engine], object], ask: Callable[[Engine], str]
 ) -> None:
     server.script(SLOW)
-    speculation = engine.speculate(lambda: rehearsed(engine))
+    speculation = engine.integration.speculation.speculate(lambda: rehearsed(engine))
     assert until(lambda: server.num_running == 1)
     assert ask(engine) == "one two three four"
     assert [r.speculation for r in server.requests] == [speculation.id]
@@ -190,7 +190,7 @@ def test_a_finished_speculation_is_joined_as_a_whole(
     server: ScriptedServer, engine: Engine, rehearsed: Callable[[Engine], object], ask: Callable[[Engine], str]
 ) -> None:
     server.script(Reply("short"))
-    assert done(engine.speculate(lambda: rehearsed(engine)))
+    assert done(engine.integration.speculation.speculate(lambda: rehearsed(engine)))
     assert ask(engine) == "short"
     assert len(server.requests) == 1
     assert server.aborted == []
@@ -199,7 +199,7 @@ def test_a_finished_speculation_is_joined_as_a_whole(
 def test_a_rehearsal_sends_nothing_and_captures_what_would_have_been_sent(
     server: ScriptedServer, engine: Engine
 ) -> None:
-    captured = engine.capture_request(lambda: of_langchain(engine))
+    captured = engine.integration.speculation.capture_request(lambda: of_langchain(engine))
     assert server.requests == []
     server.script(Reply("yes"))
     of_langchain(engine)
@@ -210,9 +210,9 @@ def test_a_rehearsal_sends_nothing_and_captures_what_would_have_been_sent(
 def test_a_speculation_asks_what_the_request_asks_and_says_what_it_is(server: ScriptedServer, engine: Engine) -> None:
     layout, documents = PromptLayout(), [Document("zorval", "Zorval was founded by Anna.")]
     prompt = layout.render(engine.tokenizer, documents, "Who?")
-    assert done(engine.speculate(lambda: engine.generate(prompt)))
+    assert done(engine.integration.speculation.speculate(lambda: engine.generate(prompt)))
     engine.generate([*ASKED, {"role": "user", "content": "Other"}])
-    assert done(engine.speculate(lambda: of_the_sdk(engine)))
+    assert done(engine.integration.speculation.speculate(lambda: of_the_sdk(engine)))
     [first, _, plain] = server.requests
     assert [d["id"] for d in first.documents] == ["zorval"]
     assert first.body["prompt"] == list(prompt.token_ids)
@@ -226,13 +226,13 @@ def test_a_rehearsal_lets_other_questions_pass(server: ScriptedServer, engine: E
         seen.append(engine.http_client().get(f"{engine.base_url}/models").status_code)
         of_the_engine(engine)
 
-    assert engine.capture_request(ask).url.endswith("/chat/completions")
+    assert engine.integration.speculation.capture_request(ask).url.endswith("/chat/completions")
     assert seen == [200]
 
 
 def test_a_rehearsal_without_a_request_says_what_to_do(engine: Engine) -> None:
     with pytest.raises(ConfigError, match=r"http_client\(\)"):
-        engine.capture_request(lambda: None)
+        engine.integration.speculation.capture_request(lambda: None)
 
 
 def test_what_rehearsed_code_raises_itself_is_raised(engine: Engine) -> None:
@@ -240,7 +240,7 @@ def test_what_rehearsed_code_raises_itself_is_raised(engine: Engine) -> None:
         raise LookupError("no such prompt")
 
     with pytest.raises(LookupError, match="no such prompt"):
-        engine.speculate(fails)
+        engine.integration.speculation.speculate(fails)
 
 
 def test_code_that_hides_every_exception_is_rehearsed_all_the_same(engine: Engine) -> None:
@@ -250,14 +250,14 @@ def test_code_that_hides_every_exception_is_rehearsed_all_the_same(engine: Engin
         except BaseException as error:
             raise ValueError("something went wrong") from error
 
-    assert engine.capture_request(hides).url.endswith("/chat/completions")
+    assert engine.integration.speculation.capture_request(hides).url.endswith("/chat/completions")
 
 
 def test_a_rehearsal_of_one_engine_leaves_another_ones_requests_alone(engine: Engine) -> None:
     with ScriptedServer(root=MODEL) as elsewhere, Engine.connect(elsewhere.url, tokenizer=MODEL) as other:
         elsewhere.script(Reply("sent"))
         with pytest.raises(ConfigError):
-            engine.capture_request(lambda: of_the_engine(other))
+            engine.integration.speculation.capture_request(lambda: of_the_engine(other))
         assert len(elsewhere.requests) == 1
 
 
@@ -265,12 +265,14 @@ def test_a_rehearsal_leaves_a_request_to_another_server_alone(engine: Engine) ->
     with ScriptedServer() as elsewhere, pytest.raises(ConfigError, match="base_url"):
         elsewhere.script(Reply("sent"))
         other = openai.OpenAI(base_url=elsewhere.base_url, api_key="theirs", http_client=engine.http_client())
-        engine.capture_request(lambda: other.chat.completions.create(model=elsewhere.model, messages=ASKED))
+        engine.integration.speculation.capture_request(
+            lambda: other.chat.completions.create(model=elsewhere.model, messages=ASKED)
+        )
     assert len(elsewhere.requests) == 1
 
 
 def test_a_request_with_another_key_or_to_another_server_does_not_join(engine: Engine, server: ScriptedServer) -> None:
-    speculation = engine.speculate(lambda: of_the_sdk(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_sdk(engine))
     assert done(speculation)
     with ScriptedServer() as elsewhere:
         for base_url, api_key in [(engine.base_url, "wrong"), (elsewhere.base_url, engine.api_key)]:
@@ -284,7 +286,7 @@ def test_a_request_with_another_key_or_to_another_server_does_not_join(engine: E
 @asked_anyhow
 def test_another_question_does_not_join(server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]) -> None:
     server.script(NEVER, Reply("mine"))
-    speculation = engine.speculate(lambda: engine.generate(ASKED, max_tokens=7))
+    speculation = engine.integration.speculation.speculate(lambda: engine.generate(ASKED, max_tokens=7))
     assert until(lambda: server.num_running == 1)
     assert ask(engine) == "mine"
     assert server.confirmed == []
@@ -293,7 +295,7 @@ def test_another_question_does_not_join(server: ScriptedServer, engine: Engine, 
 
 def test_a_cancelled_speculation_leaves_the_engine_and_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER, Reply("sent"))
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
     speculation.cancel()
     speculation.cancel()
@@ -307,7 +309,7 @@ def test_a_cancelled_speculation_leaves_the_engine_and_is_not_joined(server: Scr
 
 def test_a_speculation_cancelled_before_it_was_sent_is_never_sent(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("first"), Reply("sent"))
-    assert done(engine.speculate(lambda: of_the_engine(engine)))
+    assert done(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
     assert of_the_engine(engine) == "first"
     is_busy, may_go_on = threading.Event(), threading.Event()
     background = engine._speculations._background
@@ -319,7 +321,7 @@ def test_a_speculation_cancelled_before_it_was_sent_is_never_sent(server: Script
 
     background._loop.call_soon_threadsafe(stay_busy)
     assert is_busy.wait(5.0)
-    engine.speculate(lambda: of_the_engine(engine)).cancel()
+    engine.integration.speculation.speculate(lambda: of_the_engine(engine)).cancel()
     may_go_on.set()
     assert of_the_engine(engine) == "sent"
     assert len(server.requests) == 2
@@ -339,13 +341,13 @@ def test_a_speculation_that_is_aborted_while_it_is_started_leaves_the_engine(
         return future
 
     monkeypatch.setattr(engine._speculations, "_run", run_while_another_thread_aborts)
-    assert engine.speculate(lambda: of_the_engine(engine)).is_cancelled
+    assert engine.integration.speculation.speculate(lambda: of_the_engine(engine)).is_cancelled
     assert until(lambda: server.num_running == 0)
 
 
 def test_a_whole_answer_that_is_cancelled_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("stale"), Reply("fresh"))
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert done(speculation)
     speculation.cancel()
     assert of_the_engine(engine) == "fresh"
@@ -359,7 +361,7 @@ def test_a_failed_speculation_is_as_if_it_had_never_been(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str], failure: Refusal | Reply
 ) -> None:
     server.script(failure, Reply("sent"))
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert done(speculation)
     assert speculation.is_failed
     assert speculation.error is not None
@@ -370,7 +372,7 @@ def test_an_error_inside_a_stream_fails_a_speculation_that_nobody_joined(
     server: ScriptedServer, engine: Engine
 ) -> None:
     server.script(Reply("half an answer", error_after_tokens=1), Reply("sent"))
-    speculation = engine.speculate(lambda: engine_stream(engine))
+    speculation = engine.integration.speculation.speculate(lambda: engine_stream(engine))
     assert done(speculation)
     assert "out of room" in str(speculation.error)
     assert engine_stream(engine) == "sent"
@@ -395,7 +397,7 @@ def test_a_request_that_joined_is_sent_when_the_engine_dies_before_the_first_tok
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
     server.script(Reply("lost", wait_s=0.3, cut_after_tokens=-1), Reply("sent"))
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
     assert ask(engine) == "sent"
     assert speculation.is_failed
@@ -404,7 +406,7 @@ def test_a_request_that_joined_is_sent_when_the_engine_dies_before_the_first_tok
 
 def test_an_answer_that_was_joined_and_is_cut_off_fails_as_any_other(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("one two three", token_wait_s=0.2, cut_after_tokens=2))
-    engine.speculate(lambda: of_the_engine(engine))
+    engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     with pytest.raises(EngineDiedError):
         of_the_engine(engine)
     assert len(server.requests) == 1
@@ -415,7 +417,7 @@ def test_a_reader_that_leaves_ends_the_request_in_the_engine(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
     server.script(Reply("one two three four", token_wait_s=0.5))
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     if ask is of_the_engine:
         stream = engine.stream(ASKED, max_tokens=8)
         assert next(stream).text == "one"
@@ -434,7 +436,7 @@ def test_a_reader_that_leaves_ends_the_request_in_the_engine(
 
 async def test_a_cancelled_task_that_waits_for_a_speculation_ends_it(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
-    speculation = await asyncio.to_thread(engine.speculate, lambda: of_the_engine(engine))
+    speculation = await asyncio.to_thread(engine.integration.speculation.speculate, lambda: of_the_engine(engine))
     asking = asyncio.create_task(engine.agenerate(ASKED, max_tokens=8))
     await asyncio.to_thread(until, lambda: server.confirmed == [speculation.id])
     asking.cancel()
@@ -445,7 +447,7 @@ async def test_a_cancelled_task_that_waits_for_a_speculation_ends_it(server: Scr
 
 def test_an_interrupted_wait_for_a_speculation_ends_it(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     main = threading.main_thread().ident
     assert main is not None
 
@@ -467,7 +469,7 @@ def test_a_request_that_joined_keeps_its_own_timeout(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
     server.script(NEVER)
-    speculation = engine.speculate(lambda: of_the_sdk(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_sdk(engine))
     with pytest.raises(openai.APITimeoutError):
         if ask is of_the_engine:
             engine._openai.with_options(timeout=0.2).chat.completions.create(model=engine.model, messages=ASKED)
@@ -480,7 +482,7 @@ def test_a_request_that_joined_keeps_its_own_timeout(
 def test_of_many_equal_requests_only_one_joins(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("the one", wait_s=0.1))
     server.rules = [lambda _: Reply("another")]
-    engine.speculate(lambda: of_the_engine(engine))
+    engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     answers: list[str] = []
     asking = [threading.Thread(target=lambda: answers.append(of_the_engine(engine))) for _ in range(8)]
     for thread in asking:
@@ -494,7 +496,7 @@ def test_of_many_equal_requests_only_one_joins(server: ScriptedServer, engine: E
 def test_equal_speculations_are_joined_one_after_the_other(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("first"), Reply("second"))
     for _ in range(2):
-        assert done(engine.speculate(lambda: of_the_engine(engine)))
+        assert done(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
     assert [of_the_engine(engine), of_the_engine(engine)] == ["first", "second"]
     assert len(server.requests) == 2
 
@@ -504,7 +506,7 @@ def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, 
     for scope in ("first", "second", "nobody"):
         server.script(Reply(scope))
         with request_scope(None if scope == "nobody" else scope):
-            speculations[scope] = engine.speculate(lambda: of_the_engine(engine))
+            speculations[scope] = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
         assert done(speculations[scope])
     for scope in ("second", "first"):
         with request_scope(scope):
@@ -518,7 +520,7 @@ def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, 
 def test_a_request_is_sent_in_the_name_that_it_was_made_in(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("mine"), Reply("anew"))
     with request_scope("me"):
-        send = engine.prepare(lambda: of_the_engine(engine))
+        send = engine.integration.speculation.prepare(lambda: of_the_engine(engine))
     assert server.requests == []
     assert done(mine := send())
     with request_scope("you"):
@@ -533,7 +535,7 @@ def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_no
 ) -> None:
     server.script(Reply("mine"), Reply("anew"))
     with request_scope("me"):
-        mine = engine.speculate(lambda: of_the_engine(engine))
+        mine = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert done(mine)
     with request_scope("you"):
         assert of_the_engine(engine) == "anew"
@@ -545,7 +547,7 @@ def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(
     server: ScriptedServer, engine: Engine
 ) -> None:
     server.script(SLOW, SLOW)
-    mine, _ = (engine.speculate(lambda: of_the_engine(engine)) for _ in range(2))
+    mine, _ = (engine.integration.speculation.speculate(lambda: of_the_engine(engine)) for _ in range(2))
     chunks = engine.stream(ASKED, max_tokens=8)
     assert next(chunks).text
     mine.cancel()  # the oldest was handed out, to a request that is not mine
@@ -558,13 +560,13 @@ def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(
 def test_whoever_wants_to_know_is_told_once_when_it_is_done(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("yes", wait_s=0.05), NEVER)
     told: list[str] = []
-    finished = engine.speculate(lambda: of_the_engine(engine))
+    finished = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     finished.add_done_callback(lambda s: told.append(f"early {s.id}"))
     assert done(finished)
     finished.add_done_callback(lambda s: told.append(f"late {s.id}"))
     finished.cancel()
     assert until(lambda: told == [f"early {finished.id}", f"late {finished.id}"])
-    cancelled = engine.speculate(lambda: of_the_engine(engine))
+    cancelled = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     cancelled.add_done_callback(lambda s: told.append(f"cancelled {s.id}"))
     cancelled.cancel()
     assert told[2:] == [f"cancelled {cancelled.id}"]
@@ -572,7 +574,7 @@ def test_whoever_wants_to_know_is_told_once_when_it_is_done(server: ScriptedServ
 
 def test_a_warm_up_prefills_a_prefix_and_is_never_joined(server: ScriptedServer, engine: Engine) -> None:
     prompt = PromptLayout().render(engine.tokenizer, [Document("zorval", "Zorval was founded by Anna.")], "Who?")
-    speculation = engine.warm(prompt)
+    speculation = engine.integration.speculation.warm(prompt)
     assert done(speculation)
     [warmed] = server.requests
     assert warmed.path == "/v1/completions"
@@ -589,7 +591,7 @@ def test_a_warm_up_prefills_a_prefix_and_is_never_joined(server: ScriptedServer,
 def test_a_confirmation_is_repeated_until_the_engine_has_heard_it(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
     server.cache_status = 503
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     speculation.confirm()
     confirmation = f"speculations/{speculation.id}/confirm"
     assert until(lambda: server.cache_questions.count(confirmation) == 2)
@@ -606,7 +608,7 @@ def test_a_confirmation_is_not_repeated_in_vain(
     monkeypatch.setattr(speculative_http, "_CONFIRM_PAUSES_S", (0.02,))
     server.script(Reply("done") if ends else NEVER)
     server.cache_status = 503 if ends else 404
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert not ends or done(speculation)
     speculation.confirm()
     confirmation = f"speculations/{speculation.id}/confirm"
@@ -621,7 +623,7 @@ def test_a_speculation_starts_as_much_later_than_it_was_sent_as_it_waited(
 ) -> None:
     server.script(NEVER)
     server.admits_after_s = 0.1
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s is not None)
     assert not speculation.is_done
     assert speculation.started_s == speculation.sent_s + 0.1, "the way to the engine is not counted"
@@ -636,7 +638,7 @@ def test_a_pause_is_not_hidden_search_time(
     if is_told_late:
         monkeypatch.setattr(speculative_http, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
     server.script(Reply("one two", wait_s=0.1))
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s == speculation.sent_s)
     server.paused_s += [0.25, 0.5]
     assert until(lambda: speculation.started_s == speculation.sent_s + 0.75)
@@ -652,7 +654,7 @@ def test_an_engine_that_begins_late_is_asked_again(
     monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
     server.script(NEVER)
     server.admits_after_s = None
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     time.sleep(0.2)  # many times as long as it waits for an answer
     assert speculation.started_s is None
     server.admits_after_s = 0.0
@@ -663,7 +665,7 @@ def test_an_engine_that_begins_late_is_asked_again(
 def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
     server.admits_after_s, server.cache_status = 0.05, 503
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     time.sleep(0.1)  # the first question is answered with an error
     server.cache_status = 200
     assert until(lambda: speculation.started_s is not None)
@@ -678,7 +680,7 @@ def test_a_server_that_does_not_tell_is_left_alone_after_the_end(
     server.admits_after_s = None
     if says == "no such route":
         server.cache_status = 404
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert done(speculation)
     assert speculation._work is not None
     speculation._work.result(5.0)
@@ -690,7 +692,7 @@ def test_a_speculation_that_was_read_to_its_end_is_done_and_not_cancelled(
 ) -> None:
     for _ in range(20):
         server.script(Reply("one two", wait_s=0.01))
-        speculation = engine.speculate(lambda: of_the_engine(engine))
+        speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
         assert of_the_engine(engine) == "one two"
         assert done(speculation)
         assert not speculation.is_cancelled
@@ -704,22 +706,22 @@ def test_answers_that_nobody_asks_for_are_dropped(
     speculations = []
     for i in range(4):
         server.script(Reply(f"answer {i}"))
-        speculations.append(engine.speculate(lambda: of_the_engine(engine)))
+        speculations.append(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
         assert done(speculations[-1])
     assert of_the_engine(engine) == "answer 2"
     monkeypatch.setattr(speculating, "_KEEP_S", 0.05)
     server.script(Reply("late"))
     engine._speculations.claim(speculations[-1].key)
-    assert done(engine.speculate(lambda: of_the_engine(engine)))
+    assert done(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
     assert until(lambda: not engine._speculations)
 
 
 def test_an_answer_that_was_joined_or_dropped_leaves_the_memory(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("joined"), Reply("dropped"))
-    joined = engine.speculate(lambda: of_the_engine(engine))
+    joined = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert done(joined)
     assert of_the_engine(engine) == "joined"
-    dropped = engine.speculate(lambda: of_the_engine(engine))
+    dropped = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert done(dropped)
     dropped.cancel()
     held = [weakref.ref(joined), weakref.ref(dropped)]
@@ -742,64 +744,67 @@ def test_a_prompt_that_was_speculated_is_not_tokenised_again() -> None:
 # What the engine says before anything is speculated
 
 
-def test_the_engines_load_is_asked_and_speculation_is_possible(server: ScriptedServer, engine: Engine) -> None:
-    assert engine.can_speculate()
-    assert engine.can_speculate()
+async def test_the_engines_load_is_asked_and_speculation_is_possible(server: ScriptedServer, engine: Engine) -> None:
+    client = engine.integration.speculation
+    assert await client.acan_speculate()
+    assert await client.acan_speculate()
     assert server.cache_questions.count("load") == 1
     server.load = {**IDLE, "num_pending_prefills": 3}
-    assert engine.pending_prefills() == EngineLoad(0, 4, has_room=True), (
-        "an answer serves all who ask at the same moment"
-    )
-    time.sleep(0.03)  # the answer is too old to serve for another moment
-    assert engine.pending_prefills() == EngineLoad(num_pending_prefills=3, max_prefill_bs=4, has_room=True)
-    assert asyncio.run(engine.apending_prefills()) == EngineLoad(3, 4, has_room=True)
-    time.sleep(0.03)  # again
+    load = await client.apending_prefills()
+    assert load == EngineLoad(0, 4, has_room=True), "an answer serves all who ask at the same moment"
+    await asyncio.sleep(0.03)  # the answer is too old to serve for another moment
+    assert await client.apending_prefills() == EngineLoad(num_pending_prefills=3, max_prefill_bs=4, has_room=True)
+    await asyncio.sleep(0.03)  # again
     server.load = {**IDLE, "has_room": False}
-    assert engine.pending_prefills() == EngineLoad(0, 4, has_room=False)
-    assert asyncio.run(engine.acan_speculate())
+    assert await client.apending_prefills() == EngineLoad(0, 4, has_room=False)
+    assert await client.acan_speculate()
 
 
 @pytest.mark.parametrize(("num_pending", "has_room"), [(3, True), (4, False)])
-def test_an_older_engine_that_does_not_say_whether_there_is_room_has_it_by_its_count(
+async def test_an_older_engine_that_does_not_say_whether_there_is_room_has_it_by_its_count(
     server: ScriptedServer, engine: Engine, num_pending: int, has_room: bool
 ) -> None:
+    client = engine.integration.speculation
     server.load = {"num_pending_prefills": num_pending, "max_prefill_bs": 4, "is_speculative": True}
-    assert engine.pending_prefills() == EngineLoad(num_pending, 4, has_room)
+    assert await client.apending_prefills() == EngineLoad(num_pending, 4, has_room)
 
 
 @pytest.mark.parametrize("load", [None, {**IDLE, "is_speculative": False}, {"other": "words"}])
-def test_a_server_without_our_plugin_is_named_in_one_warning(
+async def test_a_server_without_our_plugin_is_named_in_one_warning(
     server: ScriptedServer, engine: Engine, load: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    client = engine.integration.speculation
     server.load = load
     with caplog.at_level(logging.WARNING):
-        assert not engine.can_speculate()
-        assert not asyncio.run(engine.acan_speculate())
+        assert not await client.acan_speculate()
+        assert not await client.acan_speculate()
     assert [r.message for r in caplog.records if "cannot prefill" in r.message and "ragcache serve" in r.message]
     assert len(caplog.records) == 1
-    assert engine.pending_prefills() is None
+    assert await client.apending_prefills() is None
     assert server.cache_questions.count("load") == 1
 
 
-def test_an_engine_told_not_to_speculate_is_not_warned_of(
+async def test_an_engine_told_not_to_speculate_is_not_warned_of(
     server: ScriptedServer, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
+    client = engine.integration.speculation
     server.load = {**IDLE, "max_prefill_bs": 0}
     with caplog.at_level(logging.WARNING):
-        assert not engine.can_speculate()
+        assert not await client.acan_speculate()
     assert caplog.records == []
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 503])
-def test_a_server_that_refuses_to_say_is_asked_again_later(
+async def test_a_server_that_refuses_to_say_is_asked_again_later(
     server: ScriptedServer, engine: Engine, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    client = engine.integration.speculation
     server.cache_status = status
-    assert not engine.can_speculate()
+    assert not await client.acan_speculate()
     server.cache_status = 200
-    assert not engine.can_speculate()
-    engine._load._paused_until_s = 0.0
-    assert engine.can_speculate()
+    assert not await client.acan_speculate()
+    client._load._paused_until_s = 0.0
+    assert await client.acan_speculate()
     assert caplog.records == []
 
 
@@ -810,7 +815,7 @@ def test_closing_the_engine_ends_its_speculations_and_its_thread(server: Scripte
     server.script(NEVER, NEVER)
     engine = Engine.connect(server.url, tokenizer=MODEL)
     assert threads() == []
-    speculations = [engine.speculate(lambda: of_the_engine(engine)) for _ in range(2)]
+    speculations = [engine.integration.speculation.speculate(lambda: of_the_engine(engine)) for _ in range(2)]
     assert until(lambda: server.num_running == 2)
     assert len(threads()) == 1
     engine.close()
@@ -819,7 +824,7 @@ def test_closing_the_engine_ends_its_speculations_and_its_thread(server: Scripte
     assert all(s.is_cancelled for s in speculations)
     assert until(lambda: server.num_running == 0)
     with pytest.raises(EngineClosedError, match="launch or connect again"):
-        engine.speculate(lambda: of_the_engine(engine))
+        engine.integration.speculation.speculate(lambda: of_the_engine(engine))
 
 
 def test_closing_the_thread_twice_does_not_cut_off_what_it_still_ends() -> None:
@@ -849,7 +854,7 @@ def test_closing_the_thread_twice_does_not_cut_off_what_it_still_ends() -> None:
 def test_a_request_that_waits_for_a_speculation_hears_of_the_close(server: ScriptedServer) -> None:
     server.script(NEVER)
     engine = Engine.connect(server.url, tokenizer=MODEL)
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
 
     def close() -> None:
         assert until(lambda: server.confirmed)
@@ -871,14 +876,14 @@ def test_an_engine_that_never_speculates_starts_no_thread(server: ScriptedServer
 
 def test_a_fork_starts_without_its_parents_speculations(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("of the parent", wait_s=0.5), Reply("of the child"), Reply("anew"))
-    speculation = engine.speculate(lambda: of_the_engine(engine))
+    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             sent = of_the_sdk(engine) == "of the child" and not engine._speculations
-            again = engine.speculate(lambda: of_the_engine(engine))
+            again = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
             status = 0 if sent and done(again) and of_the_engine(engine) == "anew" else 2
         finally:
             os._exit(status)

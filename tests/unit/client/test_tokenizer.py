@@ -134,7 +134,7 @@ def test_a_server_elsewhere_hands_its_tokenizer_out_and_the_hub_is_not_asked(
         here = ModelTokenizer(DEMO_MODEL)
         assert engine.tokenize(MESSAGES) == list(here.encode(here.render(MESSAGES)).token_ids)
         assert engine.tokenize("Zorval") == list(here.encode("Zorval", add_special_tokens=True).token_ids)
-        plan = engine.plan_chat(
+        plan = engine.integration.prompts.plan_chat(
             [{"role": "user", "content": "Zorval is old. When?"}], documents=[Document("z", "Zorval is old.")]
         )
         assert "z" in [segment.doc_id for segment in plan.segments]
@@ -193,7 +193,7 @@ def test_a_plain_server_elsewhere_costs_one_warning_at_once(
     server.tokenizer = None
     started_s = time.monotonic()
     with Engine.connect(server.url, api_key="secret") as engine:
-        assert engine.plan_chat(MESSAGES).extra_body == {}
+        assert engine.integration.prompts.plan_chat(MESSAGES).extra_body == {}
     assert time.monotonic() - started_s < 5
     assert no_hub == []
     (warning,) = caplog.messages

@@ -174,9 +174,9 @@ def test_a_template_without_the_variable_is_refused_with_its_names(engine: Engin
 
 
 def test_the_last_prompt_bound_is_the_engines(engine: Engine) -> None:
-    assert engine.bound_prompt is None
+    assert engine.integration.prompts.bound_prompt is None
     prompts = [engine.bind_prompt(TEMPLATES[name][0], joined) for name in ("system and human", "mustache")]
-    assert engine.bound_prompt is prompts[-1]
+    assert engine.integration.prompts.bound_prompt is prompts[-1]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_chain_teaches_its_prompt_with_its_first_request(
     prompt, _ = TEMPLATES[name]
     chain = {"context": retriever | format_docs, "question": RunnablePassthrough()} | prompt | llm
     chain.invoke(QUESTION)
-    learned = engine.bound_prompt
+    learned = engine.integration.prompts.bound_prompt
     assert learned is not None
     assert not learned.is_question_first
     whole = sent(engine, prompt, {"context": format_docs(SHOWN), "question": "Which one is red?"})
@@ -203,15 +203,15 @@ def test_what_is_bound_is_not_replaced_by_what_is_learned(engine: Engine, llm: C
     engine.remember_documents(DOCUMENTS, query=QUESTION)
     prompt, _ = TEMPLATES["human only"]
     (prompt | llm).invoke({"context": joined(SHOWN), "question": QUESTION})
-    assert engine.bound_prompt is bound
+    assert engine.integration.prompts.bound_prompt is bound
 
 
 def test_a_learned_question_before_the_documents_is_known_by_its_text(engine: Engine, llm: ChatRAGCache) -> None:
     prompt = ChatPromptTemplate.from_messages([("system", STATIC), ("human", "Question: {question}\n\n{context}")])
     engine.remember_documents(DOCUMENTS, query=QUESTION)
     (prompt | llm).invoke({"context": joined(SHOWN), "question": QUESTION})
-    assert engine.bound_prompt is not None
-    assert engine.bound_prompt.is_question_first
+    assert engine.integration.prompts.bound_prompt is not None
+    assert engine.integration.prompts.bound_prompt.is_question_first
 
 
 def test_a_partial_function_of_the_formatting_is_called_as_it_is(engine: Engine) -> None:

@@ -77,7 +77,7 @@ def test_a_retriever_goes_by_the_prompt_that_is_bound(how: str, engine: Engine) 
 
 @pytest.mark.usefixtures("cached")
 def test_where_no_prompt_is_known_that_of_any_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(engine), "bound_prompt", None)
+    monkeypatch.setattr(type(engine.integration.prompts), "bound_prompt", None)
     source = ScriptedSource((Stage("sun moon"),))
     retriever = RAGCacheRetriever(store=source, engine=engine, k=2, document_order="cache_aware")
     assert [d.id for d in retriever.invoke(QUESTION)] == ["moon", "sun"]

@@ -113,7 +113,7 @@ def test_a_query_engine_teaches_its_layout_and_a_bound_one_agrees(
         ListRetriever(*(TextNode(id_=d.doc_id, text=d.text) for d in DOCUMENTS[:2])), llm, layout=layout
     )
     query_engine.query(QUESTION)
-    learned = scripted.bound_prompt
+    learned = scripted.integration.prompts.bound_prompt
     assert learned is not None
     whole = layout.render(scripted.tokenizer, DOCUMENTS, "Which one is red?")
     for prompt in (learned, scripted.bind_prompt(layout)):
