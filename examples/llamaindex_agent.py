@@ -27,7 +27,7 @@ async def ask(agent: FunctionAgent, question: str, round_number: int) -> list[Ro
             rows.append(Row.of(question, f"{round_number} agent", calls or str(event), stats))
         if isinstance(event, ToolCallResult):
             said = event.tool_output.raw_output.metadata
-            stats, hidden_s = request_stats_from_dict(said["ragcache"]), said["ragcache_pipeline"]["hidden_search_s"]
+            stats, hidden_s = request_stats_from_dict(said["ragcache"]), said["ragcache"]["pipeline"]["hidden_search_s"]
             note = f"{round_number} {event.tool_name}"
             rows.append(Row.of(question, note, event.tool_output.content, stats, hidden_s))
     await run

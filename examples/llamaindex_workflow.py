@@ -54,7 +54,7 @@ async def ask(workflow: Answering, question: str, note: str, options: Options) -
     response = await run
     if not options.as_json:
         print()
-    stats, hidden_s = response.metadata["ragcache"], response.metadata["ragcache_pipeline"]["hidden_search_s"]
+    stats, hidden_s = response.metadata["ragcache"], response.metadata["ragcache"]["pipeline"]["hidden_search_s"]
     return Row.of(question, note, str(response), request_stats_from_dict(stats), hidden_s)
 
 

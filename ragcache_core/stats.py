@@ -8,6 +8,11 @@ from typing import Any
 
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
 
+STATS_KEY = "ragcache"
+"""Key of a response's metadata for its statistics, :meth:`RequestStats.to_dict`, in every framework."""
+PIPELINE_KEY = "pipeline"
+"""Key beside these statistics for the report of the search, :meth:`PipelineReport.to_dict`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -377,7 +382,7 @@ def request_stats_from_dict(data: Mapping[str, object]) -> RequestStats:
         ValueError: ``data`` is not such a dictionary.
     """
     fields = dict(data)
-    for beside in ("num_computed_tokens", "pipeline"):  # derived; the report of a search
+    for beside in ("num_computed_tokens", PIPELINE_KEY):  # derived; the report of a search
         fields.pop(beside, None)
     documents = fields.pop("documents", [])
     reuse: Any = fields.pop("chunk_reuse", None)

@@ -13,18 +13,14 @@ from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable
 
 from ragcache_core.client import Engine
-from ragcache_core.client.pipeline.run import PipelineEvent
-from ragcache_core.client.pipeline.session import SearchSession
+from ragcache_core.client.pipeline.run import PipelineEvent, Speculator
+from ragcache_core.client.pipeline.session import SearchOverlap, SearchSession
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.stats import PIPELINE_KEY, STATS_KEY
 from ragcache_core.types import Document
-from ragcache_integrations.langchain.chat_model import STATS_KEY, ChatRAGCache
+from ragcache_integrations.langchain.chat_model import ChatRAGCache
 from ragcache_integrations.langchain.documents import to_langchain
-from ragcache_integrations.langchain.retriever import SearchOverlap
-
-PIPELINE_KEY = "pipeline"
-"""Key of ``response_metadata["ragcache"]`` for the report of the search, :meth:`PipelineReport.to_dict()
-<ragcache_core.stats.PipelineReport.to_dict>`."""
 
 Documents = list[LangChainDocument]
 Prompt = Runnable[dict[str, Any], PromptValue]
@@ -53,7 +49,7 @@ class AskedQuestion(SearchSession):
             return self._prompt.format_prompt(**values).to_messages()
         return self._prompt.invoke(values, {"callbacks": []}).to_messages()
 
-    def overlap(self, timeout_s: float | None) -> SearchOverlap:
+    def overlap(self, timeout_s: float | None) -> SearchOverlap[Speculator]:
         """Return what goes on while the search does."""
         return SearchOverlap(self.engine, self.speculator, self.take, timeout_s, self.bound)
 

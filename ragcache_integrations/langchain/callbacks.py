@@ -14,7 +14,7 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 
 from ragcache_core.client.stats.cache_summary import CacheSummary, CacheTally
 from ragcache_core.runtime.trace_recorder import TraceRecorder
-from ragcache_core.stats import RequestStats, request_stats_from_dict
+from ragcache_core.stats import STATS_KEY, RequestStats, request_stats_from_dict
 from ragcache_integrations.langchain.events import SPECULATION_EVENT
 
 
@@ -122,5 +122,5 @@ class TraceCallbackHandler(BaseCallbackHandler):
 
 def _stats_of(generation: object) -> RequestStats | None:
     message: BaseMessage | None = generation.message if isinstance(generation, ChatGeneration) else None
-    data = message.response_metadata.get("ragcache") if message is not None else None
+    data = message.response_metadata.get(STATS_KEY) if message is not None else None
     return request_stats_from_dict(data) if isinstance(data, dict) else None

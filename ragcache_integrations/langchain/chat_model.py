@@ -24,7 +24,7 @@ from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
-from ragcache_core.stats import RequestStats
+from ragcache_core.stats import STATS_KEY, RequestStats
 from ragcache_core.types import Document
 from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.langchain.documents import to_core
@@ -34,9 +34,6 @@ BASE_URL_ENV = "RAGCACHE_BASE_URL"
 API_KEY_ENV = "RAGCACHE_API_KEY"
 DOCUMENTS_KEY = "ragcache_documents"
 """Key of a human message's ``additional_kwargs`` for the documents that its text holds."""
-STATS_KEY = "ragcache"
-"""Key of ``response_metadata`` for the request's statistics, :meth:`RequestStats.to_dict()
-<ragcache_core.stats.RequestStats.to_dict>`."""
 
 _RESPONSE_ID = "ragcache_response_id"
 _NO_KEY = "EMPTY"  # what vLLM's clients send to a server without a key; OPENAI_API_KEY must not reach it

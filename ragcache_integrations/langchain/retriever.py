@@ -15,7 +15,8 @@ from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validat
 
 from ragcache_core.client import Engine
 from ragcache_core.client.ordering.document_order import in_order
-from ragcache_core.client.pipeline.run import PipelineResult, Speculator, run_pipeline
+from ragcache_core.client.pipeline.run import Speculator, run_pipeline
+from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
@@ -33,22 +34,6 @@ from ragcache_integrations.langchain.chain import RANK_KEY
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where
-
-
-@dataclass(frozen=True, slots=True)
-class SearchOverlap:
-    """What the engine does during one search, in place of prefilling the prompt's documents, and who hears of it.
-
-    ``speculator`` asks ``engine`` ahead, with the documents of a stage; without one the retriever does what it always
-    does. ``on_result`` gets what the search came to, and owns its speculation. ``prompt`` is what will show the
-    documents, for an order by what is cached after it.
-    """
-
-    engine: Engine | None
-    speculator: Speculator | None
-    on_result: Callable[[PipelineResult], None]
-    timeout_s: float | None = None
-    prompt: Callable[[], BoundPrompt | None] = lambda: None
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -115,7 +100,7 @@ class RAGCacheRetriever(BaseRetriever):
         query: str,
         *,
         run_manager: CallbackManagerForRetrieverRun,
-        overlap: SearchOverlap | None = None,
+        overlap: SearchOverlap[Speculator] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
         on_event = dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
@@ -126,14 +111,14 @@ class RAGCacheRetriever(BaseRetriever):
         query: str,
         *,
         run_manager: AsyncCallbackManagerForRetrieverRun,
-        overlap: SearchOverlap | None = None,
+        overlap: SearchOverlap[Speculator] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
         on_event = async_dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
         return await self._search(query, asked, overlap, on_event)
 
     async def _search(
-        self, query: str, asked: dict[str, Any], overlap: SearchOverlap | None, on_event: Listener
+        self, query: str, asked: dict[str, Any], overlap: SearchOverlap[Speculator] | None, on_event: Listener
     ) -> list[LangChainDocument]:
         engine, speculator, timeout_s = self.engine, self._warmer(), self.search_timeout_s
         own = {"k": self.k, "filter": self.filter}
@@ -143,8 +128,8 @@ class RAGCacheRetriever(BaseRetriever):
             raise ConfigError(f"k is {k}: ask for 0 documents or more")
         if overlap is not None:
             timeout_s = overlap.timeout_s or timeout_s
-            if overlap.speculator is not None:
-                engine, speculator, prompt = overlap.engine, overlap.speculator, overlap.prompt
+            if overlap.ahead is not None:
+                engine, speculator, prompt = overlap.engine, overlap.ahead, overlap.prompt or prompt
         result = await run_pipeline(
             self._updates(query, k, where),
             None if engine is None else engine.integration.speculation,

@@ -10,11 +10,8 @@ from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
-from ragcache_core.stats import RequestStats
+from ragcache_core.stats import STATS_KEY, RequestStats
 from ragcache_integrations.llamaindex.events import CacheStatsEvent, dispatcher
-
-STATS_KEY = "ragcache"
-"""Where a response carries its statistics: ``additional_kwargs[STATS_KEY]``, ``metadata[STATS_KEY]``."""
 
 _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 

@@ -12,16 +12,13 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine
-from ragcache_core.client.pipeline.session import SearchSession
+from ragcache_core.client.pipeline.session import SearchOverlap, SearchSession
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.stats import PIPELINE_KEY, STATS_KEY
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import shown_document
-from ragcache_integrations.llamaindex.retriever import AskAhead, SearchOverlap
-
-PIPELINE_KEY = "ragcache_pipeline"
-"""Key of ``response.metadata`` for the report of the search, :meth:`PipelineReport.to_dict()
-<ragcache_core.stats.PipelineReport.to_dict>`."""
+from ragcache_integrations.llamaindex.retriever import AskAhead
 
 _Response = TypeVar("_Response", bound=RESPONSE_TYPE)
 
@@ -44,8 +41,8 @@ class AskedQuery(SearchSession, AbstractContextManager["AskedQuery"]):
     ) -> None:
         super().__init__()
         self.query = query
-        ahead = None if ask_ahead is None else partial(self._ask_ahead, ask_ahead)
-        self.overlap = SearchOverlap(engine, ahead, self.take, skipped_because, timeout_s, prompt)
+        ahead: AskAhead | None = None if ask_ahead is None else partial(self._ask_ahead, ask_ahead)
+        self.overlap = SearchOverlap(engine, ahead, self.take, timeout_s, prompt, skipped_because)
         self._ends_with_stream = False
         self._span_id = active_span_id.get()
 
@@ -98,7 +95,7 @@ class AskedQuery(SearchSession, AbstractContextManager["AskedQuery"]):
 
     def _put_report(self, metadata: dict[str, Any]) -> None:
         if (report := self.pipeline_report()) is not None:
-            metadata[PIPELINE_KEY] = report
+            metadata[STATS_KEY] = {**metadata.get(STATS_KEY, {}), PIPELINE_KEY: report}
 
     def __exit__(self, *_: object) -> None:
         if not self._ends_with_stream:

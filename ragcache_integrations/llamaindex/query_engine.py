@@ -29,8 +29,8 @@ from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
+from ragcache_core.stats import STATS_KEY
 from ragcache_core.wire import read_chunk_reuse
-from ragcache_integrations.llamaindex._requests import STATS_KEY
 from ragcache_integrations.llamaindex.asked_query import AskedQuery
 from ragcache_integrations.llamaindex.events import dispatcher
 from ragcache_integrations.llamaindex.llm import RAGCacheLLM
@@ -61,8 +61,8 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     While a ``query`` or ``aquery`` searches, the engine already answers from the candidates of each stage. Where they
     turn out to be the final documents, the LLM's own request takes that answer over; where they do not, it is cancelled
     and the request is sent as always. Not a token is handed out before the documents are final, and it is the same
-    answer. ``response.metadata["ragcache_pipeline"]`` says what was hidden. Those who ``retrieve`` and ``synthesize``
-    in two steps get what the retriever does alone: the beginning of the prompt is prefilled.
+    answer. ``response.metadata["ragcache"]["pipeline"]`` says what was hidden. Those who ``retrieve`` and
+    ``synthesize`` in two steps get what the retriever does alone: the beginning of the prompt is prefilled.
 
     Args:
         retriever: a :class:`RAGCacheRetriever`; any other one works too (by ``query`` it is called in a thread of its
@@ -315,7 +315,7 @@ class _Sources:
 
     def seen(self, answer: ChatResponse) -> ChatResponse:
         if (stats := answer.additional_kwargs.get(STATS_KEY)) is not None:
-            self.metadata[STATS_KEY] = stats
+            self.metadata[STATS_KEY] = {**self.metadata.get(STATS_KEY, {}), **stats}  # beside the report of the search
         return answer
 
     def tokens(self, answers: ChatResponseGen) -> Generator[str, None, None]:

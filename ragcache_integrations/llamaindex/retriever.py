@@ -19,7 +19,8 @@ from llama_index_instrumentation.span import active_span_id
 from ragcache_core.client import Engine
 from ragcache_core.client.ordering.document_order import in_order
 from ragcache_core.client.pipeline.result import similarities
-from ragcache_core.client.pipeline.run import PipelineResult, run_pipeline
+from ragcache_core.client.pipeline.run import run_pipeline
+from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import (
     DEFAULT_TIMEOUT_S,
     check_stage,
@@ -47,23 +48,6 @@ _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 
 AskAhead = Callable[[list[NodeWithScore]], Callable[[], Speculation] | None]
 """Returns what asks the engine for what follows from the nodes of a stage; ``None`` if nothing can be asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class SearchOverlap:
-    """What the engine does during one search, in place of prefilling the prompt's documents, and who hears of it.
-
-    ``ask_ahead`` asks ``engine``; without one the retriever does what it always does, or nothing at all where
-    ``skipped_because`` says why. ``on_result`` gets what the search came to, and owns its speculation. ``prompt`` is
-    what will show the documents, for an order by what is cached after it; by default the retriever's.
-    """
-
-    engine: Engine | None
-    ask_ahead: AskAhead | None
-    on_result: Callable[[PipelineResult], None]
-    skipped_because: str | None = None
-    timeout_s: float | None = None
-    prompt: Callable[[], BoundPrompt | None] | None = None
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -153,9 +137,9 @@ class RAGCacheRetriever(BaseRetriever):
         self._history = SettlingHistory()
         self._search_timeout_s = search_timeout_s
         self._speculate = speculate
-        self._overlap: SearchOverlap | None = None
+        self._overlap: SearchOverlap[AskAhead] | None = None
 
-    def overlapped(self, overlap: SearchOverlap) -> RAGCacheRetriever:
+    def overlapped(self, overlap: SearchOverlap[AskAhead]) -> RAGCacheRetriever:
         """Return this retriever for one search, during which the engine does what ``overlap`` says."""
         retriever = copy.copy(self)  # LlamaIndex's retrieve() takes the query and nothing else
         retriever._overlap = overlap
@@ -184,8 +168,8 @@ class RAGCacheRetriever(BaseRetriever):
         if overlap is not None:
             prompt = overlap.prompt or prompt
             timeout_s = timeout_s if overlap.timeout_s is None else overlap.timeout_s
-            if overlap.ask_ahead is not None:
-                engine, ask_ahead = overlap.engine, overlap.ask_ahead
+            if overlap.ahead is not None:
+                engine, ask_ahead = overlap.engine, overlap.ahead
             elif overlap.skipped_because is not None:
                 ask_ahead = None
         result = await run_pipeline(

@@ -1,14 +1,16 @@
-"""One question on its way to an answer, in whatever framework: what its search came to, and who ends what is left."""
+"""One question on its way to an answer, in any framework: the result of its search, and the end of its speculation."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, closing
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
+from ragcache_core.client.engine import Engine
 from ragcache_core.client.pipeline.run import PipelineEvent, PipelineResult, run_pipeline
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.request_scope import request_scope
 from ragcache_core.retrieval.sources import one_stage
 from ragcache_core.stats import PipelineReport
@@ -16,6 +18,24 @@ from ragcache_core.types import DocId, Document
 
 _Found = TypeVar("_Found")
 _Part = TypeVar("_Part")
+_Ahead = TypeVar("_Ahead")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOverlap(Generic[_Ahead]):
+    """What the engine does during one search, in place of prefilling the prompt's documents, and who gets its result.
+
+    ``ahead`` asks ``engine`` ahead, with the documents of a stage; without it the retriever does what it always does,
+    or nothing where ``skipped_because`` says why. ``on_result`` gets what the search came to, and owns its speculation.
+    ``prompt`` is what will show the documents, for an order by what is cached after it; by default the retriever's.
+    """
+
+    engine: Engine | None
+    ahead: _Ahead | None
+    on_result: Callable[[PipelineResult], None]
+    timeout_s: float | None = None
+    prompt: Callable[[], BoundPrompt | None] | None = None
+    skipped_because: str | None = None
 
 
 class SearchSession:
@@ -31,11 +51,11 @@ class SearchSession:
         self._result = result
 
     def asking(self) -> AbstractContextManager[None]:
-        """Ask the model in this question's name: the request joins what was sent ahead of it, not of an equal one."""
+        """Ask the model in this question's scope: the request joins what was sent ahead of it, not of an equal one."""
         return request_scope(self._scope)
 
     def asked_parts(self, parts: Generator[_Part, None, None]) -> Generator[_Part, None, None]:
-        """Yield what ``parts`` does, which asks the model in this question's name; close them in the end."""
+        """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
         with closing(parts):
             while True:
                 with self.asking():
@@ -46,7 +66,7 @@ class SearchSession:
                 yield part
 
     async def aasked_parts(self, parts: AsyncGenerator[_Part, None]) -> AsyncGenerator[_Part, None]:
-        """Yield what ``parts`` does, which asks the model in this question's name; close them in the end."""
+        """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
         async with aclosing(parts):
             while True:
                 with self.asking():

@@ -48,7 +48,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(how: str, eng
     wrong, right = documents(2), documents(3)
     before = engine.stats()
     text, metadata = await answer(how, llm, wrong, right, right)
-    report = metadata["ragcache_pipeline"]
+    report = metadata["ragcache"]["pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
     assert report["search_s"] > 1.0
     assert report["hidden_search_s"] > 0.3
@@ -57,14 +57,14 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(how: str, eng
     plain, told = await answer(how, llm, right)
     assert text == plain != ""
     assert metadata["ragcache"]["num_prompt_tokens"] == told["ragcache"]["num_prompt_tokens"]
-    assert told["ragcache_pipeline"]["num_started"] == 0
+    assert told["ragcache"]["pipeline"]["num_started"] == 0
     assert engine.stats().num_speculative_requests == before.num_speculative_requests + 2
 
 
 async def test_candidates_that_never_settle_change_nothing(engine: Engine, llm: RAGCacheLLM) -> None:
     right = documents(3)
     text, metadata = await answer("astream_query", llm, documents(2), documents(2), right)
-    report = metadata["ragcache_pipeline"]
+    report = metadata["ragcache"]["pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 2, False)
     assert report["hidden_search_s"] == 0
     assert text == (await answer("astream_query", llm, right))[0]

@@ -62,7 +62,7 @@ async def test_the_request_joins_the_speculation_that_was_right(
     assert until(lambda: server.confirmed == [seen.speculation])
     assert [d["id"] for d in seen.documents] == ["moon", "sun"]
     assert server.aborted == []
-    report = metadata["ragcache_pipeline"]
+    report = metadata["ragcache"]["pipeline"]
     assert (report["num_stages"], report["num_started"], report["num_cancelled"]) == (2, 1, 0)
     assert report["is_confirmed"]
     assert 0 < report["hidden_search_s"] < report["search_s"]
@@ -87,7 +87,7 @@ async def test_a_speculation_that_was_wrong_is_cancelled_and_the_next_one_joined
     assert [d["id"] for d in wrong.documents] == ["mars"]
     assert until(lambda: server.aborted == [wrong])
     assert until(lambda: server.confirmed == [right.speculation])
-    report = metadata["ragcache_pipeline"]
+    report = metadata["ragcache"]["pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
 
 
@@ -106,7 +106,7 @@ async def test_equal_questions_join_their_own_speculations(
     answers.append(await asyncio.to_thread(lambda: asyncio.run(ask(make, QUESTION))))
     answers.append(await asking)
     assert [text for text, _ in answers] == [expected("moon")] * 2
-    assert all(metadata["ragcache_pipeline"]["is_confirmed"] for _, metadata in answers)
+    assert all(metadata["ragcache"]["pipeline"]["is_confirmed"] for _, metadata in answers)
     assert until(lambda: sorted(server.confirmed) == sorted(g.speculation for g in generations()))
     assert len(generations()) == 2
 
@@ -124,7 +124,7 @@ async def test_candidates_that_never_settle_cost_one_more_request(
     assert real.speculation is None
     assert until(lambda: server.aborted == [wrong])
     assert server.confirmed == []
-    assert metadata["ragcache_pipeline"]["hidden_search_s"] == 0
+    assert metadata["ragcache"]["pipeline"]["hidden_search_s"] == 0
 
 
 @every_query
@@ -136,7 +136,7 @@ async def test_without_our_plugin_the_request_is_sent_when_the_search_has_ended(
     for _ in range(2):
         text, metadata = await ask(make, QUESTION)
         assert text == expected("moon")
-        assert metadata["ragcache_pipeline"]["skipped_because"] is not None
+        assert metadata["ragcache"]["pipeline"]["skipped_because"] is not None
     assert [seen.speculation for seen in generations()] == [None, None]
     (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "RAGCache's scheduler" in warning.message
@@ -179,7 +179,7 @@ async def test_events_tell_of_each_stage_and_each_speculation_in_order(
         handler.handle(event)
     summary = handler.summary()
     assert (summary.num_speculations, summary.num_confirmed_speculations, summary.num_requests) == (2, 1, 0)
-    assert summary.hidden_search_s == response.metadata["ragcache_pipeline"]["hidden_search_s"]
+    assert summary.hidden_search_s == response.metadata["ragcache"]["pipeline"]["hidden_search_s"]
 
 
 async def test_a_rehearsal_publishes_nothing(make_engine: Any, generations: Any, event_log: EventLog) -> None:
@@ -195,7 +195,7 @@ async def test_an_agent_that_retrieves_overlaps_too(make_engine: Any, generation
     run = FunctionAgent(tools=[tool], llm=llm, system_prompt="Use the tool.").run("Find out 'what goes around'")
     (result,) = [event async for event in run.stream_events() if isinstance(event, ToolCallResult)]
     assert "The tool said" in str((await run).response.content)
-    assert result.tool_output.raw_output.metadata["ragcache_pipeline"]["is_confirmed"]
+    assert result.tool_output.raw_output.metadata["ragcache"]["pipeline"]["is_confirmed"]
     assert len(generations()) == 3  # call the tool, answer in it, answer
 
 
@@ -215,7 +215,7 @@ async def test_those_who_share_a_retriever_ask_ahead_each_for_themselves(
     one, other = make_engine(retriever=retriever), make_engine(retriever=retriever)
     answers = await asyncio.gather(one.aquery("Which moon?"), other.aquery("Which month?"))
     assert [str(a) for a in answers] == [expected("moon", question=q) for q in ("Which moon?", "Which month?")]
-    assert all(a.metadata["ragcache_pipeline"]["is_confirmed"] for a in answers)
+    assert all(a.metadata["ragcache"]["pipeline"]["is_confirmed"] for a in answers)
     num_awaited = 3
     await retriever.aretrieve("Which light?")  # by itself again: the beginning of the prompt, and no answer
     assert [r.path for r in server.requests][2:] == ["/v1/completions"]
@@ -230,7 +230,7 @@ async def test_a_model_without_chat_template_is_asked_ahead_where_it_is_asked(
         server.clear()
         make = partial(make_engine, Stage("moon"), Stage("moon", once=lambda: bool(server.requests)), llm=llm)
         _, metadata = await ask(make, QUESTION)
-        assert metadata["ragcache_pipeline"]["is_confirmed"]
+        assert metadata["ragcache"]["pipeline"]["is_confirmed"]
         assert [r.path for r in server.requests] == ["/v1/completions"]
 
 
@@ -244,7 +244,7 @@ async def test_another_llm_answers_when_the_search_has_ended_and_that_is_said_on
     for _ in range(2):
         response = await engine.aquery(QUESTION)
         assert DOCUMENTS["moon"].text in str(response)
-        assert response.metadata["ragcache_pipeline"]["num_stages"] == 2
+        assert response.metadata["ragcache"]["pipeline"]["num_stages"] == 2
     assert server.requests == []
     (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "MockLLM" in warning.message
@@ -257,7 +257,7 @@ async def test_any_retriever_is_one_stage(ask: Any, make_engine: Any, generation
     assert text == expected(*DOCUMENTS)
     (seen,) = generations()
     assert seen.speculation is None
-    report = metadata["ragcache_pipeline"]
+    report = metadata["ragcache"]["pipeline"]
     assert (report["num_stages"], report["hidden_search_s"]) == (1, 0)
     assert "one stage only" in report["skipped_because"]
     (stage,) = event_log.of(RetrievalStageEvent)
@@ -284,7 +284,7 @@ async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead
     make = partial(make_engine, Stage("sun moon"), Stage("sun moon"), node_postprocessors=[worst_first])
     text, metadata = await ask(make, QUESTION)
     assert text == expected("moon", "sun")
-    assert "speculate_postprocessed" in metadata["ragcache_pipeline"]["skipped_because"]
+    assert "speculate_postprocessed" in metadata["ragcache"]["pipeline"]["skipped_because"]
     assert [seen.speculation for seen in generations()] == [None]
     assert worst_first.seen == [["sun", "moon"]]
 
@@ -298,7 +298,7 @@ async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead
     )
     text, metadata = await ask(make, QUESTION)
     assert text == expected("moon", "sun")
-    assert metadata["ragcache_pipeline"]["is_confirmed"]
+    assert metadata["ragcache"]["pipeline"]["is_confirmed"]
     assert len(generations()) == 1
     assert worst_first.seen == [["sun", "moon"]] * 3
     assert not caplog.records
@@ -311,7 +311,7 @@ async def test_a_post_processor_that_drops_all_candidates_leaves_nothing_to_ask(
     engine = make_engine(Stage("moon"), Stage("moon"), node_postprocessors=[cutoff], speculate_postprocessed=True)
     response = await engine.aquery(QUESTION)
     assert str(response) == "Empty Response"
-    assert response.metadata["ragcache_pipeline"]["num_started"] == 0
+    assert response.metadata["ragcache"]["pipeline"]["num_started"] == 0
     assert generations() == []
 
 
@@ -328,7 +328,7 @@ async def test_reordered_documents_are_asked_ahead_with_the_line_that_names_the_
     text, metadata = await ask(make, QUESTION)
     assert text == expected("mars", "moon", "sun").replace("\n\nQuestion", "\n\nBest first: 3, 1, 2\n\nQuestion")
     (seen,) = generations()
-    assert metadata["ragcache_pipeline"]["is_confirmed"]
+    assert metadata["ragcache"]["pipeline"]["is_confirmed"]
     assert seen.kv_transfer_params["ragcache"]["reordered"]
 
 

@@ -141,7 +141,7 @@ async def test_a_search_that_cannot_be_closed_is_a_search(ask: Any, make_engine:
 async def test_nothing_found_is_answered_without_the_llm(ask: Any, make_engine: Any, server: ScriptedServer) -> None:
     text, metadata = await ask(partial(make_engine, Stage(""), Stage("")), QUESTION)
     assert text == "Empty Response"
-    assert metadata["ragcache_pipeline"]["num_stages"] == 2
+    assert metadata["ragcache"]["pipeline"]["num_stages"] == 2
     assert server.requests == []
 
 
@@ -156,7 +156,7 @@ async def test_a_source_that_finds_too_much_is_cut(ask: Any, make_engine: Any, g
     stages = Stage("moon sun mars"), Stage("moon sun moon mars", once=lambda: bool(generations()))
     text, metadata = await ask(partial(make_engine, *stages), QUESTION)
     assert text == expected("moon", "sun")
-    assert metadata["ragcache_pipeline"]["is_confirmed"]
+    assert metadata["ragcache"]["pipeline"]["is_confirmed"]
     assert len(generations()) == 1
 
 
