@@ -1,4 +1,4 @@
-"""The engine: launch vLLM's server as a child, or connect to one that runs elsewhere; then ask it, and end it."""
+"""The engine: launch vLLM's server as a child, or connect to one that runs elsewhere; send it requests; end it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _open_engines: set[Engine] = set()
 
 
 class Engine(EngineClient):
-    """A running vLLM server, and the one way to ask it.
+    """A running vLLM server: generation, statistics, and the prompts of its requests.
 
     Make one with :meth:`launch` or :meth:`connect`. Both kinds do the same; a launched engine owns its server and ends
     it in :meth:`close`, at the end of a ``with`` block, at the end of the program, and when the program is killed.
@@ -109,7 +109,7 @@ class Engine(EngineClient):
         Raises:
             EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
             EngineClosedError: the launch was given up.
-            ConfigError: an argument that has a door of its own.
+            ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``.
         """
         server = launch_server(
             model,
@@ -242,7 +242,7 @@ class Engine(EngineClient):
 
 
 def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> PromptTokenizer:
-    """Return the tokenizer of a server that runs elsewhere. The hub is asked for what a user named, for nothing else.
+    """Return the tokenizer of a server that runs elsewhere. The hub is asked only for what a user named.
 
     Raises:
         TokenizerUnavailableError: there is none.

@@ -56,7 +56,7 @@ class Integration:
 
 
 class EngineClient:
-    """The one way to ask a server that runs. Its methods may be called by any thread, the async ones from any loop.
+    """Requests to a running server. Its methods may be called by any thread, the async ones from any loop.
 
     Attributes:
         model: the name under which the server serves its model.
@@ -314,7 +314,7 @@ class EngineClient:
     # For clients of other makes
 
     def http_client(self) -> httpx.Client:
-        """Return the client to ask the server with: it sends again what a death cut off. The engine closes it."""
+        """Return the client for requests to the server, sent again after a restart where needed. The engine closes it."""
         return self._http
 
     def http_async_client(self) -> httpx.AsyncClient:

@@ -1,4 +1,4 @@
-"""Who asks: of equal requests each shall join the speculation that was sent ahead of it, and not another's."""
+"""Request scopes: of equal requests each joins the speculation that was sent ahead of it, and not another's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _scope: ContextVar[object | None] = ContextVar("ragcache_request_scope", default
 
 
 def current_scope() -> object | None:
-    """Return in whose name requests are made here; ``None``: in nobody's."""
+    """Return the scope that requests are made in here; ``None``: in none."""
     return _scope.get()
 
 
 @contextmanager
 def request_scope(scope: object) -> Iterator[None]:
-    """Make requests and speculations in the name of ``scope``. No generator may yield inside: its reader would too."""
+    """Make requests and speculations in ``scope``. No generator may yield inside: its reader would be in it, too."""
     token = _scope.set(scope)
     try:
         yield

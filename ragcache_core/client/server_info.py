@@ -1,4 +1,4 @@
-"""The first words with a server: which model it serves, and how it tokenises."""
+"""The handshake with a server: which model it serves, and how it tokenises."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def import_requests() -> None:
 
 @contextmanager
 def importing_requests() -> Iterator[None]:
-    """Import it while the body waits for something else; when that is left, no import is under way any more."""
+    """Import it while the body waits for something else; leaving the body waits for the import to end."""
     thread = threading.Thread(target=import_requests, name="ragcache-imports")
     thread.start()
     try:

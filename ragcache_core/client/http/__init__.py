@@ -1,1 +1,1 @@
-"""HTTP that survives the death of an engine, and says what went wrong."""
+"""HTTP that survives the death of an engine, and its errors."""

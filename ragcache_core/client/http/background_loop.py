@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for requests that nobody waits for yet."""
+"""An event loop in a thread of its own, for requests that no caller waits for yet."""
 
 from __future__ import annotations
 

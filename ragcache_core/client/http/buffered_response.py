@@ -152,7 +152,7 @@ class _Waiter:
         self._event.clear()
 
     def wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile: nobody waits there
+        with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile: no reader is left there
             self._loop.call_soon_threadsafe(self._event.set)
 
 

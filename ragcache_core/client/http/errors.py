@@ -1,4 +1,4 @@
-"""Turn what goes wrong between us and the server into RAGCache's own errors."""
+"""Turn failures of requests to the server into RAGCache's own errors."""
 
 from __future__ import annotations
 

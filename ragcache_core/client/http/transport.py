@@ -1,7 +1,7 @@
 """HTTP transports that survive the death of the engine: a request is sent again until its first token has arrived.
 
 They sit below every client (the OpenAI SDK, LangChain, LlamaIndex), so all of them recover in the same way. A
-response is handed on only when its first bytes are there; until then nothing has been promised to anybody, and the
+response is handed on only when its first bytes are there; until then the caller has seen nothing, and the
 request can be sent to the restarted server. Afterwards the answer fails with
 :class:`~ragcache_core.errors.EngineDiedError` (RAGCache §6: before the first token a request is recomputed).
 
@@ -28,7 +28,7 @@ _POLL_S = 0.05
 _MAX_RETRIES = 3
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
 _ASYNC_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-"""An idle connection would outlive its event loop, and nobody could close it; a new one costs 0.2 ms on loopback."""
+"""An idle connection would outlive its event loop, and could not be closed then; a new one costs 0.2 ms on loopback."""
 SENT_ONCE = {"ragcache_sent_once": True}
 """Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
 that the server has died."""
@@ -37,7 +37,7 @@ _BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemotePr
 
 
 class Health(enum.Enum):
-    """What the owner of a server knows of it."""
+    """The state of a server, as its supervisor knows it."""
 
     READY = enum.auto()
     RESTARTING = enum.auto()
@@ -75,7 +75,7 @@ class _Attempt:
         self._retries_left = _MAX_RETRIES
 
     def failed(self, error: Exception) -> None:
-        """Note a failure before the first token; raise it if nobody watches the server, or it keeps failing."""
+        """Note a failure before the first token; raise it if the server has no supervisor, or keeps failing."""
         if self._watch is None or self._retries_left == 0:
             raise error
         self._retries_left -= 1
@@ -89,7 +89,7 @@ class _Attempt:
             raise httpx.ReadTimeout(f"the engine was not back after {timeout_s:g} s", request=request)
 
     def may_retry(self) -> bool:
-        """Return whether the server is there (again); raise if it never will be."""
+        """Return whether the server answers (again); raise if it will not be restarted."""
         assert self._watch is not None
         health = self._watch.health()
         if health is Health.GONE:

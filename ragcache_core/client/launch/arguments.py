@@ -86,8 +86,8 @@ def cache_arguments(
         engine_id: names the host tier's region of shared memory, so that a restart finds it.
         profile: measured prefill times of the model.
         alphas: measured qualities of chunk reuse on the model.
-        is_host_optional: nobody chose the size of host memory, so that where it holds no block of the model's KV, the
-            engine goes on without. With a disk tier it cannot: what goes there passes through.
+        is_host_optional: the size of host memory is a default: where it holds no block of the model's KV, the engine
+            runs without it. With a disk tier it cannot: blocks pass through host memory on their way to the disk.
     """
     if cache is None:
         return []
@@ -179,7 +179,7 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
     dictionary JSON.
 
     Raises:
-        ConfigError: a setting that has its own door, or that RAGCache cannot do without.
+        ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or that RAGCache cannot do without.
     """
     arguments: list[str] = []
     for name, value in vllm_args.items():
@@ -205,7 +205,7 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
 
 
 def check_extra_args(extra_args: Sequence[str]) -> None:
-    """Refuse raw arguments that would go past a setting with a door of its own, or that RAGCache cannot do without.
+    """Refuse raw arguments that would bypass a setting of ours, or that RAGCache cannot do without.
 
     Raises:
         ConfigError: with what to do instead.

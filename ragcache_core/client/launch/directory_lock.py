@@ -47,7 +47,7 @@ class DirectoryLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Let the next one have it. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor >= 0:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self._close()

@@ -76,7 +76,7 @@ def launch_server(
     Raises:
         EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
         EngineClosedError: ``cancel`` was set before the server was ready.
-        ConfigError: an argument that has a door of its own.
+        ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``.
     """
     settings = vllm_arguments(vllm_args)
     check_extra_args(extra_args)
@@ -156,7 +156,7 @@ def launch_server(
 
 
 def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
-    """Return ``cache`` for this machine, after what engines left whose owners died is free again.
+    """Return ``cache`` for this machine, after the shared memory of engines whose owners died was freed.
 
     Such an engine may still be about to end, and has its memory until then.
 

@@ -41,7 +41,7 @@ def free_port(host: str) -> int:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Refuse a port that somebody listens on, and a host at which nobody here can.
+    """Refuse a port that is in use, and a host that this machine cannot listen on.
 
     Raises:
         EngineStartError: the port is taken, reserved or not a port; the host is no address of this machine.

@@ -1,4 +1,4 @@
-"""Where a server's output goes: to the end of a file, or to a stream that has no past, whose latest words are kept."""
+"""A server's output: appended to a file, or written to a stream, whose last lines are kept."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _write(stream: int, data: bytes) -> bool:
-    """Write all of it; return whether somebody still takes it."""
+    """Write all of it; return whether the stream is still open."""
     try:
         while data:
             try:

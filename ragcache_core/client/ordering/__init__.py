@@ -1,1 +1,1 @@
-"""The order of a question's documents, after what the engine has cached."""
+"""The order of a question's documents, by what the engine has cached."""

@@ -1,4 +1,4 @@
-"""A mirror of what an engine has cached, so that an order of documents is chosen from local memory.
+"""A local copy of which prefixes an engine has cached, so that choosing an order asks no server.
 
 ::
 
@@ -36,7 +36,7 @@ _all: WeakSet[CachedPrefixes] = WeakSet()
 
 
 class _NothingToMirrorError(Exception):
-    """The server will not tell: there is no use in asking again."""
+    """The server does not tell what it has cached, and is not asked again."""
 
 
 class CachedPrefixes:

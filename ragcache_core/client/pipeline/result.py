@@ -1,4 +1,4 @@
-"""What a search with speculation tells while it runs, and what it comes to."""
+"""The events and the result of a search with speculation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PipelineResult:
 def unhidden_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
     """Return by how much later the answer was begun than without a search from ``began_s`` on; all of it until known.
 
-    That is until it was sent, less the making of its request, and what it waited for room: see
+    That is the time until it was sent, less the making of its request, plus its waits for admission: see
     :class:`~ragcache_core.stats.PipelineReport`. A prefill of nothing but what stands before the documents begins no
     answer.
     """

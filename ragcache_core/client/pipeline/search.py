@@ -1,4 +1,4 @@
-"""One search with speculation: what is started, given up and confirmed while its stages arrive.
+"""One search with speculation: speculations start, are cancelled and confirmed as its stages arrive.
 
 One task reads the search, one asks the engine for its load, threads send speculations, and all of them post what they
 have to the inbox of the one task that decides::
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 _LOAD_FRESH_S = 0.05
 """What the engine said of its load longer ago starts nothing: it is asked again."""
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
-"""How long an engine without room is left alone: longer each time, since it has enough to do."""
+"""How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
 _SELDOM_RIGHT = "what stages of earlier searches named was seldom right in the end"
 _START_GRACE_S = 0.1
 """Final documents wait for a start that began no longer ago: the request would have to be made all the same."""
@@ -40,7 +40,7 @@ _Documents = tuple[Document, ...]
 
 
 class SearchRun:
-    """One search. What is decided is decided in the caller's task."""
+    """One search; all decisions are made in the caller's task."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class SearchRun:
         self._load, self._load_told_s = load, time.perf_counter()
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         self._perform(self._pipeline.on_load(self._num_pending()))
-        self._drop_ahead()  # no thread waits for room
+        self._drop_ahead()  # no thread waits to send
         if self._pipeline.is_deferred:
             self._ask_load(self._poll_s)
             self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
@@ -208,7 +208,7 @@ class SearchRun:
         """Return what decides a start: the scheduler knows better than a count whether it would admit one."""
         return 0 if self._load is not None and self._load.has_room else self._pipeline.max_prefill_bs
 
-    # SpeculationManager
+    # Speculations
 
     def _perform(self, actions: Sequence[Action[_Documents]]) -> None:
         for action in actions:
@@ -224,7 +224,7 @@ class SearchRun:
                     pass  # the final stage's own business
 
     def _make_ahead(self) -> None:
-        """Make a request before the engine has told that it has room, unless it had none when last asked."""
+        """Prepare a request before the engine has said whether it admits one, unless it did not when last asked."""
         if self._starts is not None and self._cannot is None and (self._load is None or self._load.has_room):
             self._starts.make(self._documents)
 
@@ -244,7 +244,7 @@ class SearchRun:
             self._failure = self._failure or "the documents changed before a speculation was sent"
 
     async def _settle(self, live: StartedSpeculation) -> None:
-        """Wait a little for what is on its way to the engine; unless it lives then, it has failed."""
+        """Wait a little for a speculation that is being sent; unless it was sent then, it has failed."""
         await live.wait_until_sent(_START_GRACE_S)
         self._announce(live)
         if not live.is_alive:
@@ -335,7 +335,7 @@ def _texts(documents: _Documents) -> tuple[tuple[DocId, str], ...]:
 def _may_be_joined(live: StartedSpeculation, documents: _Documents) -> bool:
     """Return whether a request about ``documents`` may turn out to be the one that was sent ahead, byte for byte.
 
-    Their metadata may differ: nobody but the request knows whether the prompt shows it. So the speculation is left
+    Their metadata may differ: only the request itself knows whether the prompt shows it. So the speculation is left
     there to be joined, and not confirmed before it is.
     """
     speculation = live.speculation

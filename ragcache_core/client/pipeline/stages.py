@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 _CURE = "write stages(query, k) as an async def that yields RetrievalUpdates"
 CANCELLED_BY_SOURCE = "the search was cancelled by its source: see the source"
 DEFAULT_TIMEOUT_S = 60.0
-"""How long a search may take where nobody says: a source that hangs must not hang its asker for good."""
+"""How long a search may take by default: a source that hangs must not block its caller for good."""
 
 
 def check_timeout(timeout_s: float | None) -> None:
@@ -79,7 +79,7 @@ async def read_stages(
 
 
 async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:
-    """Let the source clean up. What it raises then changes no result: it is logged."""
+    """Close the source. What it raises then is logged, and changes no result."""
     try:
         if isinstance(updates, Coroutine):
             updates.close()  # never awaited

@@ -1,4 +1,4 @@
-"""The tasks of one search, what they and threads post to the one that decides, and how all of it ends."""
+"""The tasks of one search: their inbox, and how they end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SearchTasks(Generic[_Result]):
 
     def post(self, handle: Callable[[], Awaitable[_Result | None]]) -> None:
         """Do :meth:`put` from any thread."""
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop was closed: no caller waits any more
             self._loop.call_soon_threadsafe(self.put, handle)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -74,7 +74,7 @@ class SearchTasks(Generic[_Result]):
         """
 
         def on_done(reader: asyncio.Task[None]) -> None:
-            if reader.cancelled():  # by its source, or by us: then nobody reads the inbox any more
+            if reader.cancelled():  # by its source, or by us: then the inbox has no reader any more
                 self.put(partial(on_failed, SearchError(CANCELLED_BY_SOURCE)))
 
         self._reader = self.spawn(self._read(updates, on_stage, on_failed, k))

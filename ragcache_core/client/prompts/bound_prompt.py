@@ -125,7 +125,7 @@ def bind(
     question: str = "question",
     is_prefilled: bool = True,
 ) -> BoundPrompt:
-    """Return ``prompt`` bound; a warning says so if its question comes first. See ``EngineClient.bind_prompt``.
+    """Return ``prompt`` bound; a warning says so if its question comes first. See ``Engine.bind_prompt``.
 
     Raises:
         ConfigError: ``prompt`` is nothing that makes messages, it has no variable ``context``, or no ``format_docs``

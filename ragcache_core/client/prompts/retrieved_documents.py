@@ -1,4 +1,4 @@
-"""What the retrievers of a process returned, whoever made them, and a hint where prompts show none of it."""
+"""What any retriever of the process returned, and a hint where prompts show none of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RETRIEVED = RememberedDocuments()
 
 
 class DocumentHint:
-    """Says once how documents become known, to somebody none of whose long prompts shows one that is.
+    """Warns once, where no long prompt shows a known document, and says how documents become known.
 
     Once some were known, only prompts that follow a search count: they may show what it found in other words.
     """

@@ -1,1 +1,1 @@
-"""Requests that are sent before a search is over, and joined when they turn out right."""
+"""Requests that are sent before a search has ended, and joined by the real request when they match it."""

@@ -1,4 +1,4 @@
-"""Make and send a speculation in a thread, and give it up at any moment: before it was sent, meanwhile, or after."""
+"""Make and send a speculation in a thread; it can be cancelled before it is sent, meanwhile, and after."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_THREADS = 32
 
 
 class _Threads:
-    """Room for the threads of all starts, few enough if they get stuck; a fork has all of it again."""
+    """The limit on threads of all starts, some of which may be stuck; a fork begins with none."""
 
     def __init__(self) -> None:
         self.start_anew()
@@ -79,14 +79,14 @@ class StartedSpeculation:
             self._future.set_result(error)
 
     def send(self, *, number: int, stage: int) -> None:
-        """Let it be sent as soon as it is made."""
+        """Send it as soon as it is made."""
         self.number, self.stage = number, stage
         self._sendable_s, self._may_send = time.perf_counter(), True
         self._decided.set()
 
     @property
     def is_sent(self) -> bool:
-        """Whether the thread is done with it, well or not."""
+        """Whether the thread has sent it, or failed to."""
         return self._future.done() and not self._future.cancelled()
 
     @property
@@ -97,7 +97,7 @@ class StartedSpeculation:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its answer comes, or came: it was sent, and neither failed nor was cancelled."""
+        """Whether it was sent, and neither failed nor was cancelled."""
         speculation = self.speculation
         return speculation is not None and not (speculation.is_failed or speculation.is_cancelled)
 

@@ -1,4 +1,4 @@
-"""What RAGCache's engine says of the work that waits, so that it is asked ahead only while it is idle.
+"""The engine's load: how many prefills wait, so that speculations are sent only while it is idle.
 
 ::
 
@@ -48,7 +48,7 @@ class _Answer:
     has_room: bool | None = None
 
     def load(self) -> EngineLoad:
-        """Return it as a load. An older engine does not say whether there is room: its count decides."""
+        """Return it as a load. An older engine does not say whether it admits one: its count decides."""
         has_room = self.num_pending_prefills < self.max_prefill_bs if self.has_room is None else self.has_room
         return EngineLoad(self.num_pending_prefills, self.max_prefill_bs, has_room)
 

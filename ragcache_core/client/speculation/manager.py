@@ -2,7 +2,7 @@
 
 A speculation is an ordinary request for a completion, marked with an id. It runs in a background event loop of the
 engine's handle. The transports hand its answer to the first real request with the same URL, API key and body, and tell
-the engine that it is real from then on; a speculation that failed or was cancelled is as if it had never been.
+the engine that it is real from then on; one that failed or was cancelled has no effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import EngineClosedError
 
 _KEEP_S = 60.0
-"""How long an answer is kept that nobody asked for (again)."""
+"""How long a finished answer is kept for the request that may join it (again)."""
 
 _logger = logging.getLogger(__name__)
 _all: WeakSet[SpeculationManager] = WeakSet()
@@ -116,7 +116,7 @@ class SpeculationManager:
 
     @contextmanager
     def _joining(self, speculation: Speculation) -> Iterator[None]:
-        """Let a request that joins ``speculation`` be sent if that failed; cancel it if the request is given up."""
+        """Send a request that joins ``speculation`` itself if that failed; cancel that if the request is given up."""
         try:
             yield
         except BaseException as error:
@@ -159,11 +159,11 @@ class SpeculationManager:
             self._run(self._send_confirmation(speculation))
 
     def _withdraw(self, speculation: Speculation) -> bool:
-        """Let nobody claim ``speculation``; return whether nobody has."""
+        """Make ``speculation`` impossible to claim; return whether it was unclaimed."""
         return self._claims.drop(speculation)
 
     def _forget(self, speculation: Speculation) -> None:
-        """Let nobody claim ``speculation``, and nothing cancel it any more."""
+        """Make ``speculation`` impossible to claim, and forget it: nothing cancels it any more."""
         with self._lock:
             self._live.pop(speculation, None)
         self._claims.drop(speculation)
@@ -202,14 +202,14 @@ class SpeculationManager:
         return self._background.transport
 
     def _keep(self, speculation: Speculation) -> None:
-        """Keep a whole answer that nobody claimed for a while: its real request may come later."""
+        """Keep a finished, unclaimed answer for a while: its real request may come later."""
         with self._lock:
             self._live.pop(speculation, None)
         if self._claims.keep(speculation):
             asyncio.get_running_loop().call_later(_KEEP_S, self._forget_kept, ref(speculation))
 
     def _forget_kept(self, kept: ref[Speculation]) -> None:
-        """Forget it, unless it was dropped or claimed: the timer must not hold its answer so long."""
+        """Drop it, unless it was dropped or claimed before: the timer must not keep its answer alive."""
         if (speculation := kept()) is not None:
             self._forget(speculation)
 

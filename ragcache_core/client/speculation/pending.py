@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from ragcache_core.client.speculation.speculation import Speculation
 
 _MAX_KEPT = 64
-"""Whole answers that nobody asked for (again): so many are kept."""
+"""How many finished answers are kept for requests that may join them (again)."""
 
 
 class Claims:
-    """SpeculationManager that nobody has joined yet, by what they ask, the oldest first. Thread-safe.
+    """Speculations that no request has joined yet, by what they ask, the oldest first. Thread-safe.
 
     True while there are any.
     """
@@ -31,9 +31,9 @@ class Claims:
             self._by_key.setdefault(speculation.key, []).append(speculation)
 
     def take(self, key: bytes, scope: object | None) -> Speculation | None:
-        """Return the oldest that asks this and did not fail, claimed for ``scope``. Nobody gets it again.
+        """Return the oldest speculation with this key that did not fail, claimed for ``scope``. It is returned once.
 
-        The scope's own go first, then nobody's; another scope's goes only to a request in nobody's name.
+        The scope's own are joined first, then those without a scope; another scope's only by a request without one.
         """
         with self._lock:
             while (speculation := self._oldest(key, scope)) is not None:
@@ -44,13 +44,13 @@ class Claims:
         return None
 
     def drop(self, speculation: Speculation) -> bool:
-        """Let nobody join ``speculation``; return whether nobody has."""
+        """Make ``speculation`` impossible to join; return whether none has joined it."""
         with self._lock:
             self._drop(speculation)
             return not speculation.is_promised
 
     def keep(self, speculation: Speculation) -> bool:
-        """Return whether the whole answer of ``speculation`` may still be asked for; of too many the oldest goes."""
+        """Return whether the whole answer of ``speculation`` may still be joined; of too many the oldest is dropped."""
         with self._lock:
             if speculation not in self._by_key.get(speculation.key, ()):
                 return False
@@ -60,7 +60,7 @@ class Claims:
         return True
 
     def clear(self) -> None:
-        """Let nobody join any."""
+        """Make every speculation impossible to join."""
         with self._lock:
             self._by_key.clear()
 

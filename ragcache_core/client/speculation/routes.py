@@ -1,4 +1,4 @@
-"""What a speculation says to the server: its marked request, its confirmation, and a question how long it waited.
+"""A speculation's requests to the server: the marked one, its confirmation, and how long it waited.
 
 All of it is sent by the event loop that its ``transport`` belongs to, and only the confirmation more than once.
 """
@@ -97,7 +97,7 @@ def _check(events: bytes) -> None:
 
 
 class SpeculationRoutes:
-    """Two routes of the plugin. What goes wrong with them is logged, and does nobody harm."""
+    """Two routes of the plugin. Their failures are logged, and affect no request."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         """``base_url`` ends in ``/v1``."""
@@ -107,7 +107,7 @@ class SpeculationRoutes:
     async def confirm(
         self, transport: httpx.AsyncBaseTransport, speculation_id: str, *, is_over: Callable[[], bool]
     ) -> None:
-        """Tell the engine that a speculation is a real request from now on, until it has heard that or ``is_over``.
+        """Tell the engine that a speculation is a real request now, until it has acknowledged that or ``is_over``.
 
         A joined request whose confirmation is lost would wait behind every other one.
         """
@@ -127,7 +127,7 @@ class SpeculationRoutes:
         *,
         is_over: Callable[[], bool],
     ) -> None:
-        """Call ``note`` with the seconds that a speculation has waited for room, each time the engine tells.
+        """Call ``note`` with the seconds that a speculation has waited to be scheduled, each time the engine tells.
 
         It does so when it begins, and when it goes on after a pause. Returns when the speculation ``is_over``,
         or when the server is one that does not tell.
@@ -135,7 +135,7 @@ class SpeculationRoutes:
         num_told = 0
         while True:
             was_over = is_over()
-            after = 0 if was_over else num_told  # in the end nobody waits for what is known
+            after = 0 if was_over else num_told  # at the end it does not wait for what is known
             answer = await self._ask(transport, "GET", f"speculations/{speculation_id}?after={after}")
             if answer is not None and answer.status_code < 500:
                 match _json(answer):

@@ -1,4 +1,4 @@
-"""One request that is sent before anybody asks for its answer."""
+"""One request that is sent before its answer is asked for."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Speculation:
     Attributes:
         id: its name in the engine.
         key: that of the real requests that may join it.
-        scope: in whose name it was sent; only a request in nobody's name or theirs joins it.
+        scope: the request scope that it was sent in; only a request of the same scope, or without one, joins it.
         sent_s: when it was sent, by ``time.perf_counter()``.
-        started_s: when it was sent, and as much later as it has waited in the engine for room, once that has told. The
+        started_s: when it was sent, plus the time that it waited in the engine to be scheduled, once that has told. The
             way there is not counted: a request that is made when the search has ended has it before it as well.
         making_s: seconds of processor time that its request took to make, where that was measured.
         is_claimable: whether a real request may join it.
@@ -75,12 +75,12 @@ class Speculation:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a real request joined it, and was not sent after all; where it was sent in a name, one of theirs."""
+        """Whether a real request joined it (of a scope's speculation, one in that scope), and was not sent itself."""
         is_theirs = self.scope is None or self.scope is self._claimer
         return self.is_promised and is_theirs and (self.response.has_bytes or not self.is_failed)
 
     def cancel(self) -> None:
-        """End the request in the engine, and let nobody join it; one that was joined already is left alone. Idempotent.
+        """End the request in the engine, so that none can join it; one that was joined already goes on. Idempotent.
 
         It may have been joined by another request than its owner's, one about the same.
         """
@@ -88,13 +88,13 @@ class Speculation:
             self.abort()
 
     def abort(self) -> None:
-        """End the request in the engine, whoever joined it: for the one who did. Idempotent."""
+        """End the request in the engine on behalf of the request that joined it. Idempotent."""
         self._owner._forget(self)
         if self._end(httpx.ReadError("the speculation was cancelled"), is_cancelled=True) and self._work is not None:
             self._work.cancel()
 
     def leave(self) -> None:
-        """Abort it for the one who claimed it, unless the answer is whole but for the end of its connection."""
+        """Abort it on behalf of the request that claimed it, unless all of the answer has arrived."""
         if not self.response.last_bytes().endswith(_LAST_EVENT):
             self.abort()
 
@@ -107,7 +107,7 @@ class Speculation:
         self._owner._confirm(self)
 
     def claim(self, claimer: object | None) -> None:
-        """Let a real request join it, in whose name it is made."""
+        """Have a real request join it, made in the scope ``claimer``."""
         self.is_promised, self._claimer = True, claimer
 
     def add_done_callback(self, callback: Callable[[Speculation], None]) -> None:
@@ -119,7 +119,7 @@ class Speculation:
         callback(self)
 
     def _end(self, error: Exception | None, *, is_cancelled: bool = False) -> bool:
-        """Note the end, which readers are told with ``error``; return whether it had not ended before."""
+        """End it, for its readers with ``error``; return whether it had not ended before."""
         with self._lock:
             if self._is_done:
                 return False

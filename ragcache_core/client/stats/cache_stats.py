@@ -5,7 +5,7 @@
     GET /v1/ragcache/requests/{response id}    tokens by tier, bytes moved, times: of a request that was answered
     GET /v1/ragcache/stats                     the policy, the tiers, the hottest documents
 
-Plain vLLM has neither. That is noticed at the first look and remembered, and nothing is asked any more.
+Plain vLLM has neither: after the first 404 nothing more is requested.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, seri
 
 _TIMEOUT_S = 2.0
 _PAUSE_S = 10.0
-"""After a question that was not answered in time nobody waits again for so long: the engine is busy."""
+"""After a request that was not answered in time none is sent for so long: the engine is busy."""
 _NOT_NOW = frozenset((408, 425, 429))
 
 _Count = Annotated[int, Field(ge=0)] | None
@@ -129,7 +129,7 @@ class CacheStatsRoutes:
 
     @contextmanager
     def _sparing_the_answer(self) -> Iterator[None]:
-        """Let nothing that goes wrong take away an answer that is there already."""
+        """Log every failure: the answer is there already, and must not be lost to its statistics."""
         try:
             yield
         except Exception as error:
