@@ -151,9 +151,16 @@ def _questions(question: str | None) -> Iterator[str]:
     if question is not None and question != "-":
         yield question
         return
-    for line in sys.stdin:
-        if line.strip():
-            yield line.strip()
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            at = f"byte 0x{line[error.start]:02x} at offset {error.start}"
+            raise PromptError(
+                f"question in line {number} is not UTF-8 ({at}): save the file as text in UTF-8"
+            ) from error
+        if text:
+            yield text
 
 
 def _converse(reply: Callable[[str, Conversation], None], conversation: Conversation, *, as_json: bool) -> None:

@@ -191,3 +191,12 @@ def test_an_engine_that_was_launched_is_closed_whatever_happens(
     assert settings["model"] == "m"
     assert settings["extra_args"] == ("--max-model-len", "512")
     assert len(closed) == 1
+
+
+def test_a_question_that_is_not_utf8_is_told_by_its_line_once_those_before_it_are_answered(
+    server: ScriptedServer, store: Path
+) -> None:
+    questions = f"{QUESTION}\n\nWo ist Köln?\n".encode("latin-1")
+    result = ask(server, store, question="-", input=questions)  # type: ignore[arg-type]
+    assert (result.exit_code, len(server.requests)) == (1, 1)
+    assert "error: question in line 3 is not UTF-8 (byte 0xf6 at offset 8): save the file as text" in result.stderr
