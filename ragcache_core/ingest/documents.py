@@ -78,8 +78,7 @@ def read_files(
             else:
                 tell(
                     DuplicateDocumentError(
-                        f"document id {twice!r} is in {seen[twice]} and again in {where}: give one of them "
-                        "another id, or leave bad documents out (--skip-bad)"
+                        f"document id {twice!r} is in {seen[twice]} and again in {where}: give one of them another id"
                     )
                 )
         yield FileReading(file, tuple(documents), is_whole=not bad)

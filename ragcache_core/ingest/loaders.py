@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from docx.text.paragraph import Paragraph
 
 _T = TypeVar("_T")
-_LEAVE_OUT = "or leave bad documents out (--skip-bad)"
 _MAX_UNPACKED_BYTES = 1 << 30
 """Of a Word document, which is an archive: some kilobytes can become any number of them."""
 _OLE = b"\xd0\xcf\x11\xe0"
@@ -31,8 +30,7 @@ def read_pdf(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
     text = "\n\n".join(filter(None, (page.strip() for page in pages)))
     if not text:
         raise EmptyDocumentError(
-            f"file {name!r} has {len(pages)} pages without text: recognise the characters in its pictures (OCR), "
-            f"{_LEAVE_OUT}"
+            f"file {name!r} has {len(pages)} pages without text: recognise the characters in its pictures (OCR)"
         )
     yield _record(name, text, title, is_markdown=False)
 
@@ -64,12 +62,12 @@ def _loaded(library: str, load: Callable[[Any, str], _T], content: object, name:
         raise
     except ImportError as error:
         raise DocumentError(
-            f"file {name!r} needs {library}, which is not installed: pip install 'ragcache[loaders]', {_LEAVE_OUT}"
+            f"file {name!r} needs {library}, which is not installed: pip install 'ragcache[loaders]'"
         ) from error
     except Exception as error:
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.100}".removesuffix(": ")
         raise UndecodableDocumentError(
-            f"file {name!r} is damaged, {library} cannot read it ({said}): save it again, {_LEAVE_OUT}"
+            f"file {name!r} is damaged, {library} cannot read it ({said}): save it again"
         ) from error
 
 
@@ -86,7 +84,7 @@ def _pdf(content: bytes, name: str) -> tuple[list[str], str]:
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of every oddity that it can live with
     reader = PdfReader(io.BytesIO(content))
     if reader.is_encrypted and not reader.decrypt(""):
-        raise UndecodableDocumentError(f"file {name!r} is encrypted: save it without a password, {_LEAVE_OUT}")
+        raise UndecodableDocumentError(f"file {name!r} is encrypted: save it without a password")
     pages = [page.extract_text() for page in reader.pages]
     return pages, (reader.metadata.title or "") if reader.metadata else ""
 
@@ -96,14 +94,13 @@ def _docx(content: bytes, name: str) -> tuple[str, str]:
 
     if content.startswith(_OLE):
         raise UndecodableDocumentError(
-            f"file {name!r} is encrypted, or of an older Word: save it as .docx without a password, {_LEAVE_OUT}"
+            f"file {name!r} is encrypted, or of an older Word: save it as .docx without a password"
         )
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         num_bytes = sum(entry.file_size for entry in archive.infolist())
     if num_bytes > _MAX_UNPACKED_BYTES:
         raise DocumentError(
-            f"file {name!r} unpacks to {num_bytes} bytes, the limit is {_MAX_UNPACKED_BYTES}: save it without "
-            f"pictures, {_LEAVE_OUT}"
+            f"file {name!r} unpacks to {num_bytes} bytes, the limit is {_MAX_UNPACKED_BYTES}: save it without pictures"
         )
     document = Document(io.BytesIO(content))
     return "\n\n".join(_blocks(document)), document.core_properties.title

@@ -29,6 +29,7 @@ from ragcache_core.wire import MAX_DOC_ID_CHARS
 
 _MAX_METADATA_CHARS = 1 << 16
 _DELIMITERS = ",;\t|"
+_END = "\0"  # a row of its own behind the last one, if no quote is open there
 _CODE = (
     ".c", ".cc", ".cpp", ".cs", ".cu", ".go", ".h", ".hpp", ".java", ".jl", ".js", ".jsx", ".kt", ".lua", ".m", ".php",
     ".pl", ".py", ".pyi", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts", ".tsx",
@@ -97,11 +98,15 @@ def read_csv(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
     """
     text = decode(content, name)
     head = text[: text.find("\n")]
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(_DELIMITERS, key=head.count))
+    rows = csv.reader(io.StringIO(f"{text}\n{_END}", newline=""), delimiter=max(_DELIMITERS, key=head.count))
     columns: list[str] = []
     num_rows, line = 0, 1
     try:
         for row in rows:
+            if row == [_END]:
+                break
+            if row and row[-1].endswith(_END):
+                raise csv.Error("a quote that begins in it has no end")
             if not columns:
                 columns = [column.strip() for column in row]
             elif values := {i: value.strip() for i, value in enumerate(row) if value.strip()}:
@@ -112,14 +117,9 @@ def read_csv(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
                 num_rows += 1
             line = rows.line_num + 1
     except csv.Error as error:
-        raise DocumentError(
-            f"line {line} of {name!r} is not CSV ({error}): mend it, or leave bad documents out (--skip-bad)"
-        ) from error
+        raise DocumentError(f"line {line} of {name!r} is not CSV ({error}): mend it") from error
     if not num_rows:
-        raise EmptyDocumentError(
-            f"table {name!r} has no row below its first, which names the columns: add one, or leave bad documents out "
-            "(--skip-bad)"
-        )
+        raise EmptyDocumentError(f"table {name!r} has no row below its first, which names the columns: add one")
 
 
 def read_code(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
@@ -147,7 +147,7 @@ READERS: Mapping[str, Reader] = {
 
 
 def _json_record(line: str, name: str, number: int) -> Record:
-    form = 'write {"text": "...", "id": "...", "metadata": {...}} on one line, or leave bad documents out (--skip-bad)'
+    form = 'write {"text": "...", "id": "...", "metadata": {...}} on one line'
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -171,12 +171,11 @@ def _json_record(line: str, name: str, number: int) -> Record:
         num_chars = len(json.dumps(metadata, allow_nan=False))
     except ValueError as error:  # NaN and infinity, which JSON has not
         raise DocumentError(
-            f"line {number} of {name!r} has a number in 'metadata' that is not finite ({error}): write null, or leave "
-            "bad documents out (--skip-bad)"
+            f"line {number} of {name!r} has a number in 'metadata' that is not finite ({error}): write null"
         ) from error
     if num_chars > _MAX_METADATA_CHARS:
         raise DocumentError(
             f"line {number} of {name!r} has 'metadata' of {num_chars} characters, each chunk carries them and the "
-            f"limit is {_MAX_METADATA_CHARS}: shorten them, or leave bad documents out (--skip-bad)"
+            f"limit is {_MAX_METADATA_CHARS}: shorten them"
         )
     return Record(record_id, text, number, metadata={"source": name, "title": record_id, **metadata})

@@ -11,7 +11,7 @@ from ragcache_core.errors import DocumentError, EmptyDocumentError, UndecodableD
 from ragcache_core.types import DocId
 
 _BOM = b"\xef\xbb\xbf"
-_CURE = "save it as text in UTF-8, or leave bad documents out (--skip-bad)"
+_CURE = "save it as text in UTF-8"
 _HEADING = re.compile(r" {0,3}#{1,6}[ \t]+(.+)")
 _MAX_TITLE_CHARS = 200  # each chunk carries it
 
@@ -66,10 +66,7 @@ def check_text(text: str, what: str) -> None:
         EmptyDocumentError, UndecodableDocumentError
     """
     if not text.strip():
-        raise EmptyDocumentError(
-            f"{what} holds {len(text)} characters, none of them text: write something into it, or leave bad "
-            "documents out (--skip-bad)"
-        )
+        raise EmptyDocumentError(f"{what} holds {len(text)} characters, none of them text: write something into it")
     if "\0" in text or not is_unicode(text):
         raise UndecodableDocumentError(f"{what} holds NUL or half a surrogate pair, which is not text: {_CURE}")
 

@@ -7,9 +7,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ragcache_core.errors import DocumentError
+from ragcache_core.errors import ConfigError, DocumentError
 
-_LEAVE_OUT = "take it away, or leave bad documents out (--skip-bad)"
+_CURE = "take it away"
+_SHORTEST_S, _LONGEST_S = 0.001, 1_000_000
 _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFCHR: "a device",
@@ -33,10 +34,18 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """How long a file may be, and how many seconds of processor time its reading may take."""
+    """How long a file may be, and how many seconds of processor time its reading may take.
+
+    Raises:
+        ConfigError: the seconds are not from 0.001 to 1,000,000.
+    """
 
     max_file_bytes: int = 64 << 20
     max_file_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not _SHORTEST_S <= self.max_file_s <= _LONGEST_S:
+            raise ConfigError(f"max_file_s is {self.max_file_s}: give a number from {_SHORTEST_S} to {_LONGEST_S:,}")
 
 
 def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
@@ -49,14 +58,14 @@ def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
     if file.within is not None:
         real, within = Path(os.path.realpath(file.path)), Path(os.path.realpath(file.within))
         if not real.is_relative_to(within):
-            raise DocumentError(f"file {file.name!r} is a link to {str(real)!r}, outside {str(within)!r}: {_LEAVE_OUT}")
+            raise DocumentError(f"file {file.name!r} is a link to {str(real)!r}, outside {str(within)!r}: {_CURE}")
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
-                raise DocumentError(f"file {file.name!r} is {kind}, not a regular file: {_LEAVE_OUT}")
+                raise DocumentError(f"file {file.name!r} is {kind}, not a regular file: {_CURE}")
             with os.fdopen(descriptor, "rb", closefd=False) as opened:
                 content = opened.read(max_file_bytes + 1) if status.st_size <= max_file_bytes else b""
         finally:
@@ -68,7 +77,6 @@ def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
     num_bytes = max(status.st_size, len(content))
     if num_bytes > max_file_bytes:
         raise DocumentError(
-            f"file {file.name!r} has {num_bytes} bytes, the limit is {max_file_bytes}: raise max_file_bytes, or leave "
-            "bad documents out (--skip-bad)"
+            f"file {file.name!r} has {num_bytes} bytes, the limit is {max_file_bytes}: raise max_file_bytes"
         )
     return content

@@ -36,8 +36,7 @@ def processor_time(limit_s: float, name: str) -> Iterator[None]:
         yield
     except _TimeUpError:
         raise DocumentError(
-            f"file {name!r} takes more than {limit_s:g} processor seconds to read: raise max_file_s, or leave bad "
-            "documents out (--skip-bad)"
+            f"file {name!r} takes more than {limit_s:g} processor seconds to read: raise max_file_s"
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

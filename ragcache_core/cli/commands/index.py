@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.cures import as_typed, options_as_typed
 from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedder, open_store, read_size, store_option
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
 
@@ -89,7 +90,7 @@ def _count(number: int, noun: str) -> str:
 @click.option(
     "--max-file-seconds",
     "max_file_s",
-    type=click.FloatRange(0, min_open=True),
+    type=float,
     default=120.0,
     show_default=True,
     help="Give a file up after that much processor time.",
@@ -125,8 +126,10 @@ def index(
     from ragcache_core.ingest import FileLimits, Origin, Splitting, compare, find_files, read_origins, write_origins
 
     splitting = Splitting(chunk_chars, chunk_min_chars, chunk_overlap_chars)
+    with options_as_typed(click.get_current_context().command):
+        limits = FileLimits(max_file_bytes, max_file_s)
     files = find_files(paths)
-    readings, num_bad = _read(files, splitting, FileLimits(max_file_bytes, max_file_s), skip_bad)
+    readings, num_bad = _read(files, splitting, limits, skip_bad)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
     options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
     with _opened(store, embedder, options, rebuild_index) as target:
@@ -175,9 +178,9 @@ def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad:
     def report(error: DocumentError) -> None:
         nonlocal num_bad
         if not skip_bad:
-            raise error
+            raise type(error)(f"{error}, or leave bad documents out (--skip-bad)") from error
         num_bad += 1
-        tqdm.write(f"ragcache: left out: {error}", file=sys.stderr)
+        tqdm.write(f"ragcache: left out: {as_typed(str(error))}", file=sys.stderr)
 
     with tqdm(files.files, desc="reading", unit="file", leave=False, disable=not sys.stderr.isatty()) as progress:
         readings = list(read_files(progress, splitting, on_bad=report, limits=limits))

@@ -301,3 +301,20 @@ def test_progress_moves_while_the_embedder_learns_and_every_few_documents(
     assert calls == sorted(calls)
     assert calls[-1] == 1
     assert max(after - before for before, after in pairwise([0, *calls])) <= 0.07
+
+
+def test_what_is_left_out_is_not_told_to_be_left_out_again(notes: Path) -> None:
+    (notes / "bad.txt").write_bytes(b"\xff")
+    assert "save it as text in UTF-8, or leave bad documents out (--skip-bad)\n" in index(notes).stderr
+    result = index(notes, "--skip-bad")
+    assert "left out: file 'bad.txt' is not UTF-8 (byte 0xff at offset 0): save it as text in UTF-8\n" in result.stderr
+    long = index(notes, "--skip-bad", "--max-file-bytes", "60")
+    assert "the limit is 60: raise --max-file-bytes\n" in long.stderr
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "0"])
+def test_a_time_limit_that_cannot_be_kept_is_refused(notes: Path, seconds: str) -> None:
+    result = index(notes, "--max-file-seconds", seconds)
+    assert result.exit_code == 1
+    assert "error: --max-file-seconds is" in result.stderr
+    assert not store_of(notes).exists()

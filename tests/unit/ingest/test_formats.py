@@ -14,7 +14,7 @@ import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from ragcache_core.errors import DocumentError, EmptyDocumentError, UndecodableDocumentError
+from ragcache_core.errors import ConfigError, DocumentError, EmptyDocumentError, UndecodableDocumentError
 from ragcache_core.ingest import FileLimits, Splitting, find_files, read_documents
 from ragcache_core.types import Document
 
@@ -184,6 +184,24 @@ def test_a_table_without_rows_and_a_field_without_end_are_told(tmp_path: Path) -
     (tmp_path / "a.csv").write_text('name\nb\n"' + "c" * 200_000)
     with pytest.raises(DocumentError, match="line 3 of 'a.csv' is not CSV .field larger"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("rows", ['1,2\n"open,3\n4,5', '1,2\n"open,3\n4,5\n', '1,2\n3,"open\n', '1,2\n3,"'])
+def test_a_quote_that_is_not_closed_is_told_by_its_line_and_not_read_to_the_end(tmp_path: Path, rows: str) -> None:
+    (tmp_path / "a.csv").write_text(f"a,b\n{rows}")
+    with pytest.raises(DocumentError, match=r"line 3 of 'a.csv' is not CSV .a quote that begins in it has no end"):
+        read(tmp_path)
+
+
+def test_quotes_that_are_closed_and_quotes_within_a_value_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('a,b\n5" wide,"x\n""y"""\n"Zor" city,""')
+    assert [d.text for d in read(tmp_path)] == ['a: 5" wide\nb: x\n"y"', "a: Zor city"]
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, 1e-9, -1.0])
+def test_a_limit_that_would_be_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="max_file_s is .*: give a number from 0.001 to 1,000,000"):
+        FileLimits(max_file_s=seconds)
 
 
 def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
