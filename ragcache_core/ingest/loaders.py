@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _MAX_UNPACKED_BYTES = 1 << 30
 """Of a Word document, which is an archive: some kilobytes can become any number of them."""
+_WRAPPERS = ("sdtContent", "sdt", "customXml", "fldSimple", "ins", "moveTo", "smartTag")
 _OLE = b"\xd0\xcf\x11\xe0"
 
 
@@ -103,7 +104,19 @@ def _docx(content: bytes, name: str) -> tuple[str, str]:
             f"file {name!r} unpacks to {num_bytes} bytes, the limit is {_MAX_UNPACKED_BYTES}: save it without pictures"
         )
     document = Document(io.BytesIO(content))
+    _unwrap(document)
     return "\n\n".join(_blocks(document)), document.core_properties.title
+
+
+def _unwrap(document: WordDocument) -> None:
+    """Take away what python-docx does not look into: form fields, insertions that are tracked, and their like."""
+    body = document.element.body
+    for moved in body.xpath(".//w:moveFrom"):
+        moved.getparent().remove(moved)
+    for wrapper in body.xpath("|".join(f".//w:{name}" for name in _WRAPPERS)):
+        for child in list(wrapper):
+            wrapper.addprevious(child)
+        wrapper.getparent().remove(wrapper)
 
 
 def _blocks(container: WordDocument | _Cell) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import docx
 import pytest
+from docx.oxml import parse_xml
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
@@ -217,3 +218,25 @@ def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pyt
     documents = read(tmp_path, on_bad=told.append, limits=FileLimits(max_file_s=0.3))
     assert [d.doc_id for d in documents] == ["b.txt"]
     assert "'a.pdf' takes more than 0.3 processor seconds to read: raise" in str(told[0])
+
+
+WORD = "xmlns:w='http://schemas.openxmlformats.org/wordprocessingml/2006/main'"
+CHANGES = [
+    ("ins", "w:t", "is "), ("del", "w:delText", "was "), ("moveFrom", "w:t", "here "), ("moveTo", "w:t", "a city"),
+]  # fmt: skip
+RUN = "<w:r><w:t>{}</w:t></w:r>"
+FIELD = f"<w:sdt {WORD}><w:sdtPr/><w:sdtContent>{{}}</w:sdtContent></w:sdt>"
+
+
+def test_fields_of_a_form_and_tracked_changes_of_a_word_document_are_read_as_they_are_shown(tmp_path: Path) -> None:
+    document = docx.Document()
+    document.add_table(rows=1, cols=1).cell(0, 0).text = "in a row"
+    (table,) = document.element.body.xpath("w:tbl")
+    table.append(parse_xml(FIELD.format(f"<w:tr><w:tc><w:p>{RUN.format('in a field')}</w:p></w:tc></w:tr>")))
+    table.addprevious(parse_xml(FIELD.format(FIELD.format(f"<w:p>{RUN.format('block field')}</w:p>"))))
+    paragraph = document.add_paragraph("Zor ")._p
+    for change, tag, text in CHANGES:
+        run = RUN.format(text).replace("w:t>", f"{tag}>").replace(f"<{tag}", f"<{tag} xml:space='preserve'")
+        paragraph.append(parse_xml(f"<w:{change} {WORD}>{run}</w:{change}>"))
+    document.save(str(tmp_path / "a.docx"))
+    assert read(tmp_path)[0].text == "block field\n\nin a row\nin a field\n\nZor is a city"
