@@ -93,6 +93,7 @@ class _Reader:
         self._num_breaks = 0  # line ends before what comes next
         self._needs_space = False
         self._mark = ""  # of the heading or list item that begins
+        self._cell_has_text = self._ends_paragraph = False  # of the table's cell that is open
         self._open: list[str] = []
         self._num_open: Counter[str] = Counter()
         self._num_dropped = 0  # of those that are open
@@ -153,16 +154,22 @@ class _Reader:
             return
         if name == "br":
             self._num_breaks = min(self._num_breaks + 1, 2)
+        elif name == "p" and (self._num_open["td"] or self._num_open["th"]):
+            self._ends_paragraph = True  # which counts within a cell, not between cells: a row stays a line
         elif name in _PARAGRAPHS:
             self._num_breaks = 2
         elif name in _LINES:
             self._num_breaks = max(self._num_breaks, 1)
         elif name in _CELLS:
             self._needs_space = True
+            self._cell_has_text = self._ends_paragraph = False
         if name in _MARKS:
             self._mark = ""  # nothing was written behind it
 
     def _write(self, text: str) -> None:
+        if self._ends_paragraph and self._cell_has_text:
+            self._num_breaks = 2
+        self._cell_has_text, self._ends_paragraph = True, False
         if self._num_breaks:
             self._written.append("\n" * self._num_breaks)
         elif self._needs_space:

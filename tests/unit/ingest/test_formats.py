@@ -104,6 +104,19 @@ def test_a_row_of_a_table_is_a_document_that_names_its_columns(tmp_path: Path, d
     assert (mel.doc_id, mel.text) == ("a.csv:5", "name: Mel\nsays: c\ncolumn 4: more")
 
 
+def test_a_row_of_a_table_is_a_line_though_its_cells_are_paragraphs(tmp_path: Path) -> None:
+    (tmp_path / "a.rst").write_text(
+        "Before.\n\n==== =====\nname kind\n==== =====\nZor  city\nMel  river\n==== =====\n\nBehind.\n"
+    )
+    (tmp_path / "b.html").write_text(
+        "<p>Before.<table><tr><th><p>name</p></th><th><p>kind</p></th></tr><tr><td><p>Zor</p></td><td><p>city</p>"
+        "</td></tr><tr><td><p>Mel</td><td><p>river</p><p>wide</p></td></tr></table><p>Behind."
+    )
+    rst, html = (document.text for document in read(tmp_path))
+    assert rst == "Before.\n\nname kind\nZor city\nMel river\n\nBehind."
+    assert html == "Before.\n\nname kind\nZor city\nMel river\n\nwide\n\nBehind."
+
+
 def test_source_code_is_cut_between_definitions_and_empty_files_are_nothing_bad(tmp_path: Path) -> None:
     bodies = [f"def river_{i}():\n    # it is long\n\n    return {i}" for i in range(9)]
     (tmp_path / "a.py").write_text("\n\n\n".join(bodies) + "\n")
