@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,9 +39,12 @@ Similarities = NDArray[np.float64]
 
 
 def count_words(text: str) -> Counter[int]:
-    """Return how often ``text`` has each word: by the word's CRC-32, without its case. A text has at least one word."""
+    """Return how often ``text`` has each word: by the word's CRC-32, without its case. A text has at least one word.
+
+    A letter and an accent behind it, as file names of macOS have them, are the letter with the accent.
+    """
     words: list[str] = []
-    for word in _WORD.findall(text.casefold()):
+    for word in _WORD.findall(unicodedata.normalize("NFKC", text).casefold()):
         words.append(word)
         if _IS_CJK.match(word):  # written without spaces: characters and pairs of them
             words.extend(word)

@@ -260,3 +260,10 @@ def test_the_best_by_words_are_the_true_best(texts: list[str], query: str, count
     assert not similar[3::4].any(), "they are not live"
     ranked = sorted(np.flatnonzero(similar).tolist(), key=lambda i: (-similar[i], i))
     assert sorted(matches.best(count).tolist()) == sorted(3 * i for i in ranked[:count])
+
+
+def test_a_word_is_the_same_however_its_accents_and_ligatures_are_encoded() -> None:
+    """File names of macOS have accents as letters of their own, PDF files have ligatures."""
+    composed, decomposed = "Äpfel für das Café", "A\u0308pfel fu\u0308r das Cafe\u0301"
+    assert count_words(decomposed) == count_words(composed)
+    assert count_words("the o\ufb03ce, \uff21\uff22\uff23") == count_words("the office, ABC")
