@@ -18,6 +18,11 @@ from ragcache_core.errors import ConfigError
 _PLOT_KINDS = (".png", ".svg", ".html")
 
 
+def printable(text: str) -> str:
+    """Return a text that cannot steer a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 @contextmanager
 def counting_requests(name: str, num_requests: int) -> Iterator[Callable[[int], object]]:
     """Yield what takes how many more requests are done; a bar on a terminal."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from ragcache_core.cli.output import printable
 from ragcache_core.stats import DocumentUse, EngineStats, TierStats
 
 _BAR_CELLS = 20
@@ -195,5 +196,5 @@ def _size(num_bytes: int) -> str:
 
 def _printable(doc_id: str) -> str:
     """Return an id that cannot steer a terminal, and fits."""
-    shown = "".join(c if c.isprintable() else "?" for c in doc_id)
+    shown = printable(doc_id)
     return shown if len(shown) <= _DOC_ID_CHARS else f"{shown[: _DOC_ID_CHARS - 3]}..."

@@ -25,6 +25,7 @@ from ragcache_core.cli.options import (
     tokenizer_option,
     vllm_args_argument,
 )
+from ragcache_core.cli.output import printable
 from ragcache_core.errors import PromptError, RequestRejectedError, SearchError
 from ragcache_core.prompt import PromptLayout
 
@@ -153,7 +154,7 @@ def _questions(question: str | None) -> Iterator[str]:
         return
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
-            text = line.decode("utf-8").strip()
+            text = line.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             at = f"byte 0x{line[error.start]:02x} at offset {error.start}"
             raise PromptError(
@@ -249,9 +250,9 @@ _SCORE_NAMES: dict[Metric, str] = {"l2": "distance", "ip": "similarity"}
 
 def _show_documents(found: RetrievalUpdate, metric: Metric) -> None:
     for document, score in zip(found.documents, found.scores, strict=True):
-        click.echo(f"[{document.doc_id}] {_SCORE_NAMES[metric]} {score:.4g}", err=True)
+        click.echo(f"[{printable(document.doc_id)}] {_SCORE_NAMES[metric]} {score:.4g}", err=True)
         for line in document.text.strip().splitlines():
-            click.echo(f"  {line}", err=True)
+            click.echo(f"  {printable(line.expandtabs())}", err=True)
 
 
 def _summary(found: RetrievalUpdate, answer: Generation) -> str:
@@ -259,7 +260,7 @@ def _summary(found: RetrievalUpdate, answer: Generation) -> str:
     tiers = ((stats.num_gpu_tokens, "GPU"), (stats.num_host_tokens, "host"), (stats.num_disk_tokens, "disk"))
     told = ", ".join(f"{num_tokens} from {tier}" for num_tokens, tier in tiers if num_tokens)
     first = "" if stats.ttft_s is None else f"; first token after {stats.ttft_s:.3f} s"
-    names = ", ".join(document.doc_id for document in found.documents)
+    names = ", ".join(printable(document.doc_id) for document in found.documents)
     return (
         f"[{names}] {stats.num_prompt_tokens} prompt tokens, {stats.num_cached_tokens} of them cached"
         f"{f' ({told})' if told else ''}{first}, "

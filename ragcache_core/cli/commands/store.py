@@ -11,6 +11,7 @@ import click
 
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.options import store_option
+from ragcache_core.cli.output import printable
 from ragcache_core.errors import ConfigError, UnknownDocumentError
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def ls(store: Path, offset: int, limit: int, as_json: bool) -> None:
     )
     for document in documents:
         origin = origins.get(document.doc_id)
-        file = "" if origin is None else f"  {_shown(str(Path(origin.folder, origin.name)))}"
-        click.echo(f"{len(document.text):>9,}  {_shown(document.doc_id)}{file}")
+        file = "" if origin is None else f"  {printable(str(Path(origin.folder, origin.name)))}"
+        click.echo(f"{len(document.text):>9,}  {printable(document.doc_id)}{file}")
     if end < stats.num_documents:
         click.echo(f"{offset + 1:,} to {end:,} of {stats.num_documents:,}; the next ones: --offset {end}")
 
@@ -173,7 +174,7 @@ def _report(store: Path, doc_ids: list[DocId], num_left: int, *, as_json: bool, 
         print_json({"store": str(store), what.replace(" ", "_"): doc_ids, "num_documents": num_left})
         return
     for doc_id in doc_ids:
-        click.echo(f"  {_shown(doc_id)}", err=True)
+        click.echo(f"  {printable(doc_id)}", err=True)
     click.echo(f"{store}: {_count(len(doc_ids))} {what}; it holds {_count(num_left)}")
 
 
@@ -188,8 +189,3 @@ def _as_json(document: Document, origin: Origin | None) -> dict[str, object]:
 
 def _count(number: int) -> str:
     return f"{number:,} document" + "s" * (number != 1)
-
-
-def _shown(text: str) -> str:
-    """Return a text that cannot steer a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)

@@ -200,3 +200,18 @@ def test_a_question_that_is_not_utf8_is_told_by_its_line_once_those_before_it_ar
     result = ask(server, store, question="-", input=questions)  # type: ignore[arg-type]
     assert (result.exit_code, len(server.requests)) == (1, 1)
     assert "error: question in line 3 is not UTF-8 (byte 0xf6 at offset 8): save the file as text" in result.stderr
+
+
+def test_a_byte_order_mark_is_no_part_of_a_question(server: ScriptedServer, store: Path) -> None:
+    assert ask(server, store, question="-", input=f"\ufeff{QUESTION}\r\n{QUESTION}\n").exit_code == 0
+    assert sent(server, 0).body["prompt"] == sent(server, 1).body["prompt"]
+
+
+def test_shown_documents_do_not_steer_the_terminal(server: ScriptedServer, tmp_path: Path) -> None:
+    path = tmp_path / "notes.store"
+    with DocumentStore.create(path, index="flat") as made:
+        made.add([Document("mel\x1b[2J", "Mel\tis \x1b]0;a river\x07 é.")])
+    told = ask(server, path, "--show-documents").stderr
+    assert "[mel?[2J] distance " in told
+    assert "  Mel     is ?]0;a river? é.\n" in told
+    assert "\x1b" not in told
