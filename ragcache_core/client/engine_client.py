@@ -314,7 +314,7 @@ class EngineClient:
     # For clients of other makes
 
     def http_client(self) -> httpx.Client:
-        """Return the client for requests to the server, sent again after a restart where needed. The engine closes it."""
+        """Return the client for requests to the server, which are sent again after a restart. The engine closes it."""
         return self._http
 
     def http_async_client(self) -> httpx.AsyncClient:

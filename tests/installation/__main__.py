@@ -28,6 +28,9 @@ MOST_MB = {"langchain": 350, "llamaindex": 350}
 """The extra ``retrieval`` is Faiss, scipy and numba: as large as they are."""
 EXPECTED = {"langchain": ["zorval", "tenrik"], "llamaindex": ["zorval", "tenrik"], "retrieval": ["zorval.md"]}
 """The documents that the program of an extra, beside this file, finds in its prompt."""
+ADDED = ("loaders", "bench")
+"""Extras that are installed above ``retrieval``, which they ask for. Their programs need no engine. Not ``minilm``: it
+brings PyTorch, which takes minutes."""
 NUM_IMPORTS = 5
 
 
@@ -47,6 +50,10 @@ def main(wheel: Path) -> None:
                 if size_mb > MOST_MB.get(extra, size_mb):
                     wrong.append(f"[{extra}] takes {size_mb:.0f} MB, at most {MOST_MB[extra]} are allowed")
                 wrong += ask(python, extra, engine, folder)
+        for extra in ADDED:
+            python = environments.result()["retrieval"]
+            add(wheel, extra, python)
+            wrong += try_out(python, extra, folder)
         python = environments.result()["langchain"]
         own_s, openai_s = (import_s(python, m) for m in ("ragcache_integrations.langchain", "langchain_openai"))
         above_s = own_s - openai_s
@@ -59,9 +66,22 @@ def install(wheel: Path, extra: str, folder: Path) -> Path:
     environment = folder / extra
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     python = environment / "bin" / "python"
+    add(wheel, extra, python)
+    return python
+
+
+def add(wheel: Path, extra: str, python: Path) -> None:
+    """Install ``wheel`` with one extra into the environment of ``python``."""
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, f"{wheel.resolve()}[{extra}]"], env=without("PYTHON"), check=True)
-    return python
+
+
+def try_out(python: Path, extra: str, folder: Path) -> list[str]:
+    """Run the program of an extra that needs no engine; return what is wrong."""
+    program = [python, HERE / f"{extra}_program.py"]
+    done = subprocess.run(program, cwd=folder, env=clean(folder), capture_output=True, text=True, check=False)
+    print(f"{extra:11} " + ("works" if done.returncode == 0 else "fails"), flush=True)
+    return [f"[{extra}] fails: {done.stderr.strip()}"] if done.returncode else []
 
 
 def ask(python: Path, extra: str, engine: Engine, folder: Path) -> list[str]:
