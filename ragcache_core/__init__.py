@@ -1,60 +1,62 @@
 """RAGCache: keep the key-value tensors of documents, and serve retrieval-augmented generation from them.
 
 Everything that an application names is here; what it needs of a framework is in
-:mod:`ragcache_integrations.langchain` and :mod:`ragcache_integrations.llamaindex`. A name's module is imported when
-the name is first used.
+:mod:`ragcache_integrations.langchain` and :mod:`ragcache_integrations.llamaindex`. All but the errors is imported when
+it is first used.
 """
 
 from typing import TYPE_CHECKING
 
 from ragcache_core._lazy import exported_lazily
 from ragcache_core._version import __version__
+from ragcache_core.errors import (
+    CacheCapacityError,
+    CacheDirectoryError,
+    CacheLockedError,
+    CacheTierError,
+    CacheVersionError,
+    CacheWriteError,
+    ConfigError,
+    DocumentError,
+    DuplicateDocumentError,
+    EmbedderMismatchError,
+    EmptyDocumentError,
+    EmptyStoreError,
+    EngineAuthError,
+    EngineClosedError,
+    EngineDiedError,
+    EngineError,
+    EngineStartError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    PromptError,
+    PromptTooLongError,
+    RAGCacheError,
+    RequestRejectedError,
+    SearchError,
+    SearchTimeoutError,
+    StoreCorruptError,
+    StoreError,
+    StoreExistsError,
+    StoreFullError,
+    StoreLockedError,
+    StoreNotFoundError,
+    StoreVersionError,
+    TokenizerUnavailableError,
+    TooFewDocumentsError,
+    TraceError,
+    UndecodableDocumentError,
+    UnknownDocumentError,
+)
 
 if TYPE_CHECKING:
     from ragcache_core.client.engine import Engine
     from ragcache_core.client.generation import Generation, GenerationChunk
     from ragcache_core.client.launch.vllm_offload import VLLMOffload
+    from ragcache_core.client.ordering.document_order import Arrangement
     from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+    from ragcache_core.client.prompts.tokenizer import ModelTokenizer
     from ragcache_core.config import CacheConfig, ChunkReuse
-    from ragcache_core.errors import (
-        CacheCapacityError,
-        CacheDirectoryError,
-        CacheLockedError,
-        CacheTierError,
-        CacheVersionError,
-        CacheWriteError,
-        ConfigError,
-        DocumentError,
-        DuplicateDocumentError,
-        EmbedderMismatchError,
-        EmptyDocumentError,
-        EmptyStoreError,
-        EngineAuthError,
-        EngineClosedError,
-        EngineDiedError,
-        EngineError,
-        EngineStartError,
-        EngineTimeoutError,
-        EngineUnreachableError,
-        PromptError,
-        PromptTooLongError,
-        RAGCacheError,
-        RequestRejectedError,
-        SearchError,
-        SearchTimeoutError,
-        StoreCorruptError,
-        StoreError,
-        StoreExistsError,
-        StoreFullError,
-        StoreLockedError,
-        StoreNotFoundError,
-        StoreVersionError,
-        TokenizerUnavailableError,
-        TooFewDocumentsError,
-        TraceError,
-        UndecodableDocumentError,
-        UnknownDocumentError,
-    )
     from ragcache_core.ordering import DocumentOrder
     from ragcache_core.prompt import PromptLayout, RenderedPrompt
     from ragcache_core.retrieval import (
@@ -93,47 +95,10 @@ else:
             "ragcache_core.client.engine": ("Engine",),
             "ragcache_core.client.generation": ("Generation", "GenerationChunk"),
             "ragcache_core.client.launch.vllm_offload": ("VLLMOffload",),
+            "ragcache_core.client.ordering.document_order": ("Arrangement",),
             "ragcache_core.client.prompts.bound_prompt": ("BoundPrompt",),
+            "ragcache_core.client.prompts.tokenizer": ("ModelTokenizer",),
             "ragcache_core.config": ("CacheConfig", "ChunkReuse"),
-            "ragcache_core.errors": (
-                "CacheCapacityError",
-                "CacheDirectoryError",
-                "CacheLockedError",
-                "CacheTierError",
-                "CacheVersionError",
-                "CacheWriteError",
-                "ConfigError",
-                "DocumentError",
-                "DuplicateDocumentError",
-                "EmbedderMismatchError",
-                "EmptyDocumentError",
-                "EmptyStoreError",
-                "EngineAuthError",
-                "EngineClosedError",
-                "EngineDiedError",
-                "EngineError",
-                "EngineStartError",
-                "EngineTimeoutError",
-                "EngineUnreachableError",
-                "PromptError",
-                "PromptTooLongError",
-                "RAGCacheError",
-                "RequestRejectedError",
-                "SearchError",
-                "SearchTimeoutError",
-                "StoreCorruptError",
-                "StoreError",
-                "StoreExistsError",
-                "StoreFullError",
-                "StoreLockedError",
-                "StoreNotFoundError",
-                "StoreVersionError",
-                "TokenizerUnavailableError",
-                "TooFewDocumentsError",
-                "TraceError",
-                "UndecodableDocumentError",
-                "UnknownDocumentError",
-            ),
             "ragcache_core.ordering": ("DocumentOrder",),
             "ragcache_core.prompt": ("PromptLayout", "RenderedPrompt"),
             "ragcache_core.retrieval": (
@@ -169,6 +134,7 @@ else:
     )
 
 __all__ = [
+    "Arrangement",
     "BoundPrompt",
     "CacheCapacityError",
     "CacheConfig",
@@ -207,6 +173,7 @@ __all__ = [
     "LangChainEmbedder",
     "LlamaIndexEmbedder",
     "MiniLMEmbedder",
+    "ModelTokenizer",
     "PipelineReport",
     "PrecomputedEmbedder",
     "PromptError",

@@ -19,6 +19,7 @@ import pytest
 
 import ragcache_core
 from ragcache_core import errors
+from tests.support.scripted_server import ScriptedServer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -164,9 +165,9 @@ _OF_RETRIEVAL = {
 PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {
         *(name for name, value in vars(errors).items() if name.endswith("Error") and isinstance(value, type)),
-        *("BoundPrompt", "CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
+        *("Arrangement", "BoundPrompt", "CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
         *("Document", "DocumentOrder", "DocumentStats", "DocumentUse", "Engine", "EngineStats"),
-        *("Generation", "GenerationChunk", "PipelineReport", "PromptLayout", "PromptSegment"),
+        *("Generation", "GenerationChunk", "ModelTokenizer", "PipelineReport", "PromptLayout", "PromptSegment"),
         *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "VLLMOffload"),
         *("__version__", "request_stats_from_dict", *_OF_RETRIEVAL),
     },
@@ -189,6 +190,16 @@ PUBLIC: dict[str, set[str]] = {
 """The names that users may rely on. Removing one is a breaking change; adding one belongs in the CHANGELOG."""
 
 
+ENGINE = {
+    *("launch", "alaunch", "connect", "aconnect", "close", "aclose", "pid", "log_path", "num_restarts"),
+    *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
+    *("generate", "agenerate", "stream", "astream", "stats", "astats"),
+    *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
+    "integration",
+}
+"""What an engine shows: what applications use, and one object with what the frameworks' integrations use."""
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_package_exports_exactly_its_public_names(name: str) -> None:
     module = importlib.import_module(name)
@@ -207,9 +218,16 @@ def test_an_export_that_is_imported_late_is_where_type_checkers_see_it(name: str
     (call,) = [node for node in ast.walk(block) if isinstance(node, ast.Call) and node.args]
     late = {export: home for home, exports in ast.literal_eval(call.args[1]).items() for export in exports}
     assert late == seen
-    assert late.keys() == set(module.__all__) - {"__version__"} <= set(dir(module))
+    at_once = {alias.name for part in tree.body if isinstance(part, ast.ImportFrom) for alias in part.names}
+    assert late.keys() == set(module.__all__) - at_once
+    assert set(module.__all__) <= set(dir(module))
     with pytest.raises(AttributeError, match=f"{name}.*no attribute 'Nothing'"):
         module.Nothing  # noqa: B018
+
+
+def test_an_engine_shows_exactly_its_public_names() -> None:
+    with ScriptedServer() as server, ragcache_core.Engine.connect(server.url, tokenizer=False) as engine:
+        assert {name for name in dir(engine) if not name.startswith("_")} == ENGINE
 
 
 def test_the_core_is_imported_and_an_error_named_without_any_package_of_others() -> None:
