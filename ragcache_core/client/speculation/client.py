@@ -64,35 +64,29 @@ class SpeculationClient:
         """
         return request_capture.capture_request(call, self._speculations)
 
-    def speculate(self, call: Callable[[], object]) -> Speculation:
-        """Send the request that ``call`` would send, as a speculation: a real one that is the same joins it.
+    def prepare(self, call: Callable[[], object]) -> Callable[[], Speculation]:
+        """Return what sends the request of ``call`` as a speculation: a real one that is the same joins it.
 
         Ask :meth:`acan_speculate` before: plain vLLM would treat it as any other request.
 
         Raises:
-            ConfigError: ``call`` sent no request. EngineClosedError: this handle was closed.
+            ConfigError: ``call`` sent no request.
+            EngineClosedError: when it is sent: this handle was closed.
             Exception: whatever ``call`` raised before it came to that.
         """
-        return self.prepare(call)()
-
-    def prepare(self, call: Callable[[], object]) -> Callable[[], Speculation]:
-        """Make the request of :meth:`speculate`, and return what sends it: with the same errors, some of them then."""
         return partial(self._speculations.start, self.capture_request(call))
 
-    def warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Speculation:
-        """Prefill ``prompt`` while the engine is idle, so that later requests which begin with it find it cached.
+    def prepare_warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Callable[[], Speculation]:
+        """Return what has ``prompt`` prefilled while the engine is idle: later requests that begin with it find it.
 
         ``has_documents`` says whether documents are in it; without any it hides nothing of the search for them. It is
         computed exactly, since KV that was assembled from reused chunks serves no other request. The engine counts it
         neither as a request nor as a use of its documents.
 
         Raises:
-            PromptTooLongError: it does not fit into the context window. EngineClosedError: this handle was closed.
+            PromptTooLongError: it does not fit into the context window.
+            EngineClosedError: when it is sent: this handle was closed.
         """
-        return self.prepare_warm(prompt, has_documents=has_documents)()
-
-    def prepare_warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Callable[[], Speculation]:
-        """Make the request of :meth:`warm`, and return what sends it: with the same errors, some of them then."""
         plan = plan_rendered(prompt, max_model_len=self._max_model_len, chunk_reuse=False, is_prefill=True)
         body = {
             "model": self._model,
@@ -101,11 +95,6 @@ class SpeculationClient:
             "temperature": 0.0,
             **plan.extra_body,
         }
-        request = httpx.Request(
-            "POST",
-            self._url,
-            headers=self._headers,
-            content=json.dumps(body).encode(),
-        )
+        request = httpx.Request("POST", self._url, headers=self._headers, content=json.dumps(body).encode())
         captured = CapturedRequest.of(request)
         return partial(self._speculations.start, captured, is_claimable=False, has_documents=has_documents)

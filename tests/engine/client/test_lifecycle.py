@@ -23,6 +23,7 @@ from ragcache_core.client import Engine, GenerationChunk
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.errors import EngineDiedError, EngineStartError
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.support.asking_ahead import speculate
 
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
 
@@ -106,7 +107,7 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
             await asyncio.sleep(0.5)  # it is noted a little later
             await suspend_after_the_first_token(core, stream)  # the next request cannot have its own
             waiting = asyncio.create_task(engine.agenerate("Document: Zorval", max_tokens=5))
-            ahead = engine.integration.speculation.speculate(lambda: engine.generate("Document: Tenrik", max_tokens=5))
+            ahead = speculate(engine, lambda: engine.generate("Document: Tenrik", max_tokens=5))
             joined = asyncio.create_task(engine.agenerate("Document: Tenrik", max_tokens=5))
             await asyncio.sleep(0.5)  # it has joined what gives no token
             core.kill()

@@ -19,6 +19,7 @@ from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.engine.search_scene import becomes_idle
+from tests.support.asking_ahead import speculate, warm
 from tests.support.waiting import until
 
 LAYOUT = PromptLayout()
@@ -49,7 +50,7 @@ def test_a_request_that_joins_its_speculation_gives_the_tokens_of_one_that_does_
     assert asyncio.run(engine.integration.speculation.acan_speculate())
     prompt = LAYOUT.render(engine.tokenizer, documents("Anna"), "Who founded Zorval?")
     before = figures(engine)
-    speculation = engine.integration.speculation.speculate(lambda: engine.generate(prompt, max_tokens=12))
+    speculation = speculate(engine, lambda: engine.generate(prompt, max_tokens=12))
     joined = engine.generate(prompt, max_tokens=12)
     alone = engine.generate(prompt, max_tokens=12)
     assert joined.text == alone.text
@@ -71,7 +72,7 @@ def seeded(engine: Engine, mark: str) -> Callable[[], str]:
 def test_a_seeded_request_joins_a_speculation_whose_prompt_took_several_steps(engine: Engine) -> None:
     ask = seeded(engine, "Emil")
     before, num_restarts = figures(engine), engine.num_restarts()
-    engine.integration.speculation.speculate(ask)
+    speculate(engine, ask)
     joined = ask()
     assert joined == ask(), "the tokens of a prompt that was cached, and so computed in one step"
     assert engine.num_restarts() == num_restarts
@@ -91,9 +92,7 @@ def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None
         with closing(engine.stream("Tenrik", **LONG)) as real:
             next(real)
             has_shown = _takes_all_room(engine)
-            speculation = engine.integration.speculation.speculate(
-                lambda: engine.generate("Zorval of Tenrik", max_tokens=4)
-            )
+            speculation = speculate(engine, lambda: engine.generate("Zorval of Tenrik", max_tokens=4))
             waited_s = _while_waiting(engine, 1, real)
             has_shown = has_shown and waited_s > 0.0 and speculation.started_s is None
         is_begun = _begins(speculation)
@@ -110,7 +109,7 @@ def test_a_speculation_without_room_waits_until_there_is(engine: Engine) -> None
 def test_a_speculation_that_is_preempted_pauses_until_there_is_room_again(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
         assert becomes_idle(engine)
-        speculation = engine.integration.speculation.speculate(lambda: engine.generate("Zorval", **LONG))
+        speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG))
         assert _begins(speculation)
         began_s = speculation.started_s or 0.0
         has_shown = not speculation.is_done
@@ -163,7 +162,7 @@ def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> 
 
 def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
-        speculation = engine.integration.speculation.speculate(lambda: engine.generate("Zorval", **LONG))
+        speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG))
         assert _begins(speculation)
         was_done = speculation.is_done
         speculation.cancel()
@@ -192,7 +191,7 @@ async def test_the_libraries_join_in_any_way_of_asking(engine: Engine, library: 
     def begin() -> object:
         return next(iter(llm.stream(question) if library == "langchain" else llm.stream_complete(question)))
 
-    await asyncio.to_thread(engine.integration.speculation.speculate, begin)
+    await asyncio.to_thread(speculate, engine, begin)
     joined = await text()
     assert not engine._speculations
     assert joined == await text()
@@ -209,7 +208,7 @@ def test_a_warmed_prefix_is_found_cached_by_the_request_that_begins_with_it(engi
         token_ids=prompt.token_ids[: last.end],
         segments=tuple(s for s in prompt.segments if s.end <= last.end),
     )
-    engine.integration.speculation.warm(known).add_done_callback(done.append)
+    warm(engine, known).add_done_callback(done.append)
     assert until(lambda: done)
     assert not done[0].is_failed
     answer = engine.generate(prompt, max_tokens=4)
@@ -219,11 +218,11 @@ def test_a_warmed_prefix_is_found_cached_by_the_request_that_begins_with_it(engi
 
 def test_a_cancelled_speculation_and_a_left_stream_leave_nothing_in_the_engine(engine: Engine) -> None:
     prompt = LAYOUT.render(engine.tokenizer, documents("Dora", 10), "Who?")
-    given_up = engine.integration.speculation.speculate(lambda: engine.generate(prompt, **LONG))
+    given_up = speculate(engine, lambda: engine.generate(prompt, **LONG))
     assert until(lambda: given_up.response.has_bytes)
     given_up.cancel()
     assert becomes_idle(engine)
-    left = engine.integration.speculation.speculate(lambda: engine.generate(prompt, **LONG))
+    left = speculate(engine, lambda: engine.generate(prompt, **LONG))
     stream = engine.stream(prompt, **LONG)
     next(stream)
     stream.close()

@@ -12,6 +12,7 @@ from ragcache_core import ChunkReuseStats, ChunkStats, Document, PromptLayout
 from ragcache_core.cli.reading import lines_of
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
+from tests.support.asking_ahead import warm
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 from tests.support.waiting import until
 
@@ -79,7 +80,7 @@ def test_a_wish_that_cannot_be_is_refused_before_anything_is_sent(engine: Engine
 
 
 def test_a_prefill_ahead_is_exact_whatever_the_engine_does(engine: Engine, server: ScriptedServer) -> None:
-    engine.integration.speculation.warm(LAYOUT.render(engine.tokenizer, [SUN], "What?"))
+    warm(engine, LAYOUT.render(engine.tokenizer, [SUN], "What?"))
     assert until(lambda: server.requests)
     assert server.requests[-1].chunk_reuse is False
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from ragcache_core import PromptLayout
 from ragcache_core.client import Engine
+from tests.support.asking_ahead import speculate
 from tests.support.scripted_server import IDLE, ScriptedServer
 
 def openai_modules():
@@ -20,7 +21,7 @@ with ScriptedServer() as server:
         assert not [t for t in threading.enumerate() if t.name == "ragcache-imports"]
         at_hand = openai_modules()
         prompt = PromptLayout().render(engine.tokenizer, [], "Who?")
-        engine.integration.speculation.speculate(lambda: engine.generate(prompt, max_tokens=4))
+        speculate(engine, lambda: engine.generate(prompt, max_tokens=4))
         engine.generate(prompt, max_tokens=4)
         engine.generate([{"role": "user", "content": "Who?"}], max_tokens=4)
         print(len(at_hand - before), sorted(openai_modules() - at_hand))

@@ -35,6 +35,7 @@ from ragcache_core.types import Document
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.support import scripted_server
+from tests.support.asking_ahead import speculate, warm
 from tests.support.scripted_server import ENGINE_DEAD, IDLE, Refusal, Reply, ScriptedServer
 from tests.support.waiting import until
 
@@ -174,7 +175,7 @@ def test_the_real_request_joins_the_speculation_and_the_engine_is_asked_once(
     server: ScriptedServer, engine: Engine, rehearsed: Callable[[Engine], object], ask: Callable[[Engine], str]
 ) -> None:
     server.script(SLOW)
-    speculation = engine.integration.speculation.speculate(lambda: rehearsed(engine))
+    speculation = speculate(engine, lambda: rehearsed(engine))
     assert until(lambda: server.num_running == 1)
     assert ask(engine) == "one two three four"
     assert [r.speculation for r in server.requests] == [speculation.id]
@@ -190,7 +191,7 @@ def test_a_finished_speculation_is_joined_as_a_whole(
     server: ScriptedServer, engine: Engine, rehearsed: Callable[[Engine], object], ask: Callable[[Engine], str]
 ) -> None:
     server.script(Reply("short"))
-    assert done(engine.integration.speculation.speculate(lambda: rehearsed(engine)))
+    assert done(speculate(engine, lambda: rehearsed(engine)))
     assert ask(engine) == "short"
     assert len(server.requests) == 1
     assert server.aborted == []
@@ -210,9 +211,9 @@ def test_a_rehearsal_sends_nothing_and_captures_what_would_have_been_sent(
 def test_a_speculation_asks_what_the_request_asks_and_says_what_it_is(server: ScriptedServer, engine: Engine) -> None:
     layout, documents = PromptLayout(), [Document("zorval", "Zorval was founded by Anna.")]
     prompt = layout.render(engine.tokenizer, documents, "Who?")
-    assert done(engine.integration.speculation.speculate(lambda: engine.generate(prompt)))
+    assert done(speculate(engine, lambda: engine.generate(prompt)))
     engine.generate([*ASKED, {"role": "user", "content": "Other"}])
-    assert done(engine.integration.speculation.speculate(lambda: of_the_sdk(engine)))
+    assert done(speculate(engine, lambda: of_the_sdk(engine)))
     [first, _, plain] = server.requests
     assert [d["id"] for d in first.documents] == ["zorval"]
     assert first.body["prompt"] == list(prompt.token_ids)
@@ -240,7 +241,7 @@ def test_what_rehearsed_code_raises_itself_is_raised(engine: Engine) -> None:
         raise LookupError("no such prompt")
 
     with pytest.raises(LookupError, match="no such prompt"):
-        engine.integration.speculation.speculate(fails)
+        speculate(engine, fails)
 
 
 def test_code_that_hides_every_exception_is_rehearsed_all_the_same(engine: Engine) -> None:
@@ -272,7 +273,7 @@ def test_a_rehearsal_leaves_a_request_to_another_server_alone(engine: Engine) ->
 
 
 def test_a_request_with_another_key_or_to_another_server_does_not_join(engine: Engine, server: ScriptedServer) -> None:
-    speculation = engine.integration.speculation.speculate(lambda: of_the_sdk(engine))
+    speculation = speculate(engine, lambda: of_the_sdk(engine))
     assert done(speculation)
     with ScriptedServer() as elsewhere:
         for base_url, api_key in [(engine.base_url, "wrong"), (elsewhere.base_url, engine.api_key)]:
@@ -286,7 +287,7 @@ def test_a_request_with_another_key_or_to_another_server_does_not_join(engine: E
 @asked_anyhow
 def test_another_question_does_not_join(server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]) -> None:
     server.script(NEVER, Reply("mine"))
-    speculation = engine.integration.speculation.speculate(lambda: engine.generate(ASKED, max_tokens=7))
+    speculation = speculate(engine, lambda: engine.generate(ASKED, max_tokens=7))
     assert until(lambda: server.num_running == 1)
     assert ask(engine) == "mine"
     assert server.confirmed == []
@@ -295,7 +296,7 @@ def test_another_question_does_not_join(server: ScriptedServer, engine: Engine, 
 
 def test_a_cancelled_speculation_leaves_the_engine_and_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER, Reply("sent"))
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
     speculation.cancel()
     speculation.cancel()
@@ -309,7 +310,7 @@ def test_a_cancelled_speculation_leaves_the_engine_and_is_not_joined(server: Scr
 
 def test_a_speculation_cancelled_before_it_was_sent_is_never_sent(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("first"), Reply("sent"))
-    assert done(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
+    assert done(speculate(engine, lambda: of_the_engine(engine)))
     assert of_the_engine(engine) == "first"
     is_busy, may_go_on = threading.Event(), threading.Event()
     background = engine._speculations._background
@@ -321,7 +322,7 @@ def test_a_speculation_cancelled_before_it_was_sent_is_never_sent(server: Script
 
     background._loop.call_soon_threadsafe(stay_busy)
     assert is_busy.wait(5.0)
-    engine.integration.speculation.speculate(lambda: of_the_engine(engine)).cancel()
+    speculate(engine, lambda: of_the_engine(engine)).cancel()
     may_go_on.set()
     assert of_the_engine(engine) == "sent"
     assert len(server.requests) == 2
@@ -341,13 +342,13 @@ def test_a_speculation_that_is_aborted_while_it_is_started_leaves_the_engine(
         return future
 
     monkeypatch.setattr(engine._speculations, "_run", run_while_another_thread_aborts)
-    assert engine.integration.speculation.speculate(lambda: of_the_engine(engine)).is_cancelled
+    assert speculate(engine, lambda: of_the_engine(engine)).is_cancelled
     assert until(lambda: server.num_running == 0)
 
 
 def test_a_whole_answer_that_is_cancelled_is_not_joined(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("stale"), Reply("fresh"))
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert done(speculation)
     speculation.cancel()
     assert of_the_engine(engine) == "fresh"
@@ -361,7 +362,7 @@ def test_a_failed_speculation_is_as_if_it_had_never_been(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str], failure: Refusal | Reply
 ) -> None:
     server.script(failure, Reply("sent"))
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert done(speculation)
     assert speculation.is_failed
     assert speculation.error is not None
@@ -372,7 +373,7 @@ def test_an_error_inside_a_stream_fails_a_speculation_that_nobody_joined(
     server: ScriptedServer, engine: Engine
 ) -> None:
     server.script(Reply("half an answer", error_after_tokens=1), Reply("sent"))
-    speculation = engine.integration.speculation.speculate(lambda: engine_stream(engine))
+    speculation = speculate(engine, lambda: engine_stream(engine))
     assert done(speculation)
     assert "out of room" in str(speculation.error)
     assert engine_stream(engine) == "sent"
@@ -397,7 +398,7 @@ def test_a_request_that_joined_is_sent_when_the_engine_dies_before_the_first_tok
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
     server.script(Reply("lost", wait_s=0.3, cut_after_tokens=-1), Reply("sent"))
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
     assert ask(engine) == "sent"
     assert speculation.is_failed
@@ -406,7 +407,7 @@ def test_a_request_that_joined_is_sent_when_the_engine_dies_before_the_first_tok
 
 def test_an_answer_that_was_joined_and_is_cut_off_fails_as_any_other(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("one two three", token_wait_s=0.2, cut_after_tokens=2))
-    engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculate(engine, lambda: of_the_engine(engine))
     with pytest.raises(EngineDiedError):
         of_the_engine(engine)
     assert len(server.requests) == 1
@@ -417,7 +418,7 @@ def test_a_reader_that_leaves_ends_the_request_in_the_engine(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
     server.script(Reply("one two three four", token_wait_s=0.5))
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     if ask is of_the_engine:
         stream = engine.stream(ASKED, max_tokens=8)
         assert next(stream).text == "one"
@@ -436,7 +437,7 @@ def test_a_reader_that_leaves_ends_the_request_in_the_engine(
 
 async def test_a_cancelled_task_that_waits_for_a_speculation_ends_it(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
-    speculation = await asyncio.to_thread(engine.integration.speculation.speculate, lambda: of_the_engine(engine))
+    speculation = await asyncio.to_thread(speculate, engine, lambda: of_the_engine(engine))
     asking = asyncio.create_task(engine.agenerate(ASKED, max_tokens=8))
     await asyncio.to_thread(until, lambda: server.confirmed == [speculation.id])
     asking.cancel()
@@ -447,7 +448,7 @@ async def test_a_cancelled_task_that_waits_for_a_speculation_ends_it(server: Scr
 
 def test_an_interrupted_wait_for_a_speculation_ends_it(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     main = threading.main_thread().ident
     assert main is not None
 
@@ -469,7 +470,7 @@ def test_a_request_that_joined_keeps_its_own_timeout(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
     server.script(NEVER)
-    speculation = engine.integration.speculation.speculate(lambda: of_the_sdk(engine))
+    speculation = speculate(engine, lambda: of_the_sdk(engine))
     with pytest.raises(openai.APITimeoutError):
         if ask is of_the_engine:
             engine._openai.with_options(timeout=0.2).chat.completions.create(model=engine.model, messages=ASKED)
@@ -482,7 +483,7 @@ def test_a_request_that_joined_keeps_its_own_timeout(
 def test_of_many_equal_requests_only_one_joins(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("the one", wait_s=0.1))
     server.rules = [lambda _: Reply("another")]
-    engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculate(engine, lambda: of_the_engine(engine))
     answers: list[str] = []
     asking = [threading.Thread(target=lambda: answers.append(of_the_engine(engine))) for _ in range(8)]
     for thread in asking:
@@ -496,7 +497,7 @@ def test_of_many_equal_requests_only_one_joins(server: ScriptedServer, engine: E
 def test_equal_speculations_are_joined_one_after_the_other(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("first"), Reply("second"))
     for _ in range(2):
-        assert done(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
+        assert done(speculate(engine, lambda: of_the_engine(engine)))
     assert [of_the_engine(engine), of_the_engine(engine)] == ["first", "second"]
     assert len(server.requests) == 2
 
@@ -506,7 +507,7 @@ def test_each_asker_joins_its_own_of_equal_speculations(server: ScriptedServer, 
     for scope in ("first", "second", "nobody"):
         server.script(Reply(scope))
         with request_scope(None if scope == "nobody" else scope):
-            speculations[scope] = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+            speculations[scope] = speculate(engine, lambda: of_the_engine(engine))
         assert done(speculations[scope])
     for scope in ("second", "first"):
         with request_scope(scope):
@@ -535,7 +536,7 @@ def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_no
 ) -> None:
     server.script(Reply("mine"), Reply("anew"))
     with request_scope("me"):
-        mine = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+        mine = speculate(engine, lambda: of_the_engine(engine))
     assert done(mine)
     with request_scope("you"):
         assert of_the_engine(engine) == "anew"
@@ -547,7 +548,7 @@ def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(
     server: ScriptedServer, engine: Engine
 ) -> None:
     server.script(SLOW, SLOW)
-    mine, _ = (engine.integration.speculation.speculate(lambda: of_the_engine(engine)) for _ in range(2))
+    mine, _ = (speculate(engine, lambda: of_the_engine(engine)) for _ in range(2))
     chunks = engine.stream(ASKED, max_tokens=8)
     assert next(chunks).text
     mine.cancel()  # the oldest was handed out, to a request that is not mine
@@ -560,13 +561,13 @@ def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(
 def test_whoever_wants_to_know_is_told_once_when_it_is_done(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("yes", wait_s=0.05), NEVER)
     told: list[str] = []
-    finished = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    finished = speculate(engine, lambda: of_the_engine(engine))
     finished.add_done_callback(lambda s: told.append(f"early {s.id}"))
     assert done(finished)
     finished.add_done_callback(lambda s: told.append(f"late {s.id}"))
     finished.cancel()
     assert until(lambda: told == [f"early {finished.id}", f"late {finished.id}"])
-    cancelled = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    cancelled = speculate(engine, lambda: of_the_engine(engine))
     cancelled.add_done_callback(lambda s: told.append(f"cancelled {s.id}"))
     cancelled.cancel()
     assert told[2:] == [f"cancelled {cancelled.id}"]
@@ -574,7 +575,7 @@ def test_whoever_wants_to_know_is_told_once_when_it_is_done(server: ScriptedServ
 
 def test_a_warm_up_prefills_a_prefix_and_is_never_joined(server: ScriptedServer, engine: Engine) -> None:
     prompt = PromptLayout().render(engine.tokenizer, [Document("zorval", "Zorval was founded by Anna.")], "Who?")
-    speculation = engine.integration.speculation.warm(prompt)
+    speculation = warm(engine, prompt)
     assert done(speculation)
     [warmed] = server.requests
     assert warmed.path == "/v1/completions"
@@ -591,7 +592,7 @@ def test_a_warm_up_prefills_a_prefix_and_is_never_joined(server: ScriptedServer,
 def test_a_confirmation_is_repeated_until_the_engine_has_heard_it(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
     server.cache_status = 503
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     speculation.confirm()
     confirmation = f"speculations/{speculation.id}/confirm"
     assert until(lambda: server.cache_questions.count(confirmation) == 2)
@@ -608,7 +609,7 @@ def test_a_confirmation_is_not_repeated_in_vain(
     monkeypatch.setattr(speculative_http, "_CONFIRM_PAUSES_S", (0.02,))
     server.script(Reply("done") if ends else NEVER)
     server.cache_status = 503 if ends else 404
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert not ends or done(speculation)
     speculation.confirm()
     confirmation = f"speculations/{speculation.id}/confirm"
@@ -623,7 +624,7 @@ def test_a_speculation_starts_as_much_later_than_it_was_sent_as_it_waited(
 ) -> None:
     server.script(NEVER)
     server.admits_after_s = 0.1
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s is not None)
     assert not speculation.is_done
     assert speculation.started_s == speculation.sent_s + 0.1, "the way to the engine is not counted"
@@ -638,7 +639,7 @@ def test_a_pause_is_not_hidden_search_time(
     if is_told_late:
         monkeypatch.setattr(speculative_http, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
     server.script(Reply("one two", wait_s=0.1))
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s == speculation.sent_s)
     server.paused_s += [0.25, 0.5]
     assert until(lambda: speculation.started_s == speculation.sent_s + 0.75)
@@ -654,7 +655,7 @@ def test_an_engine_that_begins_late_is_asked_again(
     monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
     server.script(NEVER)
     server.admits_after_s = None
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     time.sleep(0.2)  # many times as long as it waits for an answer
     assert speculation.started_s is None
     server.admits_after_s = 0.0
@@ -665,7 +666,7 @@ def test_an_engine_that_begins_late_is_asked_again(
 def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
     server.admits_after_s, server.cache_status = 0.05, 503
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     time.sleep(0.1)  # the first question is answered with an error
     server.cache_status = 200
     assert until(lambda: speculation.started_s is not None)
@@ -680,7 +681,7 @@ def test_a_server_that_does_not_tell_is_left_alone_after_the_end(
     server.admits_after_s = None
     if says == "no such route":
         server.cache_status = 404
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert done(speculation)
     assert speculation._work is not None
     speculation._work.result(5.0)
@@ -692,7 +693,7 @@ def test_a_speculation_that_was_read_to_its_end_is_done_and_not_cancelled(
 ) -> None:
     for _ in range(20):
         server.script(Reply("one two", wait_s=0.01))
-        speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+        speculation = speculate(engine, lambda: of_the_engine(engine))
         assert of_the_engine(engine) == "one two"
         assert done(speculation)
         assert not speculation.is_cancelled
@@ -706,22 +707,22 @@ def test_answers_that_nobody_asks_for_are_dropped(
     speculations = []
     for i in range(4):
         server.script(Reply(f"answer {i}"))
-        speculations.append(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
+        speculations.append(speculate(engine, lambda: of_the_engine(engine)))
         assert done(speculations[-1])
     assert of_the_engine(engine) == "answer 2"
     monkeypatch.setattr(speculating, "_KEEP_S", 0.05)
     server.script(Reply("late"))
     engine._speculations.claim(speculations[-1].key)
-    assert done(engine.integration.speculation.speculate(lambda: of_the_engine(engine)))
+    assert done(speculate(engine, lambda: of_the_engine(engine)))
     assert until(lambda: not engine._speculations)
 
 
 def test_an_answer_that_was_joined_or_dropped_leaves_the_memory(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("joined"), Reply("dropped"))
-    joined = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    joined = speculate(engine, lambda: of_the_engine(engine))
     assert done(joined)
     assert of_the_engine(engine) == "joined"
-    dropped = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    dropped = speculate(engine, lambda: of_the_engine(engine))
     assert done(dropped)
     dropped.cancel()
     held = [weakref.ref(joined), weakref.ref(dropped)]
@@ -815,7 +816,7 @@ def test_closing_the_engine_ends_its_speculations_and_its_thread(server: Scripte
     server.script(NEVER, NEVER)
     engine = Engine.connect(server.url, tokenizer=MODEL)
     assert threads() == []
-    speculations = [engine.integration.speculation.speculate(lambda: of_the_engine(engine)) for _ in range(2)]
+    speculations = [speculate(engine, lambda: of_the_engine(engine)) for _ in range(2)]
     assert until(lambda: server.num_running == 2)
     assert len(threads()) == 1
     engine.close()
@@ -824,7 +825,7 @@ def test_closing_the_engine_ends_its_speculations_and_its_thread(server: Scripte
     assert all(s.is_cancelled for s in speculations)
     assert until(lambda: server.num_running == 0)
     with pytest.raises(EngineClosedError, match="launch or connect again"):
-        engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+        speculate(engine, lambda: of_the_engine(engine))
 
 
 def test_closing_the_thread_twice_does_not_cut_off_what_it_still_ends() -> None:
@@ -854,7 +855,7 @@ def test_closing_the_thread_twice_does_not_cut_off_what_it_still_ends() -> None:
 def test_a_request_that_waits_for_a_speculation_hears_of_the_close(server: ScriptedServer) -> None:
     server.script(NEVER)
     engine = Engine.connect(server.url, tokenizer=MODEL)
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
 
     def close() -> None:
         assert until(lambda: server.confirmed)
@@ -876,14 +877,14 @@ def test_an_engine_that_never_speculates_starts_no_thread(server: ScriptedServer
 
 def test_a_fork_starts_without_its_parents_speculations(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("of the parent", wait_s=0.5), Reply("of the child"), Reply("anew"))
-    speculation = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+    speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: server.num_running == 1)
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
             sent = of_the_sdk(engine) == "of the child" and not engine._speculations
-            again = engine.integration.speculation.speculate(lambda: of_the_engine(engine))
+            again = speculate(engine, lambda: of_the_engine(engine))
             status = 0 if sent and done(again) and of_the_engine(engine) == "anew" else 2
         finally:
             os._exit(status)
