@@ -6,7 +6,7 @@
     retriever = RAGCacheRetriever(DocumentStore.open("docs.ragcache"), engine)
     query_engine = RAGCacheQueryEngine(retriever, RAGCacheLLM(engine))
     response = query_engine.query("Who founded Nalna?")
-    print(response, response.metadata["ragcache"], response.metadata["ragcache"]["pipeline"])
+    print(response, response.metadata["ragcache"]["pipeline"])
 
 The engine answers from a search's candidates while it goes on; the last line says how much of it was hidden.
 """
