@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, Group, print_json
-from ragcache_core.cli.commands.sweep import ORDERS, POLICIES, sweep
+from ragcache_core.cli.commands.sweep import ORDERS, SIMULATED_POLICIES, sweep
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
 
@@ -48,7 +48,7 @@ class Shares(click.ParamType[Any]):
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
 @click.option(
     "--policy",
-    type=click.Choice(POLICIES),
+    type=click.Choice(SIMULATED_POLICIES),
     default="tournament",
     show_default=True,
     help="What a full tier gives up; belady knows the future, and infinite gives up nothing.",

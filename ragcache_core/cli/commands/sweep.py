@@ -16,6 +16,7 @@ from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
 from ragcache_core.errors import ConfigError
+from ragcache_core.policy import POLICIES
 
 if TYPE_CHECKING:
     from ragcache_core.bench.page import Report, Table
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.sweep import FinishedRun, Journal, Run
 
-POLICIES = ("pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament", "belady", "infinite")
+SIMULATED_POLICIES = (*POLICIES, "belady", "infinite")
 ORDERS = ("retrieval", "canonical", "cache_aware")
 _TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
 _CAPACITIES = tuple(_TIERS)
@@ -71,11 +72,11 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE...")
 @click.option(
     "--policies",
-    type=Listed(POLICIES),
+    type=Listed(SIMULATED_POLICIES),
     default="pgdsf,lru,tournament",
     show_default=True,
     metavar="P,P,...",
-    help=f"What a full tier gives up: {', '.join(POLICIES)}.",
+    help=f"What a full tier gives up: {', '.join(SIMULATED_POLICIES)}.",
 )
 @click.option(
     "--orders",

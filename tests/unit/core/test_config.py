@@ -8,15 +8,16 @@ import stat
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.config import CacheConfig, ChunkReuse, PolicyName
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import Memory
+from ragcache_core.policy import POLICIES
 
 GIB = 1 << 30
 _Usage = namedtuple("_Usage", "total used free")
@@ -355,3 +356,7 @@ def test_a_directory_that_is_made_is_its_owners_alone_whatever_the_umask(tmp_pat
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+def test_a_configuration_names_every_policy_that_there_is() -> None:
+    assert get_args(PolicyName) == tuple(POLICIES)
