@@ -91,6 +91,9 @@ class Group(click.Group):
                 status = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.ClickException as error:
             error.show()
+            given = list(args[0] if args and args[0] is not None else kwargs.get("args") or sys.argv[1:])
+            if "--json" in given[: given.index("--") if "--" in given else None]:
+                print_json({"error": {"type": type(error).__name__, "message": error.format_message()}})
             sys.exit(error.exit_code)
         except click.Abort:
             sys.exit(EXIT_INTERRUPTED)

@@ -116,6 +116,18 @@ def test_a_command_that_cannot_be_understood_is_status_2() -> None:
     assert "No such option" in result.stderr
 
 
+@pytest.mark.parametrize("arguments", [["ask", "q", "--json"], ["nosuch", "--json"], ["stats", "--json", "--url"]])
+def test_with_json_a_command_that_cannot_be_understood_says_so_in_json_as_well(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli, arguments)
+    error = json.loads(result.stdout)["error"]
+    assert result.exit_code == 2
+    assert error["message"] in result.stderr
+
+
+def test_what_follows_two_dashes_asks_nothing_of_us() -> None:
+    assert CliRunner().invoke(cli, ["ask", "q", "--", "--json"]).stdout == ""
+
+
 @pytest.mark.parametrize("command", ["index", "ask", "serve", "stats"])
 def test_the_help_of_every_command_ends_with_examples_that_name_real_options(command: str) -> None:
     text = CliRunner().invoke(cli, [command, "--help"], terminal_width=100).stdout
