@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
     from ragcache_core.retrieval import DocumentStore
 
 EmbedderName = Literal["builtin", "minilm"]
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range, which nan and inf are not, wherever it ends."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is no finite number.", param, ctx)
+        return number
 
 
 store_option = click.option(

@@ -15,6 +15,7 @@ from ragcache_core.cli.command import Command, print_json, report
 from ragcache_core.cli.conversation import DEFAULT_MAX_TOKENS, Conversation
 from ragcache_core.cli.options import (
     EmbedderName,
+    FiniteRange,
     api_key_option,
     cache_config_option,
     check_vllm_args,
@@ -60,7 +61,7 @@ _DEFAULT_K = 2
 @embedder_option
 @click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message.")
 @click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}.")
 @click.option("--question-format", default=_LAYOUT.question_format, help="How the question is; holds {question}.")

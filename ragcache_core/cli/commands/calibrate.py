@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.commands.quality import Share, asking_options, measured, quality_run
-from ragcache_core.cli.options import vllm_args_argument
+from ragcache_core.cli.commands.quality import asking_options, measured, quality_run
+from ragcache_core.cli.options import FiniteRange, vllm_args_argument
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _METRICS = ("exact_match", "rouge_l")
 @click.argument("model")
 @click.option(
     "--quality",
-    type=Share(0, min_open=True, max=1),
+    type=FiniteRange(0, min_open=True, max=1),
     default=0.98,
     show_default=True,
     help="Wanted: so much of what answers score that are computed in full.",

@@ -16,7 +16,14 @@ from urllib.parse import urlsplit
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import api_key_option, check_vllm_args, log_option, tokenizer_option, vllm_args_argument
+from ragcache_core.cli.options import (
+    FiniteRange,
+    api_key_option,
+    check_vllm_args,
+    log_option,
+    tokenizer_option,
+    vllm_args_argument,
+)
 from ragcache_core.errors import EngineError
 
 if TYPE_CHECKING:
@@ -50,7 +57,9 @@ _NOISY_SPREAD = 0.25
 @click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times per point; their median.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the profile here instead.")
 @click.option("--dry-run", is_flag=True, help="Show what would be measured, and launch nothing.")
-@click.option("--startup-timeout", type=float, metavar="S", help="Seconds to load in. [default: 600]")
+@click.option(
+    "--startup-timeout", type=FiniteRange(0, min_open=True), metavar="S", help="Seconds to load in. [default: 600]"
+)
 @log_option
 @vllm_args_argument
 def profile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import check_vllm_args, vllm_args_argument
+from ragcache_core.cli.options import FiniteRange, check_vllm_args, vllm_args_argument
 from ragcache_core.types import SelectionName
 
 if TYPE_CHECKING:
@@ -48,16 +47,6 @@ class Alphas(click.ParamType[Any]):
         return alphas
 
 
-class Share(click.FloatRange):
-    """A share of 1. ``nan`` is none, which click would let through."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        share = super().convert(value, param, ctx)
-        if math.isnan(share):
-            self.fail(f"{value!r} is no number: give one of 0 to 1.", param, ctx)
-        return share
-
-
 _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--questions",
@@ -86,7 +75,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
     ),
     click.option(
         "--max-recompute",
-        type=Share(0, 1),
+        type=FiniteRange(0, 1),
         default=1.0,
         show_default=True,
         metavar="SHARE",
@@ -98,7 +87,13 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
     ),
     click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]"),
     click.option("--host-bytes", metavar="SIZE", help="Host memory, half of it for chunks. [default: see 'serve']"),
-    click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds to load in."),
+    click.option(
+        "--startup-timeout",
+        type=FiniteRange(0, min_open=True),
+        default=600.0,
+        show_default=True,
+        help="Seconds to load in.",
+    ),
 )
 
 

@@ -11,6 +11,7 @@ import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import (
+    FiniteRange,
     api_key_option,
     cache_options,
     check_vllm_args,
@@ -41,14 +42,25 @@ _POLL_S = 1.0
 )
 @click.argument("model")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=int, default=8000, show_default=True, help="The port to listen on; 0 takes a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="The port to listen on; 0 takes a free one.",
+)
 @api_key_option
 @cache_options
 @click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache.")
 @tokenizer_option
 @click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a death.")
 @click.option(
-    "--startup-timeout", type=float, default=600.0, show_default=True, metavar="S", help="Seconds to load in."
+    "--startup-timeout",
+    type=FiniteRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds to load in.",
 )
 @click.option(
     "--record-trace",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import api_key_option
+from ragcache_core.cli.options import FiniteRange, api_key_option
 from ragcache_core.cli.reading import Interval, lines_of, watched_lines
 from ragcache_core.errors import EngineDiedError, EngineTimeoutError, EngineUnreachableError
 from ragcache_core.stats import EngineStats
@@ -42,11 +41,10 @@ _Show = Callable[["Engine", EngineStats, Interval | None], None]
 @click.option(
     "--watch",
     "watch_s",
-    type=click.FloatRange(min=_MIN_WATCH_S),
+    type=FiniteRange(min=_MIN_WATCH_S),
     is_flag=False,
     flag_value=_WATCH_S,
     metavar="[SECONDS]",
-    callback=lambda _context, _option, seconds: _finite(seconds),
     help=f"Read again every so many seconds, until Ctrl-C. [without a number: {_WATCH_S:g}]",
 )
 def stats(url: str, api_key: str | None, watch_s: float | None, as_json: bool) -> None:
@@ -71,12 +69,6 @@ def stats(url: str, api_key: str | None, watch_s: float | None, as_json: bool) -
         if watch_s is None:
             raise
         click.echo("ragcache: stopping", err=True)  # the way to end a watch: no error
-
-
-def _finite(seconds: float | None) -> float | None:
-    if seconds is not None and not math.isfinite(seconds):
-        raise click.BadParameter(f"{seconds} is no number of seconds: give one of {_MIN_WATCH_S:g} or more")
-    return seconds
 
 
 def _watch(engine: Engine, watch_s: float, show: _Show) -> NoReturn:

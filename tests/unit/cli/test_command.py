@@ -128,6 +128,21 @@ def test_what_follows_two_dashes_asks_nothing_of_us() -> None:
     assert CliRunner().invoke(cli, ["ask", "q", "--", "--json"]).stdout == ""
 
 
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ask", "q", "--store", "s", "--model", "m", "--temperature"],
+        ["serve", "m", "--startup-timeout"],
+        ["stats", "--url", "http://127.0.0.1:1", "--watch"],
+    ],
+)
+def test_what_is_no_number_is_wrong_usage_before_anything_is_launched(arguments: list[str], number: str) -> None:
+    result = CliRunner().invoke(cli, [*arguments, number])
+    assert result.exit_code == 2
+    assert f"{number} is " in result.stderr
+
+
 @pytest.mark.parametrize("command", ["index", "ask", "serve", "stats"])
 def test_the_help_of_every_command_ends_with_examples_that_name_real_options(command: str) -> None:
     text = CliRunner().invoke(cli, [command, "--help"], terminal_width=100).stdout

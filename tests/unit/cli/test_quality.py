@@ -112,7 +112,7 @@ def test_a_quality_that_no_alpha_reaches_is_said_and_what_was_measured_kept(
         (["--selection", "best"], "best"),
         (["--limit", "0"], "0"),
         (["--max-recompute", "1.5"], "1.5"),
-        (["--max-recompute", "nan"], "'nan' is no number: give one of 0 to 1"),
+        (["--max-recompute", "nan"], "nan is no finite number"),
         (["--", "8192"], "unexpected argument '8192'"),
     ],
 )
