@@ -35,6 +35,8 @@ _AS_TYPED = {
     "set host_bytes": "set --host-bytes",
     "lower host_bytes": "lower --host-bytes",
     "lower kv_cache_bytes": "lower --kv-cache-bytes",
+    "Raise kv_cache_bytes, or lower max_model_len": "Raise --kv-cache-bytes, or lower -- --max-model-len",
+    "so set block_size": "so set --block-size",
     "leave directory out": "leave --cache-dir out",
     "choose another directory": "choose another --cache-dir",
 }

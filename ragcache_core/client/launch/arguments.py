@@ -17,6 +17,7 @@ from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
+from ragcache_core.memory import has_gpu
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV, ENGINE_ID_ENV
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -33,6 +34,8 @@ _REFUSED = {
     "was hidden and whether there is room for speculation: leave it out",
 }
 _MAX_LOGS = 50
+_CPU_BLOCK = 32
+"""Tokens that vLLM's attention without a GPU takes at a time; latent attention (``kv_lora_rank``) has its own size."""
 _RESERVED_CORES_ENV = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 """How many cores the model leaves to the scheduler on a machine without a GPU. vLLM reserves one, and one more for any
 connector, which ours does not need; of two cores it then reserves none, and everything takes three times as long."""
@@ -68,6 +71,23 @@ def check_model(model: str) -> None:
         raise EngineStartError(
             f"there is no model at {model!r}: name a folder with a model in Hugging Face format, or a model of the "
             "Hugging Face hub as 'organisation/name'"
+        )
+
+
+def check_block_size(model: str, cache: CacheConfig | VLLMOffload | None) -> None:
+    """Refuse blocks that attention without a GPU does not take. Of a model that is not here vLLM speaks itself.
+
+    Raises:
+        ConfigError: with the sizes that it takes.
+    """
+    size = cache.block_size if isinstance(cache, CacheConfig) else None
+    if size is None or size % _CPU_BLOCK == 0 or has_gpu():
+        return
+    config = Path(model).expanduser() / "config.json"
+    if config.is_file() and b"kv_lora_rank" not in config.read_bytes():
+        raise ConfigError(
+            f"CacheConfig.block_size is {size}: without a GPU attention takes multiples of {_CPU_BLOCK}, so set "
+            f"block_size to {max(size // _CPU_BLOCK, 1) * _CPU_BLOCK}, or leave it out"
         )
 
 

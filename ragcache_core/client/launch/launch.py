@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
+    check_block_size,
     check_extra_args,
     check_model,
     check_vllm,
@@ -41,6 +43,11 @@ from ragcache_core.runtime.shared_memory import new_engine_id, prepare_regions, 
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
 _LOOKS_EVERY_S = 0.25
+_TOO_SMALL = re.compile(
+    r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
+)
+"""What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
+_KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,7 @@ def launch_server(
     check_vllm()
     check_worker(cache, [*settings, *extra_args])
     check_model(model)
+    check_block_size(model, cache)
     if port is None:
         port = free_port(host)
     else:
@@ -143,6 +151,8 @@ def launch_server(
             on_end=end,
         )
     except EngineStartError as error:
+        if isinstance(cache, CacheConfig) and (too_small := _TOO_SMALL.search(str(error))) is not None:
+            raise EngineStartError(f"{str(error)[: too_small.end()]} {_KV_CURE} (log: {log})") from error
         if Path(model).exists():
             raise
         raise EngineStartError(f"{error}; no folder {model!r} exists, so it was taken for a name of the hub") from error

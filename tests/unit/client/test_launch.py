@@ -34,6 +34,7 @@ class Owner:
         self.memory = Memory(64 * GIB, 8 * GIB)
         self.arguments: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
+        self.failure: EngineStartError | None = None
         self.again: Callable[[], object] = lambda: None
         self.end: Callable[[], object] = lambda: None
         self._model = model
@@ -77,6 +78,8 @@ class Owner:
     def _supervise(self, start: Callable[[], object], *_: object, **settings: Any) -> SimpleNamespace:
         start()
         self.again, self.end = start, settings["on_end"]
+        if self.failure is not None:
+            raise self.failure
         return SimpleNamespace()
 
 
@@ -212,3 +215,28 @@ def test_an_engine_that_is_about_to_end_is_waited_for_before_its_memory_is_misse
         with pytest.raises(ConfigError, match=r"host_bytes is 2\.0GiB"):
             owner.launch(CacheConfig(host_bytes="2GiB"))
     assert looks > 4
+
+
+def test_blocks_that_attention_without_a_gpu_does_not_take_start_nothing(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.launch.arguments.has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"block_size is 33: .* multiples of 32, so set block_size to 32"):
+        owner.launch(CacheConfig(block_size=33))
+    assert owner.arguments == []
+    owner.launch(CacheConfig(block_size=64))
+    monkeypatch.setattr("ragcache_core.client.launch.arguments.has_gpu", lambda: True)
+    owner.launch(CacheConfig(block_size=16))
+    assert len(owner.arguments) == 2
+
+
+def test_kv_memory_that_holds_no_whole_prompt_is_told_with_our_cure(owner: Owner) -> None:
+    told = (
+        "ValueError: To serve at least one request with the model's max seq len (2048), (0.02 GiB KV cache is needed, "
+        "which is larger than the available KV cache memory (0.0 GiB). Based on the available memory, the estimated "
+        "maximum model length is 96. Try increasing `gpu_memory_utilization` (which also controls"
+    )
+    owner.failure = EngineStartError(told)
+    with pytest.raises(EngineStartError, match=r"length is 96\. Raise kv_cache_bytes, or lower max_model_len") as error:
+        owner.launch(CacheConfig(kv_cache_bytes="1MiB"))
+    assert "gpu_memory_utilization" not in str(error.value)
