@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,9 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
         Raises:
             SearchError: another mode than the default, or no vector where the store cannot embed text.
+            ConfigError: ``kwargs``, which are ``vector_store_kwargs`` of a retriever: they would be without effect.
         """
-        k = self._num_results(query)
+        k = self._num_results(query, kwargs)
         if k == 0:
             return _result([], [])
         where = _where(query)
@@ -167,7 +168,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Return what :meth:`query` returns. Cancelling it stops the search."""
-        k = self._num_results(query)
+        k = self._num_results(query, kwargs)
         if k == 0 or _where(query) is not None:
             return await asyncio.to_thread(self.query, query)
         if query.query_embedding is not None:
@@ -176,7 +177,12 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
             updates = self._store.search_staged(_text(query), k, stages=1)
         return self._as_result([update async for update in updates][-1])
 
-    def _num_results(self, query: VectorStoreQuery) -> int:
+    def _num_results(self, query: VectorStoreQuery, unknown: Mapping[str, object]) -> int:
+        if unknown:
+            raise ConfigError(
+                f"a search knows no {', '.join(unknown)}: which nodes is filters=MetadataFilters(...), of a query or "
+                "of index.as_retriever()"
+            )
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise SearchError(f"the query mode is {query.mode.value!r}: this store knows 'default' only")
         return min(query.similarity_top_k, len(self._store))

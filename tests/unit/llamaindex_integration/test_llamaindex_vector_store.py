@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from llama_index.core import Document as LlamaDocument
+from llama_index.core import VectorStoreIndex
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.schema import BaseNode, IndexNode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.types import (
@@ -228,6 +229,15 @@ async def test_query_finds_the_nearest_that_pass_the_filters(
     assert result.similarities == sorted(result.similarities or (), reverse=True)
     nearest = await both_ways(filled, query_of(1, filters=filters))
     assert (nearest.ids or []) == (result.ids or [])[:1]
+
+
+async def test_vector_store_kwargs_are_refused_that_would_find_everybodys_nodes(filled: StagedFAISSVectorStore) -> None:
+    index = VectorStoreIndex.from_vector_store(filled, embed_model=MockEmbedding(3))
+    retriever = index.as_retriever(vector_store_kwargs={"filter": {"author": "Mel"}})
+    with pytest.raises(ConfigError, match=r"a search knows no filter: .* filters=MetadataFilters"):
+        retriever.retrieve("Who?")
+    with pytest.raises(ConfigError, match="a search knows no filter"):
+        await retriever.aretrieve("Who?")
 
 
 async def test_query_keeps_to_given_nodes_and_documents(filled: StagedFAISSVectorStore) -> None:
