@@ -107,8 +107,8 @@ class RAGCacheRetriever(BaseRetriever):
         callback_manager: CallbackManager | None = None,
         **kwargs: Any,
     ) -> None:
-        if similarity_top_k < 1:
-            raise ConfigError(f"similarity_top_k is {similarity_top_k}: ask for at least 1 node")
+        if not isinstance(similarity_top_k, int) or similarity_top_k < 1:
+            raise ConfigError(f"similarity_top_k is {similarity_top_k!r}: give a whole number of at least 1")
         check_timeout(search_timeout_s)
         if document_order not in DOCUMENT_ORDERS:
             raise ConfigError(f"document_order is {document_order!r}: choose one of {', '.join(DOCUMENT_ORDERS)}")

@@ -97,6 +97,9 @@ def test_arguments_of_another_framework_are_refused_with_the_right_names(store: 
 def test_impossible_settings_and_questions_say_why(store: DocumentStore) -> None:
     with pytest.raises(ConfigError, match="similarity_top_k is 0"):
         RAGCacheRetriever(store, similarity_top_k=0)
+    for unusable in ("3", 2.5, None):
+        with pytest.raises(ConfigError, match=f"similarity_top_k is {unusable!r}: give a whole number"):
+            RAGCacheRetriever(store, similarity_top_k=unusable)  # type: ignore[arg-type]
     with pytest.raises(SearchError, match="ask something"):
         RAGCacheRetriever(store).retrieve(" ")
     with pytest.raises(SearchError, match="stages"):
