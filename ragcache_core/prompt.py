@@ -329,6 +329,10 @@ class PromptLayout:
     ``relevance_hint``, ``"Most relevant first: {order}"``, is shown before the question where the documents do not
     stand in the order of their relevance; it names them by ``{doc_id}`` where the prompt does, else by their number.
 
+    A document is all of its ``document_format`` here, "Document: " too: that comes and goes with the document, and with
+    a ``{doc_id}`` in it belongs to no other. Where documents are recognised by their text alone, as in a chain, nobody
+    knows what frames them: they count a few tokens less.
+
     Raises:
         ConfigError: a format lacks its placeholder.
     """
