@@ -11,6 +11,7 @@ from ragcache_core.client.prompts.layout_learner import LayoutLearner
 from ragcache_core.client.prompts.request_plan import (
     RememberedDocuments,
     RequestPlan,
+    as_plain_text,
     changed_messages,
     plan_chat,
     plan_rendered,
@@ -114,6 +115,7 @@ class PromptClient:
                 Unicode, a number that is not finite or beyond 64 bits.
         """
         chunk_reuse = read_chunk_reuse(chunk_reuse)
+        messages = [as_plain_text(message) for message in messages]
         check_sendable({**(settings or {}), "messages": messages}, "the request")
         if isinstance(self._tokenizer, TokenizerUnavailableError):
             return RequestPlan()

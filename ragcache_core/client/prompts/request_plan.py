@@ -79,6 +79,17 @@ def is_text_only(messages: Iterable[ChatMessage]) -> bool:
     )
 
 
+def as_plain_text(message: ChatMessage) -> ChatMessage:
+    """Return a message whose content is a list of one text with that text as its content, others as they are.
+
+    Every server renders the two alike. Of several texts only the server knows what it puts between them.
+    """
+    match message.get("content"):
+        case [{"type": "text", "text": str(text), **other}] if not other:
+            return {**message, "content": text}
+    return message
+
+
 def plan_chat(
     tokenizer: PromptTokenizer,
     messages: Sequence[ChatMessage],

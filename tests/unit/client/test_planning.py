@@ -197,3 +197,16 @@ def test_what_cannot_be_sent_is_an_error_of_ours_with_a_cure(engine: Engine, ser
     assert len(str(refused.value)) < 400
     str(refused.value).encode()
     assert len(server.requests) == num_before
+
+
+def test_documents_are_known_in_a_message_that_is_a_list_of_one_text(engine: Engine, server: ScriptedServer) -> None:
+    engine.remember_documents([SUN])
+    text = f"{SUN.text}\n\nQuestion: What is the sun?"
+    parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    plain = engine.integration.prompts.plan_chat([{"role": "user", "content": text}])
+    assert engine.integration.prompts.plan_chat(parts) == plain
+    assert [d.doc_id for d in engine.generate(parts).stats.documents] == [SUN.doc_id]
+    several = [{"role": "user", "content": [*parts[0]["content"], {"type": "text", "text": "Well?"}]}]
+    assert engine.integration.prompts.plan_chat(several).num_prompt_tokens is None, (
+        "only the server knows what is between"
+    )

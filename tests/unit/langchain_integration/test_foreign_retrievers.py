@@ -74,6 +74,12 @@ async def test_documents_of_any_retriever_are_known_to_any_chat_model(
     llm.close()
 
 
+def test_documents_are_known_in_a_prompt_of_content_blocks(llm: ChatRAGCache, store: InMemoryVectorStore) -> None:
+    prompt = ChatPromptTemplate.from_messages([("human", [{"type": "text", "text": "{context}\n\n{question}"}])])
+    search = {"context": store.as_retriever(search_kwargs={"k": 2}) | shown_as_is, "question": RunnablePassthrough()}
+    assert named((search | prompt | llm).invoke(QUESTION)) > {"titan"}
+
+
 class Listed(BaseRetriever):
     """Returns what it was given."""
 
