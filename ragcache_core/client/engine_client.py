@@ -15,6 +15,7 @@ from ragcache_core.client.generation import (
     Generation,
     GenerationChunk,
     Prompt,
+    check_settings,
     streamed_body,
     whole,
 )
@@ -158,7 +159,7 @@ class EngineClient:
         Raises:
             PromptTooLongError, RequestRejectedError, EngineDiedError, EngineUnreachableError, ...
             ConfigError: ``chunk_reuse`` is something else, or the prompt or a setting cannot be sent: text that is no
-                Unicode, a number that is not finite or beyond 64 bits.
+                Unicode, a number that is not finite or beyond 64 bits, a setting that there is not.
         """
         plan, body = self._request(prompt, max_tokens, temperature, chunk_reuse, sampling)
         reader = AnswerReader(plan)
@@ -334,6 +335,7 @@ class EngineClient:
     ) -> tuple[RequestPlan, dict[str, Any]]:
         prompts = self.integration.prompts
         settings = {"model": self.model, "max_tokens": max_tokens, "temperature": temperature, **sampling}
+        check_settings(settings, is_chat=not isinstance(prompt, str | RenderedPrompt))
         check_sendable(settings, "the request")
         match prompt:
             case str():

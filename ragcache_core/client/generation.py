@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import openai
+
 from ragcache_core.client.prompts.request_plan import RequestPlan, merge_bodies
-from ragcache_core.errors import EngineDiedError
+from ragcache_core.errors import ConfigError, EngineDiedError
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
 from ragcache_core.stats import RequestStats
 
@@ -32,6 +36,25 @@ class Generation:
     text: str
     finish_reason: str
     stats: RequestStats
+
+
+def check_settings(names: Iterable[str], *, is_chat: bool) -> None:
+    """Refuse settings of a request that the OpenAI SDK does not take, with those that it does.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if unknown := sorted(set(names) - (known := _settings_of(is_chat))):
+        raise ConfigError(
+            f"a request has no setting {unknown[0]!r}: vLLM's own (top_k, min_p, cache_salt, ...) go into "
+            f"extra_body={{{unknown[0]!r}: ...}}, the others are {', '.join(sorted(known))}"
+        )
+
+
+@cache
+def _settings_of(is_chat: bool) -> frozenset[str]:
+    asking = openai.resources.chat.Completions if is_chat else openai.resources.Completions
+    return frozenset(inspect.signature(asking.create).parameters) - {"self"}
 
 
 def streamed_body(prompt: Prompt, plan: RequestPlan, settings: Mapping[str, Any]) -> dict[str, Any]:

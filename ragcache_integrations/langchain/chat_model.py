@@ -20,6 +20,7 @@ from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
@@ -272,6 +273,7 @@ class ChatRAGCache(BaseChatOpenAI):
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
+        check_settings(payload.keys() - {"stream_usage"}, is_chat=True)  # which langchain-openai takes out
         plan = engine.integration.prompts.plan_chat(
             payload["messages"], documents=documents or None, settings=payload, chunk_reuse=chunk_reuse
         )

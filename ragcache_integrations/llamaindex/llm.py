@@ -10,6 +10,7 @@ about its documents; added to a response is what the cache did for it::
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,11 +25,12 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.llms.openai.base import Tokenizer
+from llama_index.llms.openai.base import OpenAI, Tokenizer
 from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
@@ -39,6 +41,8 @@ from ragcache_integrations.llamaindex._streams import OpenStreams
 from ragcache_integrations.llamaindex.retrieved import CURE
 
 DEFAULT_TIMEOUT_S = 600.0
+_SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", "kwargs"}
+"""What ``OpenAILike`` takes besides its fields."""
 
 _T = TypeVar("_T")
 
@@ -52,7 +56,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         llm = RAGCacheLLM(engine=engine, temperature=0)
 
     Without an engine it connects to the server at ``api_base`` (or ``base_url``); :meth:`close` then closes that
-    connection. An engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``.
+    connection. An engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``; what
+    it does not know is refused. ``additional_kwargs`` are sent with every request.
 
     The engine is told which documents a prompt shows: nodes that any retriever of LlamaIndex's returned lately in this
     process, found by their text. Whose prompts show none is told so once.
@@ -67,7 +72,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     which is approximate; see ``engine.stream()``.
 
     Raises:
-        ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` is not what it may be.
+        ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` is not what it may be; an argument, here
+            or of a call, that there is not.
         EngineError: the server at that address cannot be used.
     """
 
@@ -96,6 +102,14 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         address = api_base or base_url
         if (engine is None) == (address is None):
             raise ConfigError("RAGCacheLLM needs an engine or the api_base of a server, and not both")
+        if isinstance(engine, str):
+            raise ConfigError(f"engine is {engine!r:.80}: pass Engine.launch(...), or api_base= with an address")
+        if unknown := sorted(kwargs.keys() - _SETTINGS - type(self).model_fields.keys()):
+            raise ConfigError(
+                f"RAGCacheLLM knows no {unknown[0]!r}: what every request sends goes into additional_kwargs="
+                f"{{{unknown[0]!r}: ...}}, and vLLM's own (top_k, min_p, cache_salt, ...) into "
+                f"additional_kwargs={{'extra_body': {{...}}}}"
+            )
         read_chunk_reuse(kwargs.get("chunk_reuse"))
         own_tokenizer = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
         if engine is not None and own_tokenizer is not None:
@@ -230,6 +244,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
         kwargs = dict(kwargs)
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
+        check_settings(self._get_model_kwargs(**kwargs), is_chat=True)
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         plan = self._engine.integration.prompts.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
@@ -243,6 +258,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         kwargs = {name: value for name, value in kwargs.items() if name != "chunk_reuse"}  # no documents are known here
+        check_settings(self._get_model_kwargs(**kwargs), is_chat=False)
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
         return MeasuredRequest(self._engine, RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
 

@@ -199,6 +199,20 @@ def test_what_cannot_be_sent_is_an_error_of_ours_with_a_cure(engine: Engine, ser
     assert len(server.requests) == num_before
 
 
+@pytest.mark.parametrize("prompt", ["a", QUESTION], ids=["text", "chat"])
+async def test_a_setting_that_there_is_not_is_refused_with_those_that_there_are(
+    engine: Engine, server: ScriptedServer, prompt: Any
+) -> None:
+    for setting in ("cache_salt", "temprature", "top_k"):
+        with pytest.raises(ConfigError, match=rf"no setting '{setting}': .* extra_body=.* seed, .* temperature, "):
+            engine.generate(prompt, **{setting: 1})
+        with pytest.raises(ConfigError, match=f"no setting '{setting}'"):
+            await engine.agenerate(prompt, **{setting: 1})
+    assert server.requests == []
+    engine.generate(prompt, seed=1, stop=["x"], extra_body={"top_k": 1})
+    assert server.requests[-1].body["top_k"] == 1
+
+
 def test_documents_are_known_in_a_message_that_is_a_list_of_one_text(engine: Engine, server: ScriptedServer) -> None:
     engine.remember_documents([SUN])
     text = f"{SUN.text}\n\nQuestion: What is the sun?"

@@ -9,6 +9,7 @@ from langchain_core.messages import AIMessageChunk
 
 from ragcache_core.client import Engine
 from ragcache_core.errors import (
+    ConfigError,
     EngineAuthError,
     EngineDiedError,
     EngineTimeoutError,
@@ -128,3 +129,11 @@ def test_an_answer_that_takes_too_long_is_an_engine_timeout_error(engine: Engine
     server.script(Reply("late", wait_s=60))
     with pytest.raises(EngineTimeoutError):
         ChatRAGCache(engine=engine, timeout=0.05).invoke("hello")
+
+
+async def test_a_setting_that_there_is_not_is_refused_with_the_cure(llm: ChatRAGCache, server: ScriptedServer) -> None:
+    with pytest.raises(ConfigError, match=r"no setting 'cache_salt': .* extra_body="):
+        llm.invoke("Who?", cache_salt="a")
+    with pytest.raises(ConfigError, match="no setting 'temprature'"):
+        await llm.bind(temprature=0).ainvoke("Who?")
+    assert server.requests == []

@@ -10,7 +10,9 @@ import pytest
 from llama_index.core.instrumentation.events.exception import ExceptionEvent
 from llama_index.core.tools import FunctionTool
 
+from ragcache_core.client import Engine
 from ragcache_core.errors import (
+    ConfigError,
     EngineAuthError,
     EngineDiedError,
     EngineUnreachableError,
@@ -154,3 +156,42 @@ async def test_connection_that_breaks_in_an_answer_is_reported(
     server.script(Reply("one two three four", cut_after_tokens=2))
     with pytest.raises(EngineDiedError):
         await ask(llm)
+
+
+# What there is not
+
+
+@every_way
+async def test_a_setting_that_there_is_not_is_refused_with_the_cure(
+    ask: Ask, llm: RAGCacheLLM, scripted: Engine, server: ScriptedServer
+) -> None:
+    for name in ("cache_salt", "temprature"):
+        with pytest.raises(ConfigError, match=rf"no setting '{name}': .* extra_body="):
+            await ask(RAGCacheLLM(scripted, additional_kwargs={name: 0}))
+    with pytest.raises(ConfigError, match="no setting 'top_k'"):
+        llm.chat(MESSAGES, top_k=3)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("name", ["temprature", "top_k", "stop", "extra_body"])
+def test_an_argument_that_would_be_without_effect_is_refused(name: str, scripted: Engine) -> None:
+    with pytest.raises(ConfigError, match=f"RAGCacheLLM knows no '{name}': .* additional_kwargs="):
+        RAGCacheLLM(scripted, **{name: {"cache_salt": "tenant-a"}})
+
+
+async def test_what_openai_like_knows_is_taken(scripted: Engine, server: ScriptedServer) -> None:
+    llm = RAGCacheLLM(
+        scripted,
+        system_prompt="Be brief.",
+        reuse_client=True,
+        default_headers={"x-a": "b"},
+        additional_kwargs={"stop": ["zz"], "extra_body": {"cache_salt": "tenant-a"}},
+    )
+    llm.chat(MESSAGES, seed=1)
+    sent = server.requests[-1].body
+    assert (sent["stop"], sent["cache_salt"], sent["seed"]) == (["zz"], "tenant-a", 1)
+
+
+def test_a_name_in_the_place_of_an_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="engine is 'my-model': pass Engine.launch"):
+        RAGCacheLLM("my-model")  # type: ignore[arg-type]
