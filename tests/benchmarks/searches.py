@@ -78,7 +78,7 @@ class SlowedSearch:
         async with aclosing(self.store.search_vector_staged(self.queries[query], k, stages=CUTS)) as updates:
             async for update in updates:
                 cut = 1.0 if update.is_final else next(cuts)
-                await asyncio.sleep(max(0.0, began_s + cut * self.search_s - time.perf_counter()))
+                await asyncio.sleep(max(0.0, began_s + cut * self.search_s - time.perf_counter()))  # a slow index
                 yield update
 
 
@@ -98,7 +98,7 @@ class DrawnSearch:
         rng = np.random.default_rng(list(query.encode()))
         wrong, right = ([int(n) for n in rng.choice(self.num_documents, k, replace=False)] for _ in range(2))
         for stage, numbers in enumerate((wrong, right, right)):
-            await asyncio.sleep(self.search_s / 3)
+            await asyncio.sleep(self.search_s / 3)  # the length of the search is what is chosen
             documents = tuple(self.texts.document(n) for n in numbers)
             yield RetrievalUpdate(documents, tuple(map(float, range(k))), stage, is_final=stage == 2)
 
@@ -119,6 +119,6 @@ class UnsettledSearch:
         began_s = time.perf_counter()
         rng = np.random.default_rng(list(query.encode()))
         for stage, cut in enumerate(CUTS):
-            await asyncio.sleep(max(0.0, began_s + cut * self.search_s - time.perf_counter()))
+            await asyncio.sleep(max(0.0, began_s + cut * self.search_s - time.perf_counter()))  # likewise
             documents = tuple(self.texts.document(int(n)) for n in rng.choice(self.num_documents, k, replace=False))
             yield RetrievalUpdate(documents, tuple(map(float, range(k))), stage, is_final=cut == CUTS[-1])

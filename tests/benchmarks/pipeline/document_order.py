@@ -35,7 +35,7 @@ def measure_arranging(plan: Plan) -> Part:
         for thread in busy:
             thread.start()
         try:
-            time.sleep(plan.sized(10, 3))
+            time.sleep(plan.sized(10, 3))  # until the engine has cached orders to choose among
             times, num_reordered = [], 0
             for _ in range(plan.sized(2_000, 100)):
                 documents = [texts.document(int(n)) for n in rng.integers(400, size=5)]
@@ -43,7 +43,7 @@ def measure_arranging(plan: Plan) -> Part:
                 arrangement = engine.arrange_documents(documents, "cache_aware")
                 times.append(time.perf_counter() - began_s)
                 num_reordered += arrangement.is_reordered
-                time.sleep(0.002)
+                time.sleep(0.002)  # what came of the last order may arrive before the next is timed
         finally:
             stop.set()
             for thread in busy:

@@ -92,7 +92,7 @@ class Death:
                 return
             ends_s = time.monotonic() + _PATIENCE_S
             while not await self._is_due() and time.monotonic() < ends_s:  # noqa: ASYNC110  (the engine makes it due)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)  # nothing tells of it: it is asked
             kill_engine_core(self._engine)
             self._is_over = True
 
@@ -207,7 +207,7 @@ async def _ask_all(engine: Engine, cases: Sequence[Case], *, speculate: bool) ->
         async with turn:
             task = asyncio.ensure_future(asking)
             if leaves_after_s is not None:
-                await asyncio.sleep(leaves_after_s)
+                await asyncio.sleep(leaves_after_s)  # how far it gets before its client goes away is what varies
                 task.cancel()
             await asyncio.wait([task])
             if not task.cancelled():
@@ -222,7 +222,7 @@ async def _ask_all(engine: Engine, cases: Sequence[Case], *, speculate: bool) ->
                 group.create_task(one(ask(question, leaves), _SEARCH_S * (i % 7) / 5 if is_cancelled else None))
     ends_s = time.monotonic() + _CLOSING_S
     while (left := len(asyncio.all_tasks() - before)) and time.monotonic() < ends_s:  # noqa: ASYNC110  (LangChain's)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)  # nothing tells when they end
     return left
 
 
@@ -233,4 +233,4 @@ async def _requests_left(engine: Engine) -> int:
         stats = await engine.astats()
         if not (num := stats.num_running + stats.num_waiting) or time.monotonic() > ends_s:
             return num
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # nothing tells when the engine has heard of them

@@ -115,7 +115,7 @@ async def _pairs(engine: Engine, source: StageSource, questions: Sequence[str]) 
         asked = await ask(chains[side], question)
         if i >= 4:
             answers[side].append(asked)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # the engine comes to rest: no question waits for what the last one left
     return answers
 
 
@@ -180,7 +180,7 @@ async def _open_loop(answering: SpeculativeRAG, name: str, gaps_s: Sequence[floa
     tasks = []
     async with asyncio.TaskGroup() as group:
         for i, gap_s in enumerate(gaps_s):
-            await asyncio.sleep(gap_s)
+            await asyncio.sleep(gap_s)  # arrivals of an open loop
             tasks.append(group.create_task(ask(answering, f"Number {name}-{i}: who keeps it?")))
     return [task.result() for task in tasks]
 

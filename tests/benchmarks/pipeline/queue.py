@@ -144,7 +144,7 @@ def _open_loop(client: TokenClient, requests: Sequence[TokenRequest], gaps_s: Se
         due_s = time.perf_counter()
         for request, gap_s in zip(requests, gaps_s, strict=True):
             due_s += gap_s
-            time.sleep(max(0.0, due_s - time.perf_counter()))
+            time.sleep(max(0.0, due_s - time.perf_counter()))  # arrivals of an open loop
             futures.append(pool.submit(client.ask, request))
         return [future.result() for future in futures]
 
