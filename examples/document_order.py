@@ -112,7 +112,7 @@ def measure(
 
 
 def empty_cache(engine: Engine) -> None:
-    """Empty every tier of the engine, and have the mirror of it begin.
+    """Empty every tier of the engine, and have the engine asked what it has cached.
 
     Raises:
         SystemExit: the engine does not let anybody do so.

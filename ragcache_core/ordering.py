@@ -11,7 +11,7 @@ import hashlib
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -21,9 +21,10 @@ DocumentOrder = Literal["retrieval", "canonical", "cache_aware"]
 DOCUMENT_ORDERS: tuple[DocumentOrder, ...] = ("retrieval", "canonical", "cache_aware")
 MAX_PATH_DOCUMENTS = 32
 """Documents of a prompt that are mirrored, from the first on; those behind them hardly find the same 32 in front."""
+PATHS_VERSION = 2
+"""Of what an engine says about cached paths."""
 
 _DIGEST_BYTES = 16
-_LINE_CHARS = 16_384
 _MAX_PATHS = 200_000
 _MAX_PREFIXES = 32
 _MAX_LOOKUPS = 1_000
@@ -45,18 +46,19 @@ def static_prefix_digest(token_ids: Sequence[int], segments: Iterable[PromptSegm
 class PathChange(NamedTuple):
     """How much of a prompt is cached up to the end of ``documents``, static prefix included; 0 tokens: nothing.
 
-    The path without documents is the static prefix alone.
+    The path without documents is the static prefix alone. That is so as far as the paths before this one are whole:
+    what is cached of a document is no use where the end of another is missing in front of it.
     """
 
     prefix: bytes
     documents: DocPath
     num_tokens: int
+    is_whole: bool = True
 
 
-def encode_delta(changes: Iterable[PathChange], *, is_reset: bool = False) -> dict[str, object]:
-    """Return plain JSON data for :meth:`CachedPaths.apply`; ``is_reset``: whatever was known before is void."""
-    paths = [[change.prefix.hex(), list(change.documents), change.num_tokens] for change in changes]
-    return {"reset": True, "set": paths} if is_reset else {"set": paths}
+def encode_changes(changes: Iterable[PathChange]) -> list[object]:
+    """Return plain JSON data for :meth:`CachedPaths.apply`."""
+    return [[change.prefix.hex(), list(change.documents), change.num_tokens, change.is_whole] for change in changes]
 
 
 class CachedPaths:
@@ -68,25 +70,22 @@ class CachedPaths:
     def __init__(self, max_paths: int = _MAX_PATHS) -> None:
         self._max_paths = max_paths
         self._num_paths = 0
-        self._by_prefix: OrderedDict[bytes, dict[DocPath, int]] = OrderedDict()
+        self._by_prefix: OrderedDict[bytes, dict[DocPath, _Cached]] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of paths."""
         return self._num_paths
 
-    def apply(self, delta: Mapping[str, object]) -> None:
-        """Take in what has changed; see :func:`encode_delta`.
+    def apply(self, changes: object) -> None:
+        """Take in what :func:`encode_changes` returned.
 
         Raises:
-            ValueError: this is no such delta. What came before the error is taken in.
+            ValueError: these are no such changes. What came before the error is taken in.
         """
-        if delta.get("reset"):
-            self._by_prefix.clear()
-            self._num_paths = 0
-        changes = delta.get("set", ())
         try:
-            for prefix, documents, num_tokens in changes:  # type: ignore[attr-defined]
-                self.set(PathChange(bytes.fromhex(prefix), tuple(map(sys.intern, documents)), int(num_tokens)))
+            for prefix, documents, num_tokens, is_whole in changes:  # type: ignore[attr-defined]
+                path = tuple(map(sys.intern, documents))
+                self.set(PathChange(bytes.fromhex(prefix), path, int(num_tokens), bool(is_whole)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"no change of cached paths: {error}; is the engine of another version?") from error
 
@@ -105,34 +104,20 @@ class CachedPaths:
         if paths is None:
             paths = self._by_prefix[change.prefix] = {}
         self._by_prefix.move_to_end(change.prefix)
-        paths[change.documents] = change.num_tokens
+        paths[change.documents] = _Cached(change.num_tokens, change.is_whole)
         self._num_paths += not is_known
-
-    def snapshot(self) -> Iterator[dict[str, object]]:
-        """Yield deltas of bounded size that make an empty mirror equal to this one as it is now."""
-        all_paths = [(prefix, list(paths.items())) for prefix, paths in self._by_prefix.items()]
-        yield encode_delta((), is_reset=True)
-        changes: list[PathChange] = []
-        num_chars = 0
-        for prefix, paths in all_paths:
-            for documents, num_tokens in paths:
-                changes.append(PathChange(prefix, documents, num_tokens))
-                num_chars += 2 * _DIGEST_BYTES + sum(map(len, documents))
-                if num_chars >= _LINE_CHARS:
-                    yield encode_delta(changes)
-                    changes, num_chars = [], 0
-        if changes:
-            yield encode_delta(changes)
 
     def num_cached_tokens(self, prefix: bytes, documents: Sequence[DocId]) -> int:
         """Return how many tokens of a prompt that shows ``documents`` in this order are cached."""
         paths = self._by_prefix.get(prefix, {})
-        num_tokens = paths.get((), 0)
+        num_tokens = _num_static_tokens(paths)
         for end in range(1, len(documents) + 1):
             here = paths.get(tuple(documents[:end]))
             if here is None:
                 break
-            num_tokens = max(num_tokens, here)
+            num_tokens = max(num_tokens, here.num_tokens)
+            if not here.is_whole:
+                break
         return num_tokens
 
     def best_order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...]:
@@ -180,6 +165,15 @@ def arrange(
     raise ValueError(f"document_order is {order!r}; it must be one of {', '.join(DOCUMENT_ORDERS)}")
 
 
+class _Cached(NamedTuple):
+    num_tokens: int
+    is_whole: bool
+
+
+def _num_static_tokens(paths: Mapping[DocPath, _Cached]) -> int:
+    return static.num_tokens if (static := paths.get(())) is not None else 0
+
+
 class _Search:
     """Walks cached paths depth first, the longest child first, and keeps the order that gains most.
 
@@ -193,12 +187,12 @@ class _Search:
         self._num_tokens = 0
         self._num_lookups = 0
 
-    def walk(self, paths: Mapping[DocPath, int]) -> None:
-        self._visit(paths, paths.get((), 0), (), (), tuple(range(len(self._documents))))
+    def walk(self, paths: Mapping[DocPath, _Cached]) -> None:
+        self._visit(paths, _num_static_tokens(paths), (), (), tuple(range(len(self._documents))))
 
     def _visit(
         self,
-        paths: Mapping[DocPath, int],
+        paths: Mapping[DocPath, _Cached],
         num_static_tokens: int,
         path: DocPath,
         chosen: tuple[int, ...],
@@ -210,12 +204,12 @@ class _Search:
                 break
             self._num_lookups += 1
             child = (*path, self._documents[index])
-            if (num_tokens := paths.get(child)) is not None:
-                found.append((num_static_tokens - num_tokens, index, child))
-        for minus_tokens, index, child in sorted(found):
+            if (cached := paths.get(child)) is not None:
+                found.append((num_static_tokens - cached.num_tokens, index, child, cached.is_whole))
+        for minus_tokens, index, child, is_whole in sorted(found):
             rest = tuple(i for i in remaining if i != index)
             order = (*chosen, index, *rest)
             if (minus_tokens, order) < (-self._num_tokens, self.best):
                 self._num_tokens, self.best = -minus_tokens, order
-            if rest and len(child) < MAX_PATH_DOCUMENTS:
+            if rest and is_whole and len(child) < MAX_PATH_DOCUMENTS:
                 self._visit(paths, num_static_tokens, child, (*chosen, index), rest)

@@ -17,6 +17,10 @@ class NodeChanges:
         self._readers.append(nodes)
         return nodes
 
+    def unsubscribe(self, nodes: set[TreeNode]) -> None:
+        """Put no more nodes into what :meth:`subscribe` returned."""
+        self._readers = [reader for reader in self._readers if reader is not nodes]
+
     def note(self, node: TreeNode) -> None:
         """Tell all readers of a node."""
         for nodes in self._readers:

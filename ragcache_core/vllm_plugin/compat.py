@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 SUPPORTED_VLLM = "0.32"
-_CONFIRM, _REPORT = "ragcache_confirm", "ragcache_report"
+_CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
 
 __all__ = [
     "SUPPORTED_VLLM",
@@ -126,6 +126,7 @@ __all__ = [
     "attach_utilities",
     "build_offloading_config",
     "cached_copies",
+    "call_cached_paths",
     "call_confirm",
     "call_report",
     "connector_of_this_worker",
@@ -158,7 +159,7 @@ def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
 
 
 def attach_utilities() -> None:
-    """Let the server's process call ``confirm`` and ``report`` of this one's scheduler, as vLLM's own utilities."""
+    """Let the server's process call methods of this one's scheduler, as vLLM's own utilities."""
 
     def ragcache_confirm(core: EngineCore, speculation_id: str) -> dict[str, object] | None:
         report: dict[str, object] | None = core.scheduler.confirm(speculation_id)
@@ -168,8 +169,13 @@ def attach_utilities() -> None:
         report: dict[str, object] = core.scheduler.report()
         return report
 
+    def ragcache_cached_paths(core: EngineCore, cursor: str) -> dict[str, object]:
+        changes: dict[str, object] = core.scheduler.cached_paths(cursor)
+        return changes
+
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
     setattr(EngineCore, _REPORT, ragcache_report)
+    setattr(EngineCore, _PATHS, ragcache_cached_paths)
 
 
 async def call_confirm(engine_client: Any, speculation_id: str) -> dict[str, Any] | None:
@@ -185,6 +191,12 @@ async def call_report(engine_client: Any) -> dict[str, Any]:
     """Return the report of the engine's scheduler, as :func:`call_confirm` gets one."""
     report: dict[str, Any] = await engine_client.engine_core.call_utility_async(_REPORT)
     return report
+
+
+async def call_cached_paths(engine_client: Any, cursor: str) -> dict[str, Any]:
+    """Return what is cached by ``PrefixPublisher.changes``, as :func:`call_confirm` gets an answer."""
+    changes: dict[str, Any] = await engine_client.engine_core.call_utility_async(_PATHS, cursor)
+    return changes
 
 
 def hash_seed(algorithm: str) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ragcache_core.client import Engine
-from ragcache_core.client.ordering.cached_prefixes import VERSION
-from ragcache_core.ordering import PathChange, encode_delta, static_prefix_digest
+from ragcache_core.ordering import PATHS_VERSION, PathChange, encode_changes, static_prefix_digest
 from ragcache_core.types import Document, PromptSegment, SegmentKind
 from tests.support.scripted_server import ScriptedServer, Seen
 from tests.support.waiting import until
@@ -19,10 +19,20 @@ def keep_cached(server: ScriptedServer, engine: Engine, *orders: tuple[Seen, str
         prefix, ids = _static_prefix(seen), tuple(documents.split())
         changes += [PathChange(prefix, ids[:n], 8 + n * num_tokens) for n in range(len(ids) + 1)]
     changes.append(PathChange(b"told" * 4, ("all is told",), 8))
-    reset: dict[str, Any] = {"version": VERSION, **encode_delta((), is_reset=True)}
-    server.cached_paths = [reset, encode_delta(changes), {"ready": True}]
+    server.cached_paths = all_cached(changes)
     told = [Document("something else", ""), Document("all is told", "")]
     assert until(lambda: engine.arrange_documents(told, "cache_aware").is_reordered)
+
+
+def all_cached(changes: Iterable[PathChange], cursor: str = "0.0") -> dict[str, Any]:
+    """Return an answer of the engine's that says all there is."""
+    return {
+        "version": PATHS_VERSION,
+        "cursor": cursor,
+        "is_reset": True,
+        "is_complete": True,
+        "changes": encode_changes(changes),
+    }
 
 
 def _static_prefix(seen: Seen) -> bytes:

@@ -114,8 +114,8 @@ class ScriptedServer:
     """What RAGCache's routes were asked, whether or not they are there: paths without ``/v1/ragcache/``."""
     load: JsonObject | None = None
     """What ``/v1/ragcache/load`` answers, to :data:`IDLE` for example; with ``None`` there is no speculation."""
-    cached_paths: list[JsonObject] | None = None
-    """The lines that ``/v1/ragcache/cached_paths`` streams, and then keeps silent; with ``None`` there is no route."""
+    cached_paths: JsonObject | None = None
+    """What ``/v1/ragcache/cached_paths`` answers, whatever was answered before; with ``None`` there is no route."""
     tokenizer: bytes | None = None
     """What ``/v1/ragcache/tokenizer`` hands out, ``TokenizerFiles`` as JSON; with ``None`` there is no such route."""
     offered_hash: str | None = None
@@ -312,9 +312,9 @@ class _Handler(BaseHTTPRequestHandler):
                 if self._is_allowed():
                     with contextlib.suppress(OSError):
                         self._send(owner.cache_status, owner._wait(found[1], after=int(found[2])))
-            case "/v1/ragcache/cached_paths" if owner.cached_paths is not None:
+            case path if path.startswith("/v1/ragcache/cached_paths") and owner.cached_paths is not None:
                 if self._is_allowed():
-                    self._stream_paths(owner.cached_paths)
+                    self._send(200, owner.cached_paths)
             case path if path.startswith("/v1/ragcache/tokenizer"):
                 if self._is_allowed():
                     owner.tokenizer_questions.append(path.removeprefix("/v1/ragcache/"))
@@ -345,15 +345,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, tokenizer.decode())
         else:
             self._send(404, {"detail": "no tokenizer of that hash"})
-
-    def _stream_paths(self, lines: Sequence[JsonObject]) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        with contextlib.suppress(_HungUpError, OSError):
-            for line in lines:
-                self._chunk(json.dumps(line).encode() + b"\n")
-            self._wait(60.0)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")

@@ -1,33 +1,24 @@
-"""A local copy of which prefixes an engine has cached, so that choosing an order asks no server.
-
-::
-
-    GET /v1/ragcache/cached_paths      {"version": 1, "reset": true, "set": []}       what follows is a snapshot
-                                       {"set": [[prefix, [document, ...], tokens], ...]}
-                                       {"ready": true}                                the snapshot is complete
-                                       {"set": [[prefix, [document, ...], 0]]}        what changes, as it does
-                                       {}                                             nothing, every few seconds
-"""
+"""A local copy of which prefixes an engine has cached, so that choosing an order asks no server."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakSet
 
 import httpx
 
 from ragcache_core.client.http.background_loop import BackgroundLoop
-from ragcache_core.ordering import CachedPaths, arrange
+from ragcache_core.ordering import PATHS_VERSION, CachedPaths, arrange
 from ragcache_core.types import DocId
 
-VERSION = 1
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
-"""Silence for longer than several heartbeats is a dead connection."""
+"""The engine answers between two steps."""
+_ASK_EVERY_S = 1.0
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
 
@@ -40,9 +31,9 @@ class _NothingToMirrorError(Exception):
 
 
 class CachedPrefixes:
-    """Follows one server from the first question on, in a thread of its own, until :meth:`close`.
+    """Asks one server each second from the first question on, in a thread of its own, until :meth:`close`.
 
-    While the connection is down nothing is known: what was cached before may be gone. A fork begins anew.
+    While the server does not answer nothing is known: what was cached before may be gone. A fork begins anew.
     """
 
     def __init__(self, base_url: str, api_key: str) -> None:
@@ -54,32 +45,26 @@ class CachedPrefixes:
         _all.add(self)
 
     def _start_anew(self) -> None:
-        self._paths = CachedPaths()
-        self._is_current = False
+        self._paths: CachedPaths | None = None
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._thread: BackgroundLoop | None = None
-        self._pause_s = _FIRST_PAUSE_S
 
     @property
     def is_current(self) -> bool:
-        """Whether the engine's cache is known as it is now."""
-        return self._is_current
-
-    def __len__(self) -> int:
-        """Return the number of paths that are cached."""
-        return len(self._paths)
+        """Whether the engine's cache is known as it was a moment ago."""
+        return self._paths is not None
 
     def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
         """Return the order whose prefix is cached the furthest; None where that is not known (yet).
 
-        Never waits for the server. The first call begins to follow it.
+        Never waits for the server. The first call begins to ask it.
         """
         if self._thread is None:
             self._start()
-        if not self._is_current:
-            return None
         with self._lock:
+            if self._paths is None:
+                return None
             return arrange(documents, "cache_aware", self._paths, prefix=prefix, keep_first=keep_first)
 
     def close(self) -> None:
@@ -98,44 +83,53 @@ class CachedPrefixes:
 
     async def _follow(self, transport: httpx.AsyncBaseTransport) -> None:
         client = httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, headers=self._headers)
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 await self._read(client)
-                reason = "it ended"
             except _NothingToMirrorError as error:
                 _logger.warning("Documents keep the order of retrieval instead of a cache-aware one: %s", error)
                 return
-            except Exception as error:  # a broken connection or line: what comes after a pause may be whole
-                reason = f"{type(error).__name__}: {error}"
+            except Exception as error:  # a broken connection or answer: what comes after a pause may be whole
+                _logger.debug(
+                    "the mirror of the engine's cache lost %s: %s: %s", self._url, type(error).__name__, error
+                )
+                pause_s = _FIRST_PAUSE_S if self.is_current else min(2 * pause_s, _LAST_PAUSE_S)
             finally:
-                self._is_current = False
-            _logger.debug("the mirror of the engine's cache lost %s: %s", self._url, reason)
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+                self._paths = None
+            await asyncio.sleep(pause_s)
 
     async def _read(self, client: httpx.AsyncClient) -> None:
-        async with client.stream("GET", self._url) as response:
-            if response.status_code in (401, 403):
-                raise _NothingToMirrorError(f"the server refused the API key for {self._url}")
-            if response.status_code in (404, 405):
-                raise _NothingToMirrorError(
-                    f"there is no {self._url}; start the server with Engine.launch or `ragcache serve`, of this version"
-                )
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                self._take_in(json.loads(line))
-                await asyncio.sleep(0)  # lets other threads run: a snapshot is long
+        """Keep a copy until an answer is missing or makes no sense."""
+        cursor, paths = "", CachedPaths()
+        while True:
+            answer = await self._ask(client, cursor)
+            if answer["is_reset"]:
+                paths = CachedPaths()  # until it is complete, the one before serves
+            cursor = str(answer["cursor"])
+            with self._lock:
+                paths.apply(answer["changes"])
+                if answer["is_complete"]:
+                    self._paths = paths
+            await asyncio.sleep(_ASK_EVERY_S if answer["is_complete"] else 0)
 
-    def _take_in(self, message: object) -> None:
-        if not isinstance(message, dict):
-            raise ValueError(f"{message!r:.80} is no message about cached documents")  # noqa: TRY004 (JSON of another)
-        if (version := message.get("version", VERSION)) != VERSION:
-            raise _NothingToMirrorError(f"the server tells of its cache in version {version!r}, this is {VERSION}")
-        with self._lock:
-            self._paths.apply(message)
-        if message.get("ready"):
-            self._is_current = True
-            self._pause_s = _FIRST_PAUSE_S
+    async def _ask(self, client: httpx.AsyncClient, cursor: str) -> dict[str, Any]:
+        response = await client.get(self._url, params={"cursor": cursor} if cursor else None)
+        if response.status_code in (401, 403):
+            raise _NothingToMirrorError(f"the server refused the API key for {self._url}")
+        if response.status_code in (404, 405):
+            raise _NothingToMirrorError(
+                f"there is no {self._url}; start the server with Engine.launch or `ragcache serve`, of this version"
+            )
+        response.raise_for_status()
+        answer = response.json()
+        if not isinstance(answer, dict):
+            raise ValueError(f"{answer!r:.80} says nothing of cached documents")  # noqa: TRY004 (JSON of another)
+        if (version := answer.get("version")) != PATHS_VERSION:
+            raise _NothingToMirrorError(
+                f"the server tells of its cache in version {version!r}, this is {PATHS_VERSION}"
+            )
+        return answer
 
 
 def _start_all_anew() -> None:

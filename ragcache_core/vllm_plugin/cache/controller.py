@@ -112,6 +112,7 @@ class CacheController:
     def on_step(self, began_s: float, ended_s: float) -> None:
         """Record when the engine's last step began and ended."""
         self.last_step = began_s, ended_s
+        self.paths.drop_unread()
 
     # A request's life
 
@@ -330,8 +331,8 @@ class CacheController:
 
     @property
     def has_news(self) -> bool:
-        """Whether requests ended, speculations were admitted, or cached paths changed, and it is not reported yet."""
-        return bool(self._finished or self.paths.has_news or self.speculations.has_waited)
+        """Whether requests ended or speculations were admitted, and it is not reported yet."""
+        return bool(self._finished or self.speculations.has_waited)
 
     def record_change(self) -> None:
         """Make the next :meth:`take_report` return one."""

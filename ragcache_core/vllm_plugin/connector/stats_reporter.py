@@ -56,14 +56,12 @@ class StatsReporter:
             num_copies = self._num_copies()  # an engine may step a thousand times a second for nothing but those
             if report is not None or is_time or num_copies != self._reported_copies:
                 self._reported_s, self._reported_copies, below = now_s, num_copies, self._stats_below()
-        delta = controller.paths.take_delta()
         num_reported, reported_room = self._reported_load
         self._reported_load = load
         stats = RAGCacheStats.of(
             requests=controller.take_finished(),
             engine=report,
             offload=below,
-            paths=() if delta is None else (delta,),
             waited_s=controller.speculations.take_waited_s(),
             num_pending_prefills=None if pending == num_reported else pending,
             has_room=None if has_room == reported_room else has_room,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ragcache_core.vllm_plugin.compat import (
@@ -11,15 +11,15 @@ from ragcache_core.vllm_plugin.compat import (
 )
 
 _LOAD = ("num_pending_prefills", "has_room")
-_PARTS = ("requests", "engine", "paths", "offload", "waited_s")
+_PARTS = ("requests", "engine", "offload", "waited_s")
 
 
 class RAGCacheStats(KVConnectorStats):
     """What a step has to say.
 
-    ``data`` holds ``requests`` by id, the latest ``engine`` report or None, deltas of the cached ``paths`` in order,
-    the data of vLLM's offloading, how long each speculation that was admitted has ``waited_s``, and
-    ``num_pending_prefills`` and ``has_room`` where they have changed.
+    ``data`` holds ``requests`` by id, the latest ``engine`` report or None, the data of vLLM's offloading, how long
+    each speculation that was admitted has ``waited_s``, and ``num_pending_prefills`` and ``has_room`` where they have
+    changed.
     """
 
     @classmethod
@@ -29,7 +29,6 @@ class RAGCacheStats(KVConnectorStats):
         requests: dict[str, Any],
         engine: dict[str, Any] | None,
         offload: KVConnectorStats | None,
-        paths: Sequence[dict[str, object]] = (),
         waited_s: Mapping[str, float] | None = None,
         num_pending_prefills: int | None = None,
         has_room: bool | None = None,
@@ -40,7 +39,6 @@ class RAGCacheStats(KVConnectorStats):
             data={
                 "requests": requests,
                 "engine": engine,
-                "paths": list(paths),
                 "offload": below,
                 "waited_s": dict(waited_s or {}),
                 "num_pending_prefills": num_pending_prefills,
@@ -61,10 +59,9 @@ class RAGCacheStats(KVConnectorStats):
         requests = {**(self.data.get("requests") or {}), **(other.data.get("requests") or {})}
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
         engine = other.data.get("engine") or self.data.get("engine")
-        paths = [*(self.data.get("paths") or ()), *(other.data.get("paths") or ())]
         waited_s = {**(self.data.get("waited_s") or {}), **(other.data.get("waited_s") or {})}
         load = {part: self.data.get(part) if (said := other.data.get(part)) is None else said for part in _LOAD}
-        return self.of(requests=requests, engine=engine, offload=merged, paths=paths, waited_s=waited_s, **load)
+        return self.of(requests=requests, engine=engine, offload=merged, waited_s=waited_s, **load)
 
     def reduce(self) -> dict[str, int | float]:
         """Return a line for vLLM's log."""

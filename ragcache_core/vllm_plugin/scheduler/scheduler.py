@@ -138,6 +138,10 @@ class _TreeScheduling:
         """Return what is cached and counted, also before the first step with which it is sent."""
         return self._controller.report()
 
+    def cached_paths(self, cursor: str) -> dict[str, object]:
+        """Return which documents are cached after which others, as far as that has changed since ``cursor``."""
+        return self._controller.paths.changes(cursor)
+
     def has_room(self) -> bool:
         """Return whether a speculative request that arrived now would be admitted at once."""
         if self._queue is None:

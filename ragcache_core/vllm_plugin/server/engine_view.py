@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.vllm_plugin.server.notifier import Notifier
-from ragcache_core.vllm_plugin.server.prefix_feed import PrefixFeed
 from ragcache_core.vllm_plugin.server.series import ENGINE
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
@@ -33,12 +32,10 @@ class Wait:
 class Received:
     """What the server's process knows of the engines; the newest ``max_requests`` requests.
 
-    ``paths`` are those of the first data-parallel engine: nobody can choose which of them serves a request. Its
-    ``notifier`` wakes those who wait for a request's figures, or for a speculation's wait.
+    Its ``notifier`` wakes those who wait for a request's figures, or for a speculation's wait.
     """
 
     def __init__(self, max_requests: int = _MAX_REQUESTS) -> None:
-        self.paths = PrefixFeed()
         self.notifier = Notifier()
         self._max_requests = max_requests
         self._requests: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -82,8 +79,6 @@ class Received:
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:
         """Take in the statistics of a step."""
-        if engine_index == self._first_engine and data.get("paths"):
-            self.paths.add(data["paths"])
         with self._lock:
             if data.get("engine"):
                 self._engines[engine_index] = data["engine"]

@@ -6,16 +6,17 @@ They lie under ``/v1`` so that the server's API key protects them.
 from __future__ import annotations
 
 import asyncio
+import json
 from argparse import Namespace
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, HTTPException, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
+from fastapi.responses import Response
 from vllm import envs
 from vllm.logger import init_logger
 
 from ragcache_core.runtime.tokenizer_files import sha256_of
-from ragcache_core.vllm_plugin.compat import call_confirm, call_report
+from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, call_report
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, max_body_bytes
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
@@ -24,6 +25,7 @@ from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_file
 logger = init_logger(f"vllm.{__name__}")
 
 _PATIENCE_S = 0.5
+_CURSOR = r"^([0-9a-f]{1,16}\.[0-9]{1,12})?$"
 
 router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
 
@@ -51,16 +53,15 @@ async def stats() -> dict[str, Any]:
 
 
 @router.get("/cached_paths")
-async def cached_paths(request: Request) -> StreamingResponse:
-    """Return which documents are cached after which others, as lines of JSON that go on as this changes.
+async def cached_paths(request: Request, cursor: Annotated[str, Query(pattern=_CURSOR)] = "") -> Response:
+    """Return which documents are cached after which others, as far as that has changed since ``cursor``.
 
-    It ends when the server does, and for a reader that falls behind.
+    The engine is asked, between two steps; of several data-parallel engines the first.
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    server = getattr(request.app.state, "server", None)
-    lines = received.paths.lines(is_ending=lambda: bool(getattr(server, "should_exit", False)))
-    return StreamingResponse(lines, media_type="application/x-ndjson")
+    changes = await call_cached_paths(request.app.state.ragcache_engine_client, cursor)
+    return Response(json.dumps(changes, separators=(",", ":")), media_type="application/json")
 
 
 @router.get("/load")
@@ -139,7 +140,7 @@ class RAGCacheEndpoint:
         app.add_middleware(Door, keys=[key for key in keys if key])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the way to the engine, for confirmations; the other routes answer from what it has sent already.
+        """Keep the way to the engine, for confirmations and cached paths; other routes answer from what it has sent.
 
         The first report is asked for: an engine sends one with a step, and takes none before its first request.
         """

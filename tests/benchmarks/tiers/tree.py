@@ -5,8 +5,8 @@ A request is what the engine makes of it: two documents and a question of its ow
     insert, retain, protect | match, unprotect | hold what is there | evict for what is not | count the access | add |
     let go, release
 
-Two readers of the tree's changes take them, as the queue and the mirror of what is cached do in the engine; what those
-make of them is not in it.
+Two readers of the tree's changes take them, as the queue and the publisher of cached prefixes do in the engine;
+what those make of them is not in it.
 """
 
 from __future__ import annotations

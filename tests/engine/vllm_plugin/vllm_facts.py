@@ -15,7 +15,6 @@ from vllm.config import (
     CacheConfig,
     SchedulerConfig,
 )
-from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -83,9 +82,6 @@ def facts() -> dict[str, object]:
         "requires_kv_delivery": isinstance(inspect.getattr_static(base, "requires_kv_delivery"), property),
         "hma": list(inspect.signature(compat.SupportsHMA.request_finished_all_groups).parameters),
         "main": list(inspect.signature(entry.main).parameters),
-        "server": [
-            text in inspect.getsource(launcher) for text in ("app.state.server = server", "server.should_exit = True")
-        ],
         "tool_parsers": sorted(ToolParserManager.list_registered()),
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,

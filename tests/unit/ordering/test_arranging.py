@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import permutations
 
 import pytest
@@ -25,11 +25,13 @@ HERE, ELSEWHERE = b"p" * 16, b"q" * 16
 IDS = "abcde"
 
 
-def mirror(*paths: Mapping[DocPath, int], prefix: bytes = HERE) -> CachedPaths:
+def mirror(
+    *paths: Mapping[DocPath, int], prefix: bytes = HERE, broken: Container[DocPath] = frozenset()
+) -> CachedPaths:
     it = CachedPaths()
     for tree in paths:
         for documents, num_tokens in tree.items():
-            it.set(PathChange(prefix, documents, num_tokens))
+            it.set(PathChange(prefix, documents, num_tokens, documents not in broken))
     return it
 
 
@@ -55,11 +57,12 @@ def test_an_engine_with_nothing_cached_keeps_the_order_of_the_search() -> None:
     assert best("cab", CachedPaths()) == "cab"
 
 
-@given(cached(), st.permutations(IDS), st.integers(0, 5), st.booleans())
+@given(cached(), st.data(), st.permutations(IDS), st.integers(0, 5), st.booleans())
 def test_the_order_is_the_best_of_all_permutations_and_the_first_of_equal_ones(
-    paths: dict[DocPath, int], retrieved: list[str], num_documents: int, keep_first: bool
+    paths: dict[DocPath, int], data: st.DataObject, retrieved: list[str], num_documents: int, keep_first: bool
 ) -> None:
-    it, documents = mirror(paths), tuple(retrieved[:num_documents])
+    broken = data.draw(st.sets(st.sampled_from(sorted(paths)), max_size=3))
+    it, documents = mirror(paths, broken=broken), tuple(retrieved[:num_documents])
 
     def worth(order: tuple[int, ...]) -> int:
         return it.num_cached_tokens(HERE, [documents[i] for i in order])

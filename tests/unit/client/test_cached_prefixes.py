@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -17,25 +19,32 @@ import pytest
 from ragcache_core.client import Engine
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.ordering.document_order import OrderingClient, RememberedOrders
-from ragcache_core.ordering import PathChange, encode_delta, static_prefix_digest
+from ragcache_core.ordering import PathChange, static_prefix_digest
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.types import Document
-from ragcache_core.vllm_plugin.server.prefix_feed import PrefixFeed
 from tests.support import waiting
+from tests.support.cached_orders import all_cached
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 
 P = b"p" * 16
 A, B, C = (Document(name, f"The text of {name} is short, but it is there.") for name in "abc")
 
 
-class FeedServer:
-    """An HTTP server with one route, the engine's feed of cached paths, on a port that it may take again."""
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 0.02)
 
-    def __init__(self, port: int = 0, *, status: int = 200, lines: list[bytes] | None = None) -> None:
-        self.feed = PrefixFeed(heartbeat_s=0.5)
+
+class PathServer:
+    """An HTTP server with one route, what an engine has cached, on a port that it may take again."""
+
+    def __init__(self, port: int = 0, *, status: int = 200, answer: bytes | None = None) -> None:
         self.seen: list[str] = []
+        self.num_connections = 0
         self._status = status
-        self._lines = lines
+        self._answer = answer
+        self._changes: list[PathChange] = []
+        self._epoch = 0
         self._loop = asyncio.new_event_loop()
         self._socket = socket.create_server(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
@@ -47,7 +56,11 @@ class FeedServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def tell(self, **num_tokens: int) -> None:
-        self.feed.add([encode_delta(PathChange(P, tuple(path), n) for path, n in num_tokens.items())])
+        self._changes += [PathChange(P, tuple(path), n) for path, n in num_tokens.items()]
+
+    def begin_anew(self) -> None:
+        """Be as with an engine that was started again."""
+        self._changes, self._epoch = [], self._epoch + 1
 
     def close(self) -> None:
         """End at once, with whoever is connected. May be called again."""
@@ -56,7 +69,7 @@ class FeedServer:
             self._thread.join()
 
     def _run(self) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._answer, sock=self._socket))
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._socket))
         self._loop.run_forever()
         self._loop.run_until_complete(self._end(server))
         self._loop.close()
@@ -69,25 +82,29 @@ class FeedServer:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0.01)  # the connections close
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         try:
-            self.seen.append((await reader.readuntil(b"\r\n\r\n")).decode())
-            if self._status != 200:
-                writer.write(b"HTTP/1.1 %d No\r\nContent-Length: 0\r\n\r\n" % self._status)
-                return
-            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            if self._lines is not None:
-                for line in self._lines:
-                    writer.write(b"%x\r\n%b\r\n" % (len(line), line))
-                await asyncio.sleep(60)  # the connection stays, and is silent
-            async with aclosing(self.feed.lines()) as lines:
-                async for line in lines:
-                    writer.write(b"%x\r\n%b\r\n" % (len(line), line))
-                    await writer.drain()
+            while True:
+                self.seen.append((await reader.readuntil(b"\r\n\r\n")).decode())
+                body = self._body(self.seen[-1])
+                head = f"HTTP/1.1 {self._status} So\r\nContent-Length: {len(body)}\r\n\r\n"
+                writer.write(head.encode() + body)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
+
+    def _body(self, question: str) -> bytes:
+        """Answer with one change after another: an answer is seldom all there is."""
+        if self._answer is not None:
+            return self._answer
+        known = re.search(r"cursor=(\w+)\.(\d+)", question)
+        is_reset = known is None or int(known[1]) != self._epoch
+        start = 0 if is_reset or known is None else int(known[2])
+        end = min(start + 1, len(self._changes))
+        answer = all_cached(self._changes[start:end], f"{self._epoch}.{end}")
+        return json.dumps({**answer, "is_reset": is_reset, "is_complete": end == len(self._changes)}).encode()
 
 
 class Door(OrderingClient):
@@ -106,8 +123,8 @@ class Door(OrderingClient):
 
 
 @contextmanager
-def serving(*args: Any, **settings: Any) -> Iterator[FeedServer]:
-    server = FeedServer(*args, **settings)
+def serving(*args: Any, **settings: Any) -> Iterator[PathServer]:
+    server = PathServer(*args, **settings)
     try:
         yield server
     finally:
@@ -115,7 +132,7 @@ def serving(*args: Any, **settings: Any) -> Iterator[FeedServer]:
 
 
 @contextmanager
-def door_to(server: FeedServer) -> Iterator[Door]:
+def door_to(server: PathServer) -> Iterator[Door]:
     door = Door(server.base_url)
     try:
         yield door
@@ -160,6 +177,15 @@ def test_what_changes_is_followed() -> None:
         until(lambda: door.ids(A, B, C) == "bac")
 
 
+def test_what_an_engine_had_before_it_was_started_again_is_forgotten() -> None:
+    with serving() as server, door_to(server) as door:
+        server.tell(b=50)
+        until(lambda: door.ids(A, B, C) == "bac")
+        server.begin_anew()
+        server.tell(c=10)
+        until(lambda: door.ids(A, B, C) == "cab")
+
+
 def test_a_lost_server_is_unknown_and_found_again_with_what_it_has_then() -> None:
     with serving() as server, door_to(server) as door:
         server.tell(b=50)
@@ -195,18 +221,20 @@ def test_a_server_that_is_not_ready_is_asked_again() -> None:
         assert not door.is_current
 
 
-@pytest.mark.parametrize("line", [b"not json\n", b"[]\n", b'{"set": [[1, 2, 3]]}\n'])
-def test_what_cannot_be_read_is_not_taken_for_a_cache(line: bytes) -> None:
-    with serving(lines=[b'{"version":1,"reset":true,"set":[]}\n', line, b'{"ready":true}\n']) as server:
-        with door_to(server) as door:
-            assert door.ids(B, A) == "ba"
-            until(lambda: len(server.seen) >= 2)
-            assert not door.is_current
+@pytest.mark.parametrize(
+    "answer",
+    [b"not json", b"[]", b'{"version": 2}', json.dumps({**all_cached([]), "changes": [[1, 2, 3]]}).encode()],
+)
+def test_what_cannot_be_read_is_not_taken_for_a_cache(answer: bytes) -> None:
+    with serving(answer=answer) as server, door_to(server) as door:
+        assert door.ids(B, A) == "ba"
+        until(lambda: len(server.seen) >= 2)
+        assert not door.is_current
 
 
 def test_another_versions_words_are_not_followed(caplog: pytest.LogCaptureFixture) -> None:
-    with serving(lines=[b'{"version":7,"reset":true}\n', b'{"ready":true}\n']) as server, door_to(server) as door:
-        door.ids(B, A)
+    with serving(answer=b'{"version": 7}') as server, door_to(server) as door:
+        door.ids(A)
         until(lambda: "version 7" in caplog.text)
         assert not door.is_current
 
@@ -225,7 +253,9 @@ def test_closing_ends_the_thread_at_once_and_nothing_starts_it_again() -> None:
         assert door.ids(B, A) == "ba"
         assert not door.is_current
         assert mirror_threads() == []
-        until(lambda: server.feed.num_readers == 0)
+        num_questions = len(server.seen)
+        time.sleep(0.1)  # five would have come by now
+        assert len(server.seen) == num_questions
 
 
 def test_many_threads_share_one_connection() -> None:
@@ -239,7 +269,7 @@ def test_many_threads_share_one_connection() -> None:
             thread.join()
         until(lambda: door.is_current)
         assert len(found) == 16
-        assert len(server.seen) == 1
+        assert server.num_connections == 1
 
 
 def test_a_fork_does_not_take_its_parents_knowledge_for_its_own() -> None:

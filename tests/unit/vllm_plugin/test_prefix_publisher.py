@@ -1,0 +1,318 @@
+"""The engine says which orders of documents are cached, and those who ask know it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.ordering import MAX_PATH_DOCUMENTS, CachedPaths, static_prefix_digest
+from ragcache_core.tree import PathSegment, check_invariants
+from ragcache_core.types import PromptSegment, Tier
+from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
+from ragcache_core.wire import RequestMetadata
+from tests.unit.vllm_plugin.scene import BLOCK, controller, segments
+
+STATIC = 5
+LENGTHS = {"a": 8, "b": 4, "c": 11, "d": 1, "e": 3}
+QUESTION = 6
+
+
+class Engine:
+    """A controller, requests that run through it, and a mirror that is told what it tells."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.controller: CacheController = controller(**settings)
+        self.mirror, self.cursor, self.last = CachedPaths(), "", []
+        self.shown: dict[tuple[bytes, tuple[str, ...]], tuple[list[bytes], int]] = {}
+        self._num_requests = 0
+
+    def ask(self, documents: str, question: int = 0, static: int = 0) -> list[bytes]:
+        """Let a request come, be computed and end; return its blocks' keys."""
+        parts: list[tuple[str | None, int]] = [("", STATIC)]
+        tokens = [static] * STATIC
+        for name in documents:
+            tokens += [ord(name)] * LENGTHS[name]
+            parts.append((name, len(tokens)))
+        tokens += [1000 + question] * QUESTION
+        parts.append((None, len(tokens)))
+        tiled = segments(*parts)
+        keys = [repr(tokens[: BLOCK * (i + 1)]).encode() for i in range(len(tokens) // BLOCK)]
+        self._num_requests += 1
+        name = f"r{self._num_requests}"
+        it = self.controller
+        it.on_new_request(name, RequestMetadata(tiled), keys, len(tokens), 0.0)
+        it.paths.track(tokens, tiled, keys)
+        it.on_admitted(name, keys, {}, 0.0)
+        self.hold(keys, Tier.GPU)
+        it.on_finished(name)
+        self._note(tokens, tiled, keys)
+        return keys
+
+    def hold(self, keys: list[bytes], tier: Tier) -> None:
+        for i in range(len(keys)):
+            location = self.controller.locate_block(keys, i)
+            self.controller.tree.add(location.node, 1 << location.unit, tier)
+
+    def tell(self) -> int:
+        """Ask until nothing is left to say; return how many answers that took."""
+        num_answers = 1
+        while not self.tell_a_part():
+            num_answers += 1
+        return num_answers
+
+    def tell_a_part(self) -> bool:
+        answer: Any = json.loads(json.dumps(self.controller.paths.changes(self.cursor)))
+        if answer["is_reset"]:
+            self.mirror = CachedPaths()
+        self.cursor, self.last = answer["cursor"], answer["changes"]
+        self.mirror.apply(answer["changes"])
+        return bool(answer["is_complete"])
+
+    def check(self) -> None:
+        """Compare the mirror with what the tree itself finds."""
+        self.tell()
+        check_invariants(self.controller.tree, is_connected=False)
+        for (prefix, documents), (keys, num_tokens) in self.shown.items():
+            match = self.controller.tree.match_prefix([PathSegment(keys, num_tokens)])
+            assert self.mirror.num_cached_tokens(prefix, documents) == match.num_tokens, documents
+
+    def _note(self, tokens: list[int], tiled: tuple[PromptSegment, ...], keys: list[bytes]) -> None:
+        prefix = static_prefix_digest(tokens, tiled)
+        assert prefix is not None
+        documents: tuple[str, ...] = ()
+        for segment in tiled[:-1]:
+            documents = (*documents, segment.doc_id) if segment.doc_id else documents
+            num_units = segment.end // BLOCK
+            self.shown[prefix, documents] = keys[:num_units], num_units * BLOCK
+
+
+def prefix_of(static: int = 0) -> bytes:
+    found = static_prefix_digest([static] * STATIC, segments(("", STATIC), ("a", STATIC + 1)))
+    assert found is not None
+    return found
+
+
+def test_a_prompt_that_was_computed_is_cached_up_to_each_of_its_documents() -> None:
+    it = Engine()
+    it.ask("ac")
+    it.tell()
+    cached = [it.mirror.num_cached_tokens(prefix_of(), ids) for ids in ("", "a", "ac", "c", "ca")]
+    assert cached == [4, 12, 24, 4, 4]
+    assert it.mirror.num_cached_tokens(prefix_of(1), "a") == 0
+
+
+def test_what_was_evicted_is_not_cached_any_more_and_what_came_back_is() -> None:
+    it = Engine()
+    keys = it.ask("ac")
+    it.tell()
+    tree = it.controller.tree
+    assert tree.evict(Tier.GPU, 5) is not None
+    it.tell()
+    assert it.mirror.num_cached_tokens(prefix_of(), "ac") == 8
+    it.hold(keys, Tier.DISK)
+    it.tell()
+    assert it.mirror.num_cached_tokens(prefix_of(), "ac") == 24
+
+
+def test_nothing_is_said_while_nothing_changes() -> None:
+    it = Engine()
+    it.tell()
+    assert it.last == []
+    it.ask("ab")
+    it.tell()
+    keys = it.ask("ab", question=1)
+    it.tell()
+    assert it.last == [], "the question's blocks are no document's"
+    it.hold(keys, Tier.HOST)
+    it.tell()
+    assert it.last == [], "it was cached already"
+
+
+def test_what_was_shown_before_somebody_asks_is_known() -> None:
+    it = Engine()
+    it.ask("ab")
+    assert not it.controller.paths.is_following
+    it.tell()
+    assert it.mirror.num_cached_tokens(prefix_of(), "ab") == 16
+
+
+def test_somebody_who_asks_an_engine_that_was_started_again_gets_what_that_has() -> None:
+    it, other = Engine(), Engine()
+    it.ask("a")
+    it.tell()
+    other.ask("b")
+    other.mirror, other.cursor = it.mirror, it.cursor
+    other.tell()
+    assert [other.mirror.num_cached_tokens(prefix_of(), name) for name in "ab"] == [4, 8]
+
+
+def test_two_who_ask_get_the_same() -> None:
+    it = Engine()
+    it.ask("ac")
+    it.tell()
+    first = it.cursor
+    it.ask("b")
+    it.tell()
+    said = it.last
+    it.cursor = first
+    it.tell()
+    assert it.last == said != []
+
+
+def test_nobody_asks_any_more_and_the_tree_is_not_followed() -> None:
+    it = Engine()
+    it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_unread=5)
+    it.ask("a")
+    it.tell()
+    it.controller.on_step(1.0, 2.0)
+    assert it.controller.paths.is_following
+    for documents in ("ab", "ac", "bc", "cb"):
+        it.ask(documents)
+    it.controller.on_step(2.0, 3.0)
+    assert not it.controller.paths.is_following
+    keys = it.ask("ca")
+    it.controller.tree.remove(it.controller.locate_block(keys, 0).node, 1, Tier.GPU)
+    it.check()
+
+
+def test_a_log_that_repeats_itself_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.vllm_plugin.cache.prefix_publisher._MIN_LOG", 10)
+    it = Engine()
+    keys = it.ask("ab")
+    it.tell()
+    first, _, _ = it.cursor.partition(".")
+    for _ in range(10):
+        it.controller.tree.clear_tier(Tier.GPU)
+        it.check()
+        it.hold(keys, Tier.GPU)
+        it.check()
+    assert not it.cursor.startswith(first)
+    assert int(it.cursor.partition(".")[2]) <= 12
+
+
+def test_requests_without_documents_are_not_tracked() -> None:
+    it = Engine()
+    it.controller.paths.track(list(range(8)), segments((None, 8)), [b"0", b"1"])
+    assert len(it.controller.paths) == 0
+    it.tell()
+    assert len(it.mirror) == 0
+
+
+def test_a_cache_that_is_emptied_at_once_is_told_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.vllm_plugin.cache.prefix_publisher._MAX_AT_ONCE", 2)
+    it = Engine()
+    for documents in ("ab", "ba", "ca", "cb", "ac"):
+        it.ask(documents)
+    assert it.tell() > 2
+    it.check()
+    it.controller.tree.clear_tier(Tier.GPU)
+    assert it.tell() > 2
+    assert len(it.mirror) == 0
+
+
+def test_the_oldest_paths_are_forgotten_and_said_to_be_gone() -> None:
+    it = Engine()
+    it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_paths=3)
+    it.ask("a")
+    it.tell()
+    assert it.mirror.num_cached_tokens(prefix_of(), "a") == 12
+    it.ask("c")
+    it.ask("b")
+    it.tell()
+    assert len(it.controller.paths) == 3
+    assert it.mirror.num_cached_tokens(prefix_of(), "a") == 4
+    assert it.mirror.num_cached_tokens(prefix_of(), "b") == 8
+
+
+def test_the_same_ids_with_other_texts_are_what_was_seen_last() -> None:
+    it = Engine()
+    core, parts = it.controller, segments(("", 4), ("a", 12), (None, 16))
+    for mark, cached in (("x", 12), ("y", 4)):
+        keys = [b"static", *(f"{mark}{i}".encode() for i in range(3))]
+        core.on_new_request(mark, RequestMetadata(parts), keys, 16, 0.0)
+        core.paths.track([0] * 4, parts, keys)
+        if mark == "x":
+            it.hold(keys, Tier.GPU)
+        it.tell()
+        prefix = static_prefix_digest([0] * 4, parts)
+        assert prefix is not None
+        assert it.mirror.num_cached_tokens(prefix, "a") == cached
+
+
+def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:
+    it = Engine()
+    num_documents = 2000
+    tokens = list(range((num_documents + 1) * BLOCK))
+    tiled = segments(("", BLOCK), *((f"d{i}", (i + 2) * BLOCK) for i in range(num_documents)))
+    keys = [str(i).encode() for i in range(num_documents + 1)]
+    it.controller.on_new_request("r", RequestMetadata(tiled), keys, len(tokens), 0.0)
+    it.controller.paths.track(tokens, tiled, keys)
+    assert len(it.controller.paths) == MAX_PATH_DOCUMENTS + 1
+    it.tell()
+    it.hold(keys, Tier.GPU)
+    it.tell()
+    assert len(it.last) == MAX_PATH_DOCUMENTS + 1
+    prefix = static_prefix_digest(tokens, tiled)
+    assert prefix is not None
+    shown = tuple(f"d{i}" for i in range(MAX_PATH_DOCUMENTS))
+    assert it.mirror.num_cached_tokens(prefix, shown) == (MAX_PATH_DOCUMENTS + 1) * BLOCK
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("ask"), st.permutations("abcde").map(lambda p: "".join(p[:3])), st.integers(0, 2)),
+            st.tuples(st.just("evict"), st.sampled_from(list(Tier)), st.integers(1, 12)),
+            st.tuples(st.just("last resort"), st.sampled_from(list(Tier)), st.integers(1, 3)),
+            st.tuples(st.just("lower"), st.sampled_from([Tier.HOST, Tier.DISK]), st.integers(0, 30)),
+            st.tuples(st.just("lose"), st.sampled_from(list(Tier)), st.integers(0, 30)),
+            st.tuples(st.just("clear"), st.sampled_from(list(Tier)), st.none()),
+            st.tuples(st.just("tell"), st.none(), st.none()),
+            st.tuples(st.just("tell a part"), st.none(), st.none()),
+        ),
+        max_size=40,
+    ),
+    st.sampled_from([0, 3, 100_000]),
+    st.sampled_from([1, 2, 1000]),
+    st.sampled_from([3, 50_000]),
+)
+def test_whatever_happens_the_mirror_says_what_the_tree_would(
+    steps: list[Any], ghost_size: int, num_at_once: int, max_unread: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ragcache_core.vllm_plugin.cache.prefix_publisher._MAX_AT_ONCE", num_at_once)
+        it = Engine(ghost_size=ghost_size)
+        it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_unread=max_unread)
+        run_steps(it, steps)
+
+
+def run_steps(it: Engine, steps: list[Any]) -> None:
+    asked: list[list[bytes]] = []
+    for step, what, number in steps:
+        it.controller.on_step(0.0, 1.0)
+        match step:
+            case "ask":
+                asked.append(it.ask(what, question=number, static=number // 2))
+            case "evict":
+                it.controller.tree.evict_up_to(what, number)
+            case "last resort":
+                for _ in range(number):
+                    it.controller.tree.evict_anything(what)
+            case "lower" if asked and it.controller.tree.locate((keys := asked[number % len(asked)])[-1]) is not None:
+                it.hold(keys, what)
+            case "lose" if nodes := list(it.controller.tree.nodes()):
+                node = nodes[number % len(nodes)]
+                it.controller.tree.remove(node, it.controller.tree.resident_mask(node, what), what)
+            case "clear":
+                it.controller.tree.clear_tier(what)
+            case "tell a part":
+                it.tell_a_part()
+            case "tell":
+                it.tell()
+    it.check()
