@@ -28,8 +28,6 @@ from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
 """What decides which document leaves a full tier."""
-FrequencyScope = Literal["ghost", "cached"]
-"""How long a document's use is remembered: beyond its eviction, or as long as it is cached."""
 QueueOrder = Literal["cache_aware", "fifo"]
 """Which waiting request is next: the one of which the cache holds most, or the one that came first."""
 
@@ -60,23 +58,28 @@ BytesOrNone = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(ge=0, le=
 """A number of bytes; 0 is none."""
 
 
-class ChunkReuse(BaseModel):
-    """Reuse of a document's KV behind other documents than it was computed behind (Cache-Craft). **Approximate.**
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    The KV of a document depends on what stood before it. Reused elsewhere, some of its tokens are computed anew, and
-    answers may differ from those of a full prefill: ``ragcache quality`` measures by how much, on your model.
+    def __init__(self, **data: object) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(_first_problem(error, type(self))) from error
+
+
+class ChunkReuseRequest(_Settings):
+    """How one request wants the KV of its documents reused behind other documents. ``None``: as the engine does.
 
     Raises:
         ConfigError: a field has a value that cannot work, or two contradict each other.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     quality: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     """The quality of answers that is wanted, as ``ragcache calibrate`` measured it on this model: it chooses
     ``alpha``."""
 
-    selection: SelectionName = "whole_chunks"
+    selection: SelectionName | None = None
     """Which tokens of a reused document are computed all the same: ``whole_chunks`` all of the documents that depend on
     what is missing and none of the others, ``cache_craft`` those that had looked most at other documents (Cache-Craft
     Eq. 14), ``first_tokens`` each document's first ones (EPIC), ``question_driven`` those that the question asks for,
@@ -86,35 +89,42 @@ class ChunkReuse(BaseModel):
     """How many: Eq. 12's factor, in place of ``quality``. ``None`` without ``quality`` is 1.7 with ``whole_chunks``, 1
     with the others."""
 
-    max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] = 1.0
+    max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
     """The largest share of a reused document that is computed."""
-
-    share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
-    """Of ``host_bytes`` and ``disk_bytes``, the share for what is reused this way. The rest stays with documents that
-    are cached exactly, behind what stands before them."""
-
-    max_variants: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] = 5
-    """Of one document, how many KVs are kept that were computed behind different ones."""
-
-    is_default: bool = True
-    """Whether requests that do not say so reuse chunks. With ``False`` only those do that ask for it."""
-
-    def __init__(self, **data: object) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ConfigError(_first_problem(error, type(self))) from error
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
         if self.quality is not None and self.alpha is not None:
             raise ValueError(
-                f"ChunkReuse.quality is {self.quality:g} and alpha {self.alpha:g}: quality chooses alpha, so give one"
+                f"{type(self).__name__}.quality is {self.quality:g} and alpha {self.alpha:g}: quality chooses alpha, "
+                "so give one"
             )
         return self
 
 
-class CacheConfig(BaseModel):
+class ChunkReuse(ChunkReuseRequest):
+    """Reuse of a document's KV behind other documents than it was computed behind (Cache-Craft). **Approximate.**
+
+    The KV of a document depends on what stood before it. Reused elsewhere, some of its tokens are computed anew, and
+    answers may differ from those of a full prefill: ``ragcache quality`` measures by how much, on your model.
+    ``quality`` and ``alpha`` are a request's that has none of its own; see :class:`ChunkReuseRequest`.
+
+    Raises:
+        ConfigError: a field has a value that cannot work, or two contradict each other.
+    """
+
+    selection: SelectionName = "whole_chunks"
+    max_recompute: Annotated[float, Field(ge=0, le=1, strict=True)] = 1.0
+
+    share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
+    """Of ``host_bytes`` and ``disk_bytes``, the share for what is reused this way. The rest stays with documents that
+    are cached exactly, behind what stands before them."""
+
+    is_default: bool = True
+    """Whether requests that do not say so reuse chunks. With ``False`` only those do that ask for it."""
+
+
+class CacheConfig(_Settings):
     """What the engine keeps of the documents that it has read, and where.
 
     ``CacheConfig()`` keeps documents in the engine's own KV memory and in a share of host memory; ``cache=None`` at
@@ -123,8 +133,6 @@ class CacheConfig(BaseModel):
     Raises:
         ConfigError: a field has a value that cannot work, or two contradict each other.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kv_cache_bytes: Bytes | None = None
     """KV memory of the engine: of the GPU, or of main memory on a machine without one. ``None`` leaves it to vLLM
@@ -152,15 +160,8 @@ class CacheConfig(BaseModel):
     §5.1), ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by the uses,
     ``hybrid`` by both; ``tournament`` tries several half-lives on the side and follows the best of them."""
 
-    frequency: FrequencyScope = "ghost"
-    """Whether the uses of a document count on after its eviction (``ghost``) or start anew (``cached``)."""
-
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
     """Of a prompt with many documents only the first so many are kept; ``None`` keeps all."""
-
-    ghost_size: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 100_000
-    """Evicted documents whose uses are remembered; 0 remembers none, and leaves a tournament little to judge by. Each
-    takes 0.7 KiB of main memory, and 0.2 KiB for each of its blocks."""
 
     queue: QueueOrder = "cache_aware"
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
@@ -176,12 +177,6 @@ class CacheConfig(BaseModel):
     chunk_reuse: ChunkReuse | None = None
     """Whether, and how, documents are reused behind others than they were computed behind: **approximate**, so it is
     off by default. In a TOML file it is the table ``[cache.chunk_reuse]``."""
-
-    def __init__(self, **data: object) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ConfigError(_first_problem(error, type(self))) from error
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
@@ -201,6 +196,11 @@ class CacheConfig(BaseModel):
                 "host_bytes or leave chunk_reuse out"
             )
         return self
+
+    def for_chunks(self) -> tuple[int, int]:
+        """Return how many bytes of host memory and of the disk are for :class:`ChunkReuse`."""
+        share = 0.0 if self.chunk_reuse is None else self.chunk_reuse.share
+        return int((self.host_bytes or 0) * share), int(self.disk_bytes * share)
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: object) -> Self:

@@ -1,16 +1,12 @@
-"""The words that every room shares: documents, retrieval updates and prompt segments."""
+"""The words that every folder shares: documents, retrieval updates and prompt segments."""
 
 from __future__ import annotations
 
 import enum
-import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, get_args
-
-from ragcache_core.errors import ConfigError, quoted
+from typing import Literal
 
 DocId = str
 """Identifies a document across retrieval, prompt and cache. It never decides what is *correct* (token hashes do),
@@ -100,39 +96,3 @@ DEFAULT_ALPHA: Mapping[SelectionName, float] = MappingProxyType(
 )
 """Eq. 12's factor where nobody chose one. With 1.7, ``whole_chunks`` computes a chunk that has lost 1 / 1.7 of what it
 looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkReuseRequest:
-    """How one request wants the KV of its documents reused behind other documents. ``None``: as the engine does.
-
-    ``quality`` is that of the answers, as ``ragcache calibrate`` measured it; ``alpha`` is Eq. 12's factor (Cache-Craft
-    §3.2), in its stead. ``max_recompute`` is the largest share of a chunk that is computed.
-
-    Raises:
-        ConfigError: a value that cannot work, or both ``quality`` and ``alpha``.
-    """
-
-    selection: SelectionName | None = None
-    quality: float | None = None
-    alpha: float | None = None
-    max_recompute: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.selection is not None and self.selection not in get_args(SelectionName):
-            known = ", ".join(get_args(SelectionName))
-            raise ConfigError(f"chunk_reuse has selection {self.selection!r:.80}; choose one of {known}")
-        for name, value, least, most in (
-            ("quality", self.quality, math.ulp(0.0), 1.0),
-            ("alpha", self.alpha, 0.0, sys.float_info.max),
-            ("max_recompute", self.max_recompute, 0.0, 1.0),
-        ):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and least <= value <= most):
-                raise ConfigError(
-                    f"chunk_reuse has {name} {quoted(value)}; it must be a number of {least:g} to {most:g}"
-                )
-        if self.quality is not None and self.alpha is not None:
-            raise ConfigError(
-                f"chunk_reuse has quality {self.quality:g} and alpha {self.alpha:g}: quality chooses alpha, so give one"
-            )

@@ -23,11 +23,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError, quoted
-from ragcache_core.types import ChunkReuseRequest, PromptSegment, SegmentKind
+from ragcache_core.types import PromptSegment, SegmentKind
 
 WIRE_VERSION = 1
 KEY = "ragcache"
@@ -136,7 +137,7 @@ def read_chunk_reuse(option: object) -> ChunkReuseRequest | Literal[False] | Non
         return option
     if option is True:
         return ChunkReuseRequest()
-    names = [field.name for field in fields(ChunkReuseRequest)]
+    names = ChunkReuseRequest.model_fields
     if not isinstance(option, Mapping) or not set(option).issubset(names):
         raise ConfigError(
             f"chunk_reuse is {quoted(option, 120)}; it must be true, false, or a mapping of {', '.join(names)}"
@@ -249,7 +250,7 @@ def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[Pr
 def _encoded(chunk_reuse: ChunkReuseRequest | Literal[False] | None) -> dict[str, object]:
     if chunk_reuse is None:
         return {}
-    given = {name: value for name, value in asdict(chunk_reuse).items() if value is not None} if chunk_reuse else False
+    given = chunk_reuse.model_dump(exclude_none=True) if chunk_reuse else False
     return {"chunk_reuse": True if given == {} else given}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from ragcache_core.config import Bytes, CacheConfig, FrequencyScope, PolicyName, QueueOrder
+from ragcache_core.config import Bytes, CacheConfig, PolicyName, QueueOrder
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,15 +89,7 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         help="What decides which document leaves a full tier. [default: tournament]",
     ),
     click.option(
-        "--frequency",
-        type=click.Choice(get_args(FrequencyScope)),
-        help="Count a document's uses beyond its eviction (ghost), or as long as it is cached. [default: ghost]",
-    ),
-    click.option(
         "--max-cached-documents", type=int, metavar="N", help="Keep the first N documents of a prompt. [default: all]"
-    ),
-    click.option(
-        "--ghost-size", type=int, metavar="N", help="Evicted documents whose uses are remembered. [default: 100000]"
     ),
     click.option(
         "--queue",

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, Self, get_args
 
-from ragcache_core.config import FrequencyScope
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.policy import POLICIES
 
 Granularity = Literal["document", "block"]
 """What is kept and given up as one: a whole document, as the paper's Algorithm 1 does, or a block, as vLLM does."""
+FrequencyScope = Literal["ghost", "cached"]
+"""How long a document's uses count: beyond its eviction, as in the engine, or as long as it is cached."""
 Queue = Literal["fifo", "cache-aware"]
 Beyond = Literal["extrapolate", "refuse"]
 Speculation = Literal["none", "dynamic"]

@@ -4,90 +4,49 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import model_validator
+
 from ragcache_core.chunk import AlphaPoint, choose_alpha
+from ragcache_core.config import CacheConfig, ChunkReuseRequest
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.profiles.prefill import load_profile
-from ragcache_core.types import DEFAULT_ALPHA, ChunkReuseRequest, SelectionName
+from ragcache_core.types import DEFAULT_ALPHA
 
 KEY = "ragcache"
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSettings:
-    """The plain values of a :class:`~ragcache_core.config.ChunkReuse`, and the shares of memory that are for it.
-
-    ``points`` are what was measured on this model with ``selection``.
+class PluginSettings(CacheConfig):
+    """A launch's :class:`~ragcache_core.config.CacheConfig`, and what was measured of its model.
 
     Raises:
-        ConfigError: none of the ``points`` reaches ``quality``.
+        ConfigError: a setting has a value that cannot work, or none of the ``points`` reaches the quality of answers
+            that is wanted.
     """
 
-    host_bytes: int
-    disk_bytes: int = 0
-    directory: Path | None = None
-    quality: float | None = None
-    selection: SelectionName = "whole_chunks"
-    alpha: float | None = None
-    max_recompute: float = 1.0
-    max_variants: int = 5
-    is_default: bool = True
-    points: tuple[AlphaPoint, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.quality is not None:
-            choose_alpha(self.points, self.quality)
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Return the settings that a launch sends.
-
-        Raises:
-            TypeError, ValueError: a name or a value that this version does not know.
-        """
-        given = dict(raw)
-        if (directory := given.get("directory")) is not None:
-            given["directory"] = Path(directory)
-        given["points"] = tuple(AlphaPoint(**point) for point in given.get("points", ()))
-        return cls(**given)
-
-    def alpha_for(self, asked: ChunkReuseRequest) -> float | None:
-        """Return Eq. 12's alpha for a request; None where it wants a quality that nothing measured here reaches.
-
-        What was measured holds for ``selection`` alone, and for as many recomputed tokens as the engine allows.
-        """
-        if asked.alpha is not None:
-            return asked.alpha
-        selection = self.selection if asked.selection is None else asked.selection
-        quality = self.quality if asked.quality is None else asked.quality
-        if quality is None:
-            is_chosen = self.alpha is not None and selection == self.selection
-            return self.alpha if is_chosen else DEFAULT_ALPHA[selection]
-        is_as_measured = selection == self.selection and asked.max_recompute in (None, self.max_recompute)
-        try:
-            return choose_alpha(self.points, quality).alpha if is_as_measured else None
-        except ConfigError:
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class PluginSettings:
-    """The plain values of a :class:`~ragcache_core.config.CacheConfig` that the engine's process needs."""
-
-    policy: str = "tournament"
-    keeps_frequency: bool = True
-    ghost_size: int = 100_000
-    max_cached_documents: int | None = None
     profile: Path | None = None
-    is_queue_cache_aware: bool = True
-    queue_window: int = 32
-    max_prefill_bs: int = 4
-    chunk_reuse: ChunkSettings | None = None
+    """Prefill times."""
+
+    points: tuple[AlphaPoint, ...] = ()
+    """Which quality of answers chunk reuse has by which alpha, with the selection of ``chunk_reuse``."""
+
+    keeps_frequency: bool = True
+    """Whether the uses of a document count on after its eviction. RAGCache's text leaves it open; the simulator can do
+    either, and is held against an engine that does what it does."""
+
+    ghost_size: int = 100_000
+    """Evicted documents whose uses are remembered; with few a tournament has little to judge by. Each takes 0.7 KiB,
+    and 0.2 KiB for each of its blocks."""
+
+    @model_validator(mode="after")
+    def _check_quality(self) -> Self:
+        if self.chunk_reuse is not None and self.chunk_reuse.quality is not None:
+            choose_alpha(self.points, self.chunk_reuse.quality)
+        return self
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
@@ -98,14 +57,29 @@ class PluginSettings:
         """
         raw = extra_config.get(KEY) or {}
         try:
-            given = dict(raw)
-            if (profile := given.get("profile")) is not None:
-                given["profile"] = Path(profile)
-            if (chunk_reuse := given.get("chunk_reuse")) is not None:
-                given["chunk_reuse"] = ChunkSettings.from_dict(chunk_reuse)
-            return cls(**given)
-        except (TypeError, ValueError) as error:
+            return cls(**dict(raw))
+        except (TypeError, ValueError, ConfigError) as error:
             raise ConfigError(f"kv_connector_extra_config['{KEY}'] is {raw!r:.200}: {error}") from error
+
+    def alpha_for(self, asked: ChunkReuseRequest) -> float | None:
+        """Return Eq. 12's alpha for a request; None where it wants a quality that nothing measured here reaches.
+
+        What was measured holds for one selection alone, and for as many recomputed tokens as the engine allows.
+        """
+        if asked.alpha is not None:
+            return asked.alpha
+        reuse = self.chunk_reuse
+        assert reuse is not None
+        selection = reuse.selection if asked.selection is None else asked.selection
+        quality = reuse.quality if asked.quality is None else asked.quality
+        if quality is None:
+            is_chosen = reuse.alpha is not None and selection == reuse.selection
+            return reuse.alpha if is_chosen else DEFAULT_ALPHA[selection]
+        is_as_measured = selection == reuse.selection and asked.max_recompute in (None, reuse.max_recompute)
+        try:
+            return choose_alpha(self.points, quality).alpha if is_as_measured else None
+        except ConfigError:
+            return None
 
     def prefill_cost(self) -> PrefillCostModel:
         """Return the measured profile, or the default where there is none; a damaged one is logged."""

@@ -28,7 +28,7 @@ class Way:
 
 FULL = Way("full recompute", caches_prefixes=False)
 PREFIX = Way("prefix caching")
-NAIVE = Way("naive reuse", ChunkReuse(selection="cache_craft", alpha=0.0, max_variants=1), reads_alone=True)
+NAIVE = Way("naive reuse", ChunkReuse(selection="cache_craft", alpha=0.0), reads_alone=True)
 """Documents computed alone, of whose KV only the positions are put right: what costs least, and what mending beats."""
 
 

@@ -15,7 +15,7 @@ import platformdirs
 
 from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
-from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import has_gpu
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV, ENGINE_ID_ENV
@@ -134,24 +134,15 @@ def _transfer_config(
     is_host_optional: bool = False,
 ) -> dict[str, object]:
     """Return vLLM's ``kv_transfer_config``: our connector, and what lies below the GPU."""
-    settings: dict[str, object] = {
-        "policy": cache.policy,
-        "keeps_frequency": cache.frequency == "ghost",
-        "ghost_size": cache.ghost_size,
-        "max_cached_documents": cache.max_cached_documents,
-        "profile": None if profile is None else str(profile),
-        "is_queue_cache_aware": cache.queue == "cache_aware",
-        "queue_window": cache.queue_window,
-        "max_prefill_bs": cache.max_prefill_bs,
-    }
-    host_bytes, disk_bytes = int(cache.host_bytes or 0), int(cache.disk_bytes)
-    module, prefix = "connector", ""
-    if (reuse := cache.chunk_reuse) is not None:
-        for_chunks = int(host_bytes * reuse.share), int(disk_bytes * reuse.share)
-        settings["chunk_reuse"] = _chunk_settings(reuse, cache.directory, *for_chunks, alphas)
-        host_bytes, disk_bytes = host_bytes - for_chunks[0], disk_bytes - for_chunks[1]
-        module, prefix = "chunks.connector", "Chunk"
+    settings = cache.model_dump(mode="json", exclude_none=True)
+    if profile is not None:
+        settings["profile"] = str(profile)
+    if cache.chunk_reuse is not None:
+        settings["points"] = [asdict(point) for point in alphas]
     extra: dict[str, object] = {"ragcache": settings}
+    for_chunks = cache.for_chunks()
+    host_bytes, disk_bytes = (cache.host_bytes or 0) - for_chunks[0], cache.disk_bytes - for_chunks[1]
+    module, prefix = ("connector", "") if cache.chunk_reuse is None else ("chunks.connector", "Chunk")
     if host_bytes:
         extra |= {
             "cpu_bytes_to_use": host_bytes,
@@ -177,18 +168,6 @@ def _transfer_config(
         "kv_load_failure_policy": "recompute",  # a lost block is a miss
         "engine_id": engine_id,
         "kv_connector_extra_config": extra,
-    }
-
-
-def _chunk_settings(
-    reuse: ChunkReuse, directory: Path | None, host_bytes: int, disk_bytes: int, alphas: Sequence[AlphaPoint]
-) -> dict[str, object]:
-    return {
-        "host_bytes": host_bytes,
-        "disk_bytes": disk_bytes,
-        "directory": str(directory) if disk_bytes else None,
-        **reuse.model_dump(exclude={"share"}),
-        "points": [asdict(point) for point in alphas],
     }
 
 

@@ -86,11 +86,12 @@ class CacheController:
         self.tiers = dict(tiers or {})
         self._chunks = chunks
         self.speculations = QueuedSpeculations()
-        self.is_queue_ordered = settings.is_queue_cache_aware or settings.max_prefill_bs > 0
+        is_cache_aware = settings.queue == "cache_aware"
+        self.is_queue_ordered = is_cache_aware or settings.max_prefill_bs > 0
         self._queued = QueuedPrefixes(self.tree, max_protected_units, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] = CacheAwareQueue(
             lambda request: self.order_priority(request.request_id),
-            window=settings.queue_window if settings.is_queue_cache_aware else 0,
+            window=settings.queue_window if is_cache_aware else 0,
         )
         self._prefill_cost = prefill_cost
         self._requests: dict[str, RequestState] = {}

@@ -22,7 +22,7 @@ from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
 from ragcache_core.vllm_plugin.identity import chunk_identity
 from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
-from ragcache_core.vllm_plugin.settings import ChunkSettings, PluginSettings
+from ragcache_core.vllm_plugin.settings import PluginSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,7 +59,6 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
 
 def build_scheduling(
     settings: PluginSettings,
-    chunks: ChunkSettings,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     *,
@@ -74,18 +73,16 @@ def build_scheduling(
     page_bytes = kv_bytes_per_block(kv_cache_config)
     num_workers = vllm_config.parallel_config.world_size
     tokens_per_page = vllm_config.cache_config.block_size
-    num_disk_pages = (
-        num_disk_pages_within(chunks.disk_bytes // num_workers, page_bytes, tokens_per_page) if chunks.disk_bytes else 0
-    )
+    host_bytes, disk_bytes = settings.for_chunks()
+    num_disk_pages = num_disk_pages_within(disk_bytes // num_workers, page_bytes, tokens_per_page) if disk_bytes else 0
     prefill_cost = settings.prefill_cost()
     library = ChunkManager(
         make_policy(settings.policy, prefill_cost),
         prefill_cost,
-        num_pages=num_pages_within(chunks.host_bytes, page_bytes * num_workers),
+        num_pages=num_pages_within(host_bytes, page_bytes * num_workers),
         tokens_per_page=tokens_per_page,
         num_disk_pages=num_disk_pages,
         num_workers=num_workers,
-        max_variants=chunks.max_variants,
         ghost_size=settings.ghost_size,
         keeps_frequency=settings.keeps_frequency,
     )
@@ -103,7 +100,7 @@ def build_scheduling(
 
 
 def build_execution(
-    chunks: ChunkSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_runner: Any
+    settings: PluginSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_runner: Any
 ) -> tuple[ChunkExecutor, ChunkMemory]:
     """Return a worker's side, and its memory, which whoever calls closes.
 
@@ -119,16 +116,17 @@ def build_execution(
     prefill.scattered = ScatteredRows.on_gpu(
         layers, tokens_per_block=tokens_per_block, max_runs=vllm_config.scheduler_config.max_num_seqs
     )
+    host_bytes, disk_bytes = settings.for_chunks()
     disk = None
-    if chunks.disk_bytes:
-        assert chunks.directory is not None
-        folder = chunks.directory if num_workers == 1 else chunks.directory / f"worker-{parallel.rank}"
-        disk = DiskPlace(folder, chunk_identity(vllm_config), chunks.disk_bytes // num_workers)
+    if disk_bytes:
+        assert settings.directory is not None
+        folder = settings.directory if num_workers == 1 else settings.directory / f"worker-{parallel.rank}"
+        disk = DiskPlace(folder, chunk_identity(vllm_config), disk_bytes // num_workers)
     memory = ChunkMemory(
         layers=[LayerShape(layer.kv.num_kv_heads, layer.kv.head_dim) for layer in layers],
         dtype=layers[0].kv.cache.dtype,
         tokens_per_page=tokens_per_block,
-        num_pages=num_pages_within(chunks.host_bytes, kv_bytes_per_block(kv_cache_config) * num_workers),
+        num_pages=num_pages_within(host_bytes, kv_bytes_per_block(kv_cache_config) * num_workers),
         pin_memory=prefill.device.type == "cuda",
         disk=disk,
     )

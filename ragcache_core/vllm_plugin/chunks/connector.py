@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ragcache_core.chunk.types import chunk_spans
+from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError
-from ragcache_core.types import ChunkReuseRequest, SegmentKind, Tier
+from ragcache_core.types import SegmentKind, Tier
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine
 from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep, StoredChunk
@@ -107,7 +108,8 @@ class ChunkReuse(KVConnectorBase_V1):
         if settings.chunk_reuse is None:
             raise ConfigError(f"{type(self).__name__} needs the settings of chunk reuse: use Engine.launch")
         check_engine(vllm_config, kv_cache_config)
-        self._chunk_settings = settings.chunk_reuse
+        self._chunk_settings = settings
+        self._reuse = settings.chunk_reuse
         self._chunk_engine = (vllm_config, kv_cache_config)
         self._offers: dict[str, _Offer] = {}
         self._approximate_from: dict[str, int] = {}  # the first such token of the request that is admitted now
@@ -118,7 +120,6 @@ class ChunkReuse(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling: ChunkScheduling = build_scheduling(
                 settings,
-                self._chunk_settings,
                 vllm_config,
                 kv_cache_config,
                 order=self._real_ones_first,
@@ -140,7 +141,7 @@ class ChunkReuse(KVConnectorBase_V1):
     def _read(self, request: Request, metadata: RequestMetadata) -> None:
         documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
         wanted = metadata.chunk_reuse
-        if not documents or wanted is False or (wanted is None and not self._chunk_settings.is_default):
+        if not documents or wanted is False or (wanted is None and not self._reuse.is_default):
             return
         options = self._options(request, wanted or ChunkReuseRequest())
         if options is None or len(documents) > _MAX_CHUNKS:
@@ -152,16 +153,16 @@ class ChunkReuse(KVConnectorBase_V1):
 
     def _options(self, request: Request, asked: ChunkReuseRequest) -> ReuseOptions | None:
         """Return how a request's chunks are reused; None if they cannot be."""
-        settings = self._chunk_settings
+        reuse = self._reuse
         if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
             return None
-        alpha = settings.alpha_for(asked)
+        alpha = self._chunk_settings.alpha_for(asked)
         if alpha is None:  # nobody has measured what that quality takes
             return None
         return ReuseOptions(
-            selection=settings.selection if asked.selection is None else asked.selection,
+            selection=reuse.selection if asked.selection is None else asked.selection,
             alpha=alpha,
-            max_recompute=settings.max_recompute if asked.max_recompute is None else asked.max_recompute,
+            max_recompute=reuse.max_recompute if asked.max_recompute is None else asked.max_recompute,
         )
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -152,7 +152,7 @@ def measure(seed: int, num_rounds: int, directory: Path) -> dict[str, Any]:
         num_blocks=66,
         host_bytes=24 * 65536,
         max_num_batched_tokens=256,
-        chunks={"host_bytes": 18 * 65536, "disk_bytes": 4 << 20, "directory": str(directory)},
+        cache={"host_bytes": 18 * 65536, "disk_bytes": 4 << 20, "directory": str(directory)},
         disk={"directory": str(directory), "capacity_bytes": 6 << 20},
     )
     num_restored = scene.scheduling.library.num_variants

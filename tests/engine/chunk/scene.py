@@ -64,13 +64,12 @@ class Scene:
         host_bytes: int = 64 << 20,
         num_blocks: int = 200,
         is_compiled: bool = False,
-        chunks: Mapping[str, Any] | None = None,
+        cache: Mapping[str, Any] | None = None,
         disk: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        extra: dict[str, Any] = {
-            "ragcache": {"chunk_reuse": {"host_bytes": 32 << 20, "is_default": False, **(chunks or {})}}
-        }
+        all_of_it = {"share": 1.0, "is_default": False}
+        extra: dict[str, Any] = {"ragcache": {"host_bytes": 32 << 20, "chunk_reuse": all_of_it, **(cache or {})}}
         self._has_host = "RAGCache" in connector
         if self._has_host:
             extra |= {

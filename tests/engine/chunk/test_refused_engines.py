@@ -68,7 +68,7 @@ def test_a_model_of_several_groups_of_caches_is_refused() -> None:
 @pytest.mark.parametrize("connector", [ChunkDocumentConnector, ChunkRAGCacheConnector])
 def test_a_connector_is_not_built_for_an_engine_that_is_refused(connector: Any) -> None:
     config = _config(enable_prefix_caching=False)
-    extra = {"ragcache": {"chunk_reuse": {"host_bytes": 1 << 20, "is_default": False}}}
+    extra = {"ragcache": {"host_bytes": 1 << 20, "chunk_reuse": {"is_default": False}}}
     config.kv_transfer_config = SimpleNamespace(kv_connector_extra_config=extra)
     for role in KVConnectorRole:
         with pytest.raises(ConfigError, match="prefix caching switched off"):

@@ -35,9 +35,9 @@ def test_there_is_room_where_a_speculation_would_be_admitted_now(is_gpu: bool) -
     assert stage.controller.has_room()
 
 
-@pytest.mark.parametrize("is_queue_cache_aware", [False, True])
-def test_where_speculation_is_off_there_is_never_room(is_queue_cache_aware: bool) -> None:
-    stage = Stage(settings={"max_prefill_bs": 0, "is_queue_cache_aware": is_queue_cache_aware})
+@pytest.mark.parametrize("queue", ["fifo", "cache_aware"])
+def test_where_speculation_is_off_there_is_never_room(queue: str) -> None:
+    stage = Stage(settings={"max_prefill_bs": 0, "queue": queue})
     assert not stage.controller.has_room()
 
 

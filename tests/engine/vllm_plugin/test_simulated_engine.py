@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 import pytest
@@ -13,11 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragcache_core import CacheConfig
 from ragcache_core.client import Engine
-from ragcache_core.config import FrequencyScope, PolicyName
+from ragcache_core.client.launch import launch
+from ragcache_core.config import PolicyName
 from ragcache_core.profiles.prefill import find_profile
 from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.sim.blocks import BlockCache
-from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.options import FrequencyScope, SimulationOptions
 from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -98,6 +101,21 @@ def wait_until_written(folder: Path, before: dict[Path, tuple[int, int]]) -> Non
         time.sleep(0.1)  # a poll: another process makes it true
 
 
+def start_with(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+    """Have the next engine start with settings that no user has."""
+    cache_arguments = launch.cache_arguments
+
+    def changed(*args: Any, **kwargs: Any) -> list[str]:
+        arguments = cache_arguments(*args, **kwargs)
+        at = arguments.index("--kv-transfer-config") + 1
+        config = json.loads(arguments[at])
+        config["kv_connector_extra_config"]["ragcache"] |= settings
+        arguments[at] = json.dumps(config)
+        return arguments
+
+    monkeypatch.setattr(launch, "cache_arguments", changed)
+
+
 @pytest.mark.parametrize(
     ("policy", "frequency", "max_cached_documents", "num_disk_blocks"),
     [
@@ -111,6 +129,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
     max_cached_documents: int | None,
     num_disk_blocks: int,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kv = tmp_path / "kv"
     config = CacheConfig(
@@ -120,10 +139,9 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         disk_bytes=num_disk_blocks * BLOCK_BYTES,
         directory=kv if num_disk_blocks else None,
         policy=policy,
-        frequency=frequency,
-        ghost_size=GHOST_SIZE,
         max_cached_documents=max_cached_documents,
     )
+    start_with(monkeypatch, keeps_frequency=frequency == "ghost", ghost_size=GHOST_SIZE)
     options = SimulationOptions(
         policy=policy,
         frequency=frequency,

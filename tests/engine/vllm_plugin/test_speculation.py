@@ -320,7 +320,7 @@ def test_what_is_cached_while_a_request_waits_moves_it_forward() -> None:
     check_answers(stage, running, other, same)
 
 
-@pytest.mark.parametrize("settings", [{"is_queue_cache_aware": False}, {"queue_window": 0}])
+@pytest.mark.parametrize("settings", [{"queue": "fifo"}, {"queue_window": 0}])
 def test_without_reordering_the_first_is_served_first(settings: dict[str, Any]) -> None:
     stage = Stage(max_num_seqs=1, settings=settings)
     ids = [stage.ask(documents) for documents in ("AB", "DE", "AB")]
@@ -341,7 +341,7 @@ def test_nobody_is_overtaken_more_often_than_the_window_allows() -> None:
 
 
 def test_a_queue_without_order_or_speculation_stays_vllms_own() -> None:
-    off = {"is_queue_cache_aware": False, "max_prefill_bs": 0}
+    off = {"queue": "fifo", "max_prefill_bs": 0}
     assert type(Stage(settings=off).scheduler.waiting) is FCFSRequestQueue
     stage = Stage(settings=off, policy="priority")
     real = stage.ask("A")

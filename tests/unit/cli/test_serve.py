@@ -82,9 +82,9 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([], KeyboardInterrupt())
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
-    options += ["--frequency", "cached", "--max-cached-documents", "5", "--ghost-size", "0"]
+    options += ["--max-cached-documents", "5"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2"]
-    options += ["--chunk-reuse", "selection=first_tokens, max-recompute=0.3,max_variants=2,is_default=false"]
+    options += ["--chunk-reuse", "selection=first_tokens, max-recompute=0.3,is_default=false"]
     run(monkeypatch, engine, *options, "--kv-cache-bytes", "1GiB", "--block-size", "32")
     given = engine.settings["cache"]
     assert given == CacheConfig(
@@ -94,13 +94,11 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         disk_bytes="3GiB",
         directory="/kv",
         policy="pgdsf",
-        frequency="cached",
         max_cached_documents=5,
-        ghost_size=0,
         queue="fifo",
         queue_window=7,
         max_prefill_bs=2,
-        chunk_reuse=ChunkReuse(selection="first_tokens", max_recompute=0.3, max_variants=2, is_default=False),
+        chunk_reuse=ChunkReuse(selection="first_tokens", max_recompute=0.3, is_default=False),
     )
     assert given.model_fields_set == set(CacheConfig.model_fields)
 
@@ -142,7 +140,7 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--chunk-reuse", "quality=2"], 1, "ChunkReuse.quality is 2"),
         (["--no-cache", "--policy", "lru", "--cache-dir", "x"], 2, "leave out --cache-dir, --policy"),
         (["--no-cache", "--cache-config", "x"], 2, "leave out --cache-config"),
-        (["--no-cache", "--ghost-size", "0"], 2, "leave out --ghost-size"),
+        (["--no-cache", "--queue-window", "0"], 2, "leave out --queue-window"),
         (["--policy", "mru"], 2, "'mru' is not one of"),
         (["--cache-config", "nowhere.toml"], 1, "nowhere.toml cannot be read"),
         (["--host-bytes", "-1"], 1, "CacheConfig.host_bytes is '-1'"),
@@ -150,7 +148,7 @@ def test_no_cache_runs_plain_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--cache-dir", "/kv"], 1, "set --disk-bytes to keep documents on disk, or leave --cache-dir out"),
         (["--cache-dir", ""], 1, "CacheConfig.directory is ''"),
         (["--max-cached-documents", "0"], 1, "CacheConfig.max_cached_documents is 0"),
-        (["--ghost-size", "-1"], 1, "CacheConfig.ghost_size is -1"),
+        (["--queue-window", "-1"], 1, "CacheConfig.queue_window is -1"),
         (["--", "--host", "0.0.0.0"], 2, "--host after '--'"),
         (["--", "--disable-log-stats"], 2, "--disable-log-stats is refused"),
         (["nonsense"], 2, "unexpected argument 'nonsense'"),

@@ -12,6 +12,7 @@ from ragcache_core import CacheConfig, ChunkReuse
 from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client.launch import launch
 from ragcache_core.client.launch.arguments import cache_arguments, check_worker
+from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError
 from ragcache_core.profiles.calibration import (
     Calibration,
@@ -20,8 +21,7 @@ from ragcache_core.profiles.calibration import (
     load_calibration,
     save_calibration,
 )
-from ragcache_core.types import ChunkReuseRequest
-from ragcache_core.vllm_plugin.settings import ChunkSettings, PluginSettings
+from ragcache_core.vllm_plugin.settings import PluginSettings
 
 POINTS = (AlphaPoint(0.5, 0.7, 0.1, 20), AlphaPoint(1.0, 0.9, 0.2, 20), AlphaPoint(2.0, 0.95, 0.4, 20))
 CALIBRATION = Calibration("model-1", "whole_chunks", 1.0, "2030-01-01T00:00:00+00:00", POINTS)
@@ -100,8 +100,9 @@ def test_memory_is_shared_between_chunks_and_exact_documents_within_what_was_giv
     )
     transfer = transfer_config(cache, alphas=POINTS)
     extra = transfer["kv_connector_extra_config"]
-    chunks = PluginSettings.from_extra_config(extra).chunk_reuse
-    assert chunks == ChunkSettings(host_bytes=250, disk_bytes=500, directory=tmp_path, quality=0.9, points=POINTS)
+    settings = PluginSettings.from_extra_config(extra)
+    assert settings.for_chunks() == (250, 500)
+    assert (settings.directory, settings.chunk_reuse, settings.points) == (tmp_path, cache.chunk_reuse, POINTS)
     assert extra["cpu_bytes_to_use"] == 751
     assert extra["secondary_tiers"][0]["capacity_bytes"] == 1501
     assert transfer["kv_connector"] == "ChunkRAGCacheConnector"
@@ -134,15 +135,19 @@ def test_another_worker_beside_chunk_reuse_is_refused(given: list[str]) -> None:
 # In the engine
 
 
+def of_engine(**reuse: Any) -> PluginSettings:
+    return PluginSettings(chunk_reuse=reuse, points=POINTS)
+
+
 def test_a_request_gets_the_alpha_it_asks_for_or_the_engines() -> None:
-    settings = ChunkSettings(host_bytes=1, alpha=0.4, points=POINTS)
+    settings = of_engine(alpha=0.4)
     assert settings.alpha_for(ChunkReuseRequest()) == 0.4
     assert settings.alpha_for(ChunkReuseRequest(alpha=3.0)) == 3.0
     assert settings.alpha_for(ChunkReuseRequest(quality=0.9)) == 1.0
     assert settings.alpha_for(ChunkReuseRequest(selection="random")) == 1.0, "the engine's is of another selection"
-    assert ChunkSettings(host_bytes=1).alpha_for(ChunkReuseRequest()) == 1.7
-    assert ChunkSettings(host_bytes=1).alpha_for(ChunkReuseRequest(selection="cache_craft")) == 1.0
-    assert ChunkSettings(host_bytes=1, quality=0.7, points=POINTS).alpha_for(ChunkReuseRequest()) == 0.5
+    assert of_engine().alpha_for(ChunkReuseRequest()) == 1.7
+    assert of_engine().alpha_for(ChunkReuseRequest(selection="cache_craft")) == 1.0
+    assert of_engine(quality=0.7).alpha_for(ChunkReuseRequest()) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -154,10 +159,10 @@ def test_a_request_gets_the_alpha_it_asks_for_or_the_engines() -> None:
     ],
 )
 def test_a_quality_that_was_not_measured_so_is_answered_exactly(asked: ChunkReuseRequest) -> None:
-    assert ChunkSettings(host_bytes=1, points=POINTS).alpha_for(asked) is None
+    assert of_engine().alpha_for(asked) is None
 
 
-@pytest.mark.parametrize("raw", [{}, {"host_bytes": 1, "qualty": 1}, {"host_bytes": 1, "quality": 0.9}, 7])
+@pytest.mark.parametrize("raw", [{"qualty": 1}, {"quality": 0.9}, 7])
 def test_settings_that_this_version_does_not_know_are_a_config_error(raw: object) -> None:
     with pytest.raises(ConfigError, match="ragcache"):
         PluginSettings.from_extra_config({"ragcache": {"chunk_reuse": raw}})

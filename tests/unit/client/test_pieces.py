@@ -92,13 +92,13 @@ def test_what_takes_away_the_statistics_is_refused(argument: str) -> None:
 
 def test_no_cache_is_plain_vllm_and_a_cache_adds_the_connector() -> None:
     assert cache_arguments(None, engine_id="me") == []
-    cache = CacheConfig(kv_cache_bytes="1GiB", block_size=16, host_bytes=0, policy="lru", ghost_size=7)
+    cache = CacheConfig(kv_cache_bytes="1GiB", block_size=16, host_bytes=0, policy="lru", queue_window=7)
     arguments = cache_arguments(cache, engine_id="me")
     connector = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert connector["kv_connector_module_path"] == "ragcache_core.vllm_plugin.connector"
     assert connector["engine_id"] == "me"
     settings = connector["kv_connector_extra_config"]["ragcache"]
-    assert (settings["policy"], settings["keeps_frequency"], settings["ghost_size"]) == ("lru", True, 7)
+    assert (settings["policy"], settings["queue_window"]) == ("lru", 7)
     assert arguments[-4:] == ["--kv-cache-memory-bytes", str(1 << 30), "--block-size", "16"]
 
 

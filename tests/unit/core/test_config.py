@@ -69,9 +69,7 @@ def test_a_tier_of_nothing_is_no_tier(field: str, zero: object) -> None:
         {"kv_cache_bytes": "0"},
         {"directory": ""},
         {"policy": "mru"},
-        {"frequency": "always"},
         {"max_cached_documents": 0},
-        {"ghost_size": -1},
         {"queue": "lifo"},
         {"queue_window": -1},
         {"queue_window": 1.5},
@@ -95,7 +93,7 @@ def test_a_value_that_cannot_work_is_refused_with_its_name(settings: dict[str, o
     "name",
     [
         *("kv_cache_bytes", "host_bytes", "disk_bytes", "block_size"),
-        *("max_cached_documents", "ghost_size", "queue_window", "max_prefill_bs", "directory"),
+        *("max_cached_documents", "queue_window", "max_prefill_bs", "directory"),
     ],
 )
 def test_a_number_beyond_any_machine_is_refused_like_any_other(name: str, number: int) -> None:
@@ -103,7 +101,7 @@ def test_a_number_beyond_any_machine_is_refused_like_any_other(name: str, number
         CacheConfig(**{name: number})
 
 
-@pytest.mark.parametrize("name", ["max_variants", "alpha", "share"])
+@pytest.mark.parametrize("name", ["max_recompute", "alpha", "share"])
 def test_a_number_beyond_any_machine_is_refused_in_chunk_reuse_as_well(name: str) -> None:
     for number in (10**400, 10**5000):
         with pytest.raises(ConfigError, match=rf"^ChunkReuse\.{name} is (\d+|a number of thousands of digits): \w"):
@@ -200,7 +198,7 @@ def test_a_relative_directory_is_beside_its_file(tmp_path: Path, written: str, m
         ("[cache]\nhost_bytes = lots", r"cache\.toml is not TOML \(.*line 2"),
         ('[cache]\nhost_bytes = "lots"', r"cache\.toml: CacheConfig\.host_bytes is 'lots': write a size"),
         (f"[cache]\ndisk_bytes = {10**400}", r"cache\.toml: CacheConfig\.disk_bytes is 1000+: \w"),
-        (f"[cache]\nghost_size = -1{'0' * 5000}", r"cache\.toml is not TOML \(.*digits"),
+        (f"[cache]\nqueue_window = -1{'0' * 5000}", r"cache\.toml is not TOML \(.*digits"),
         ("[cache]\nhost_byte = 1", r"cache\.toml: CacheConfig\.host_byte is 1: .* use one of"),
         ('[cache]\ndirectory = ""', r"cache\.toml: CacheConfig\.directory is '': name a directory"),
         ('[cache]\ndirectory = "kv"', r"cache\.toml: CacheConfig\.directory is .*: set disk_bytes"),
@@ -250,9 +248,9 @@ def test_what_was_chosen_stays_and_resolving_again_changes_nothing(machine: Simp
     given = CacheConfig(host_bytes="1GiB", disk_bytes="2GiB", directory=tmp_path / "a" / "b", policy="lfu")
     assert given.resolved() == given
     assert (tmp_path / "a" / "b").is_dir()
-    once = CacheConfig(kv_cache_bytes="1GiB", disk_bytes="2GiB", ghost_size=7).resolved()
+    once = CacheConfig(kv_cache_bytes="1GiB", disk_bytes="2GiB", queue_window=7).resolved()
     assert once.resolved() == once
-    assert (once.directory, once.kv_cache_bytes, once.ghost_size) == (machine.cache_folder / "ragcache/kv", GIB, 7)
+    assert (once.directory, once.kv_cache_bytes, once.queue_window) == (machine.cache_folder / "ragcache/kv", GIB, 7)
     assert list((machine.cache_folder / "ragcache/kv").iterdir()) == []
 
 

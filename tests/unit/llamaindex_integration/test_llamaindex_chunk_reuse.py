@@ -45,9 +45,9 @@ def test_a_call_wins_over_its_llm(scripted: Engine, server: ScriptedServer) -> N
 
 
 def test_what_cannot_be_is_refused_when_it_is_made(scripted: Engine, llm: RAGCacheLLM) -> None:
-    with pytest.raises(ConfigError, match="alpha -1"):
+    with pytest.raises(ConfigError, match="alpha is -1"):
         RAGCacheLLM(scripted, chunk_reuse={"alpha": -1})
-    with pytest.raises(ConfigError, match="alpha -1"):
+    with pytest.raises(ConfigError, match="alpha is -1"):
         RAGCacheQueryEngine(None, llm, chunk_reuse={"alpha": -1})  # type: ignore[arg-type]  # refused before it is looked at
     with pytest.raises(ConfigError, match="MockLLM cannot do"):
         RAGCacheQueryEngine(None, MockLLM(), chunk_reuse=True)  # type: ignore[arg-type]  # refused before it is looked at

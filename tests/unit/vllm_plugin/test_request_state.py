@@ -118,7 +118,9 @@ _TOUCHED: list[Any] = [("ask", "a", None), ("load", 0, Tier.GPU), ("ask", "b", N
 @example(_TOUCHED, True, 5)
 def test_nothing_of_a_request_is_left_after_its_end(steps: list[Any], is_ordered: bool, max_protected: int) -> None:
     it = controller(
-        max_protected_units=max_protected, is_queue_cache_aware=is_ordered, max_prefill_bs=4 if is_ordered else 0
+        max_protected_units=max_protected,
+        queue="cache_aware" if is_ordered else "fifo",
+        max_prefill_bs=4 if is_ordered else 0,
     )
     alive: dict[str, list[bytes]] = {}
     for number, (what, which, more) in enumerate(steps):

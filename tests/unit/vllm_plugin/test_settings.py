@@ -24,11 +24,8 @@ def test_what_is_missing_has_its_default(extra: dict[str, Any]) -> None:
 def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
     config = CacheConfig(
         policy="hybrid",
-        frequency="cached",
         max_cached_documents=3,
-        ghost_size=7,
         host_bytes="1MiB",
-        directory=None,
         queue="fifo",
         queue_window=5,
         max_prefill_bs=2,
@@ -37,11 +34,10 @@ def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
     transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     assert PluginSettings.from_extra_config(transfer["kv_connector_extra_config"]) == PluginSettings(
         policy="hybrid",
-        keeps_frequency=False,
-        ghost_size=7,
+        host_bytes=1 << 20,
         max_cached_documents=3,
         profile=tmp_path / "profile.json",
-        is_queue_cache_aware=False,
+        queue="fifo",
         queue_window=5,
         max_prefill_bs=2,
     )

@@ -140,7 +140,7 @@ def test_a_request_that_comes_between_two_changes_follows_what_is_cached_after_t
 
 
 def test_nothing_is_kept_of_changes_that_nobody_asks_for() -> None:
-    it = controller(is_queue_cache_aware=False, max_prefill_bs=0, max_protected_units=8)
+    it = controller(queue="fifo", max_prefill_bs=0, max_protected_units=8)
     chain = wait(it, "r", "a")
     put(it, chain[0])
     assert set(it.tree.protected_keys) == {chain[-1]}
