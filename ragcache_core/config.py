@@ -254,15 +254,15 @@ class CacheConfig(_Settings):
         decided: dict[str, object] = {"host_bytes": host_bytes}
         if self.chunk_reuse is not None and not decided["host_bytes"]:
             raise ConfigError(
-                f"CacheConfig.chunk_reuse is set, but there is no room for host memory ({_shown(memory.available)} of "
-                f"memory are available, and it lies in {_SHARED_MEMORY}): set host_bytes, or make room"
+                f"CacheConfig.chunk_reuse is set, but no host memory is free ({_shown(memory.available)} of "
+                f"memory are available, and it lies in {_SHARED_MEMORY}): set host_bytes, or free some"
             )
         if self.disk_bytes:
             if not decided["host_bytes"]:
                 raise ConfigError(
-                    f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)}, but there is no room for the host tier that "
-                    f"documents pass through ({_shown(memory.available)} of memory are available, and it lies in "
-                    f"{_SHARED_MEMORY}): set host_bytes, or make room"
+                    f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)}, but no memory is free for the host tier, "
+                    f"through which documents pass ({_shown(memory.available)} of memory are available, and it lies in "
+                    f"{_SHARED_MEMORY}): set host_bytes, or free some"
                 )
             directory = self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
             decided["directory"] = _writable(directory, self.disk_bytes)
@@ -313,15 +313,15 @@ def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
     for num_bytes, cure in ((host_bytes, "lower host_bytes"), (kv_bytes, "lower kv_cache_bytes")):
         if num_bytes > memory.available:
             name = cure.removeprefix("lower ")
-            raise ConfigError(f"CacheConfig.{name} is {_shown(num_bytes)}, {has}: {cure}, or make room")
+            raise ConfigError(f"CacheConfig.{name} is {_shown(num_bytes)}, {has}: {cure}, or free some")
     if kv_bytes + host_bytes > memory.available:
         raise ConfigError(
             f"CacheConfig.kv_cache_bytes and host_bytes are {_shown(kv_bytes + host_bytes)} together, {has}: lower one "
-            "of them, or make room"
+            "of them, or free some"
         )
     if host_bytes > (free := _free_shared(memory)):
         raise ConfigError(
-            f"CacheConfig.host_bytes is {_shown(host_bytes)}, {_SHARED_MEMORY} has room for {_shown(free)}: lower "
+            f"CacheConfig.host_bytes is {_shown(host_bytes)}, {_SHARED_MEMORY} has {_shown(free)} free: lower "
             "host_bytes, or enlarge it (docker run --shm-size)"
         )
 

@@ -95,7 +95,7 @@ class PromptError(RAGCacheError, ValueError):
 
 
 class PromptTooLongError(PromptError):
-    """The prompt has more tokens than the model's context window leaves room for."""
+    """The prompt has more tokens than the model's context window has space for."""
 
 
 class TokenizerUnavailableError(PromptError):
@@ -200,7 +200,7 @@ class CacheVersionError(CacheTierError):
 
 
 class CacheCapacityError(CacheTierError, ValueError):
-    """The capacity of the cache cannot work, or has no room for what is to be written."""
+    """The capacity of the cache cannot work, or has no space for what is to be written."""
 
 
 class CacheWriteError(CacheTierError):

@@ -1,6 +1,6 @@
 """How much memory there is: the machine's, or less where a container or a service has a limit; whether a GPU is.
 
-And how often Python looks for objects that nobody needs.
+And how often Python looks for objects that are not needed.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ class PipelineReport:
     speculations were sent, ``num_cancelled`` of them ended because the documents changed; ``is_confirmed``: the last
     one was right. ``unhidden_search_s`` is by how much later the answer was begun than if the documents had been known
     when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent,
-    less the processor time that its request took to make, and what it then waited in the engine for room, at first and
-    whenever it was preempted unasked for. It is all of the search without one, or until the engine has told.
+    less the processor time that its request took to make, and what it then waited in the engine for admission, at first
+    and whenever it was preempted unasked for. It is all of the search without one, or until the engine has told.
     ``skipped_because`` says why nothing was sent; ``None`` where something was.
     """
 
@@ -202,7 +202,7 @@ class ChunkStats:
     ``num_refused_requests``, speculative ones included, wanted to reuse documents and were answered exactly: with an
     adapter, a cache salt, images, prompt embeddings or prompt logprobs, more documents than a request may have, or a
     quality that was not measured. ``num_mismatched_chunks`` had other tokens than stored, ``num_too_long_chunks`` were
-    longer than the memory, ``num_crowded_out_chunks`` found no room that nobody used: they were computed exactly.
+    longer than the memory, ``num_crowded_out_chunks`` found no free space: they were computed exactly.
     ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
     ``num_lost_chunks`` given up for it.
     """
@@ -231,7 +231,7 @@ class ChunkStats:
     num_evicted_chunks: int = _counter("ragcache_chunk_evicted", "Of those, the ones that left host memory for others.")
     num_mismatched_chunks: int = _counter("ragcache_chunk_mismatched", "Documents with other tokens than stored.")
     num_too_long_chunks: int = _counter("ragcache_chunk_too_long", "Documents that were longer than the memory.")
-    num_crowded_out_chunks: int = _counter("ragcache_chunk_crowded_out", "Documents for which there was no room.")
+    num_crowded_out_chunks: int = _counter("ragcache_chunk_crowded_out", "Documents for which there was no free space.")
     num_dropped_chunks: int = _counter("ragcache_chunk_dropped", "Documents that were not written to disk.")
     num_corrupt_chunks: int = _counter(
         "ragcache_chunk_corrupt", "Documents that were damaged or gone on disk; each was a miss."

@@ -94,5 +94,5 @@ SelectionName = Literal["cache_craft", "whole_chunks", "first_tokens", "question
 DEFAULT_ALPHA: Mapping[SelectionName, float] = MappingProxyType(
     {"cache_craft": 1.0, "whole_chunks": 1.7, "first_tokens": 1.0, "question_driven": 1.0, "random": 1.0}
 )
-"""Eq. 12's factor where nobody chose one. With 1.7, ``whole_chunks`` computes a chunk that has lost 1 / 1.7 of what it
+"""Eq. 12's factor by default. With 1.7, ``whole_chunks`` computes a chunk that has lost 1 / 1.7 of what it
 looked at."""

@@ -7,7 +7,7 @@
         "ragcache": {
             "version": 1,
             "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],
-            "speculation": "3f2a...",              # only if nobody has asked for the answer yet: see confirm
+            "speculation": "3f2a...",              # only if the answer is not asked for yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
             "chunk_reuse": {"max_recompute": 0.3}, # or true, or false; only if it is not to be as the engine does
         },
@@ -45,7 +45,7 @@ _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it 
 class RequestMetadata:
     """What a request says of itself.
 
-    ``segments`` tile its prompt. ``speculation`` names it while nobody has asked for its answer yet: it must not delay
+    ``segments`` tile its prompt. ``speculation`` names it while its answer is not asked for yet: it must not delay
     a request that somebody waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
     ``chunk_reuse`` is ``None`` where it is left to the engine. One that ``is_prefill`` is no request in itself: the one
     that begins with the same tokens follows it, and counts.

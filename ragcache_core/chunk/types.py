@@ -137,7 +137,7 @@ class PlannedChunk:
     ``recomputed`` are positions in the prompt, sorted. ``lost`` is how much of its context the chosen variant has lost,
     ``overhead`` its CFO (Eq. 12): the fraction of the chunk that should be recomputed; rounding, ``max_recompute`` and
     the plan's borders may make the actual one differ. Tokens of the span outside the plan's ``[start, end)`` are
-    nobody's business here: they are cached exactly, or computed by others.
+    not this plan's: they are cached exactly, or computed by others.
     """
 
     span: ChunkSpan

@@ -11,7 +11,7 @@ class HybridPolicy(ReplacementPolicy):
 
     Frequency is divided by the highest one seen, recency is 1 / (1 + age). The article leaves the unit of the age
     open; ours is ``age_requests`` requests. Recency fades with time, so the order of two nodes of different frequency
-    may change while nobody touches them: a bucket holds the nodes of one frequency, and there the oldest is always
+    may change while they are not touched: a bucket holds the nodes of one frequency, and there the oldest is always
     first.
 
     Raises:

@@ -1,6 +1,6 @@
 """Blocks of KV in their tiers, as vLLM's pool, its offloading and RAGCache's plugin move them, one request at a time.
 
-The tree knows what lies where and chooses what goes. What is here is the rest: which blocks are free and without
+The tree knows what lies where and chooses what is evicted. What is here is the rest: which blocks are free and without
 content, what a request holds, and in which order everything is asked of the tree, because the order decides ties.
 Transfers and writes take no time: whoever asks next finds them done.
 """
@@ -114,7 +114,7 @@ class DiskChunks:
         return _is_in(self._tree, key, Tier.DISK)
 
     def store(self, keys: Sequence[Hashable]) -> None:
-        """Write what is not here yet; what finds no room is dropped, the last of it first."""
+        """Write what is not here yet; what does not fit is dropped, the last of it first."""
         new: dict[Hashable, Location] = {}
         for key in keys:
             location = self._tree.locate(key)
@@ -174,9 +174,9 @@ class HostChunks:
         self._let_promises_go()
 
     def store(self, keys: Sequence[Hashable]) -> int:
-        """Copy what is not here yet, and return how many that were; none where there is no room for all of it.
+        """Copy what is not here yet, and return how many that were; none where not all of it fits.
 
-        A selective policy keeps out what is not worth its room, and with a disk below nothing: what does not come here
+        A selective policy keeps out what is not worth its space, and with a disk below nothing: what does not come here
         does not get there.
         """
         new = [key for key in keys if not _is_in(self._tree, key, Tier.HOST)]

@@ -161,7 +161,7 @@ class BlockCache(SimulatedCache):
         return run
 
     def _reuse(self, run: _Run, request: TracedRequest, number: int) -> None:
-        """Take what chunks have; blocks from the first approximate token on are named for nobody else."""
+        """Take what chunks have; blocks from the first approximate token on are keyed for no other request."""
         if self._chunks is not None:
             run.reuse = self._chunks.serve(request, number, len(run.tiers) * self._block_size)
         if run.reuse.first_token is not None:

@@ -48,7 +48,7 @@ class SimulationOptions:
         speculation: whether candidates of a search that goes on are prefilled in idle time.
         settle_shares: for each stage of a search, the share of searches whose candidates are the final ones from then
             on; what is missing to 1 settles with the last stage.
-        max_prefill_bs: requests in the engine that leave no room for a speculative one.
+        max_prefill_bs: requests in the engine with which no speculative one is admitted.
         chunk_reuse: the fraction of a document to compute that is reused behind others than it was computed behind;
             None: documents are cached after exact prefixes alone.
         chunk_share: of host and disk, for chunks that may be reused so; the rest is for exact prefixes.
@@ -146,7 +146,7 @@ class SimulationOptions:
         if not int(self.host_tokens * self.chunk_share):
             raise ConfigError(
                 f"chunk_reuse keeps chunks in host memory, and chunk_share {self.chunk_share:g} of host_tokens "
-                f"{self.host_tokens:,} has no room for any: raise them, or leave chunk_reuse out"
+                f"{self.host_tokens:,} holds none: raise them, or leave chunk_reuse out"
             )
 
     @property

@@ -248,7 +248,7 @@ class _Simulation:
         return len(self._queue) + len(self._speculative) + len(self._engine.running)
 
     def _start_deferred(self) -> None:
-        """Start what there was no room for, if there is now."""
+        """Start what could not be admitted, if it can be now."""
         for search in list(self._deferred.values()):
             num_pending = self._num_pending()
             if num_pending >= self._options.max_prefill_bs:
@@ -288,7 +288,7 @@ class _Simulation:
         )
 
     def _admit(self) -> list[Job]:
-        """Admit what waits while there is room: real requests before speculative ones."""
+        """Admit what waits while slots are free: real requests before speculative ones."""
         admitted: list[Job] = []
         if self._deferred:
             self._start_deferred()

@@ -21,12 +21,12 @@ class Admission(NamedTuple):
 def admit(
     tree: TieredTree, tier: Tier, keys: Sequence[Hashable], num_free: int, protected: Collection[Hashable]
 ) -> Admission:
-    """Make room in ``tier`` for units that are offered to it, one node after the other, while others rank lower.
+    """Evict from ``tier`` for units that are offered to it, one node after the other, while others rank lower.
 
     Args:
         keys: of one path, in its order; none of them lies in the tier. What the tree does not know gets what is free:
             nothing goes for it.
-        num_free: units that find room as it is.
+        num_free: units that fit as it is.
         protected: keys of units that stay.
     """
 

@@ -15,7 +15,7 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
     """Assert that ``tree`` is sound; for tests, O(units).
 
     ``is_connected``: each resident unit's predecessors are resident in the same tier or a faster one, as long as
-    nobody adds a unit without its prefix or takes one out from under others (``remove``, ``evict_anything``).
+    no unit is added without its prefix or taken out from under others (``remove``, ``evict_anything``).
     """
     located = 0
     for node in tree.nodes():

@@ -97,7 +97,7 @@ class KnowledgeTree(TieredTree):
         """Return the nodes of a prompt from the root down, making those that are not there; none is resident yet.
 
         Nodes begin and end where segments do: a node that spans more is split. A segment without keys is no node.
-        Nodes that nobody retains, pins or puts into a tier may be gone after the next call.
+        Nodes that are not retained, pinned or put into a tier may be gone after the next call.
         """
         self._drop_ghosts()
         return super().insert(segments)

@@ -105,7 +105,7 @@ class PrefixTree:
     # For the subclass
 
     def _on_new_ids(self, num_ids: int) -> None:
-        """Make room for so many nodes more than there ever were."""
+        """Grow for so many nodes more than there ever were."""
 
     def _on_new(self, node: TreeNode) -> None:
         """Take note of a new node, which is not resident anywhere."""

@@ -48,7 +48,7 @@ class Shadow:
         self._num_left_behind = 0
 
     def add_columns(self, num_columns: int) -> None:
-        """Make room for nodes of the next ids."""
+        """Grow for nodes of the next ids."""
         self.held_tokens.extend([0] * num_columns)
         self.num_children += [0] * num_columns
         self._is_queued += bytes(num_columns)

@@ -68,7 +68,7 @@ class TierState:
         self._max_entries = _MIN_ENTRIES
 
     def add_columns(self, num_columns: int) -> None:
-        """Make room for nodes of the next ids."""
+        """Grow for nodes of the next ids."""
         self.resident += [0] * num_columns
         self.num_resident_children += [0] * num_columns
         self.ranks.extend([0.0] * num_columns)

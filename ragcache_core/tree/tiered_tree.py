@@ -1,4 +1,4 @@
-"""A prefix tree whose units lie in tiers: what is where, what is held, and what goes first."""
+"""A prefix tree whose units lie in tiers: what is where, what is held, and what is evicted first."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TieredTree(PrefixTree):
         in_use[node.id] = in_use.get(node.id, 0) | units
 
     def let_go(self, node: TreeNode, units: int, tier: Tier) -> None:
-        """Undo :meth:`hold`; does nothing with units that nobody holds."""
+        """Undo :meth:`hold`; does nothing with units that are not held."""
         state = self.tiers[tier]
         if (before := state.in_use.get(node.id)) is None:
             return
@@ -154,7 +154,7 @@ class TieredTree(PrefixTree):
         return evicted
 
     def evict_anything(self, tier: Tier) -> EvictedUnit | None:
-        """Take one unit out of ``tier`` that nobody holds, even if others depend on it; a last resort, O(nodes)."""
+        """Take one unit out of ``tier`` that is not held, even if others depend on it; a last resort, O(nodes)."""
         state = self.tiers[tier]
         best: tuple[tuple[bool, float], TreeNode, int] | None = None
         for node in self.nodes():

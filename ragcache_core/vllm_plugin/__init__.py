@@ -1,1 +1,1 @@
-"""The only room that imports vLLM. Nothing imports it but the engine's own process."""
+"""The only folder that imports vLLM. Nothing imports it but the engine's own process."""

@@ -109,7 +109,7 @@ def _now() -> datetime:
 
 
 class _Redrawn:
-    """Draws each reading over the one before; what the terminal has no room for is left out."""
+    """Draws each reading over the one before; what does not fit the terminal is left out."""
 
     def __init__(self) -> None:
         self._num_lines = 0

@@ -157,7 +157,7 @@ class ChunkReuse(KVConnectorBase_V1):
         if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
             return None
         alpha = self._chunk_settings.alpha_for(asked)
-        if alpha is None:  # nobody has measured what that quality takes
+        if alpha is None:  # what that quality takes was not measured
             return None
         return ReuseOptions(
             selection=reuse.selection if asked.selection is None else asked.selection,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 def private_hashes(block_hashes: Sequence[bytes], first_private: int) -> list[bytes]:
-    """Return a request's block hashes, from block ``first_private`` on such as nobody else has."""
+    """Return a request's block hashes, from block ``first_private`` on such as no other request has."""
     nonce = secrets.token_bytes(32)
     private = (hashlib.sha256(nonce + block_hash).digest() for block_hash in block_hashes[first_private:])
     return [*block_hashes[:first_private], *private]

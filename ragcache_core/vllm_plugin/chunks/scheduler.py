@@ -50,7 +50,7 @@ class ChunkScheduling:
         library: which chunks are stored.
         num_workers: how many workers report on each job.
         max_step_tokens: tokens that a step may compute.
-        max_step_runs: runs of neighbouring tokens that its slices may have: backends hold room for so many sequences.
+        max_step_runs: runs of neighbouring tokens that its slices may have: backends hold so many sequences.
         run_tokens: selected tokens come in runs of so many, see :func:`plan_reuse`.
         prefill_cost: seconds of a prefill.
         is_eager: whether vLLM computes a prompt without compilation, as a job does: only then is what a job computes

@@ -8,7 +8,7 @@ from ragcache_core.vllm_plugin.chunks.messages import Slice
 from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseState
 
 _GUESSED_TOKENS = 512
-"""Tokens of a step's slices where nobody has asked for any of them: a real arrival waits for the step to end."""
+"""Tokens of a step's slices where all of them are speculative: a real arrival waits for the step to end."""
 
 
 def cut_slices(
@@ -20,7 +20,7 @@ def cut_slices(
         requests: the jobs that may run, the first ones first.
         budget: tokens that their slices may have.
         max_runs: runs of neighbouring tokens that they may have.
-        are_guesses: whether nobody has asked for any of them yet.
+        are_guesses: whether all of them are speculative.
     """
     slices: list[Slice] = []
     if are_guesses:
@@ -34,7 +34,7 @@ def cut_slices(
         num_rows = request.num_rows_left
         if num_rows > budget:
             if slices and budget < 2 * request.num_asking:
-                break  # for little more than the question once again: the next step has room
+                break  # for little more than the question once again: the next step has space
             num_rows = max(1, budget - request.num_asking)
         num_rows, num_used = request.next_rows(num_rows, max(1, max_runs - request.num_spare_runs))
         slices.append(Slice(request_id, num_rows))

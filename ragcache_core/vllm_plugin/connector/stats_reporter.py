@@ -39,7 +39,7 @@ class StatsReporter:
         self._reported_s = 0.0
         self._reported_copies = 0
         self._reported_load = (0, True)
-        """The prefills that wait and whether there is room for speculation, as the server's process knows them."""
+        """The prefills that wait and whether speculation would be admitted, as the server's process knows them."""
 
     def take(self) -> RAGCacheStats | None:
         """Return what there is to tell, each thing once."""

@@ -49,7 +49,7 @@ _TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DIS
 class RAGCacheConnector(DocumentAware, OffloadingConnector):
     """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.spec.RAGCacheSpec`.
 
-    Where the host tier's size was nobody's choice and holds no block, a :class:`DocumentConnector` is made instead.
+    Where the host tier has its default size and holds no block, a :class:`DocumentConnector` is made instead.
     """
 
     _waits_for: int | None = None

@@ -51,7 +51,7 @@ def is_ours(arguments: Sequence[str]) -> bool:
 
 
 def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the arguments to add on a CPU, where vLLM's own choice of what nobody has set does not do."""
+    """Return the arguments to add on a CPU, where vLLM's own defaults do not do."""
     flags = {argument.split("=")[0].replace("_", "-") for argument in arguments}
     added = []
     memory = environ.get(CPU_KV_CACHE_BYTES_ENV)

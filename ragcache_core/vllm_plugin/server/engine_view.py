@@ -18,7 +18,7 @@ _MAX_ADMITTED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long a speculation has waited for room in an engine, which has told that ``num_told`` times.
+    """How long a speculation has waited for admission in an engine, which has told that ``num_told`` times.
 
     It tells when it begins, and whenever it goes on after a pause. Of several engines that have requests of one
     speculation, the first that tells counts.
@@ -125,9 +125,9 @@ class Received:
             return self._engines[min(self._engines)] if self._engines else self._before_the_first
 
     def load(self) -> dict[str, Any] | None:
-        """Return how much room there is for speculation, as of the last step; None without RAGCache.
+        """Return whether a speculative request would be admitted, as of the last step; None without RAGCache.
 
-        Of several data-parallel engines all must have room: nobody can choose which of them serves a request. An engine
+        Of several data-parallel engines all must admit it: which of them serves a request is vLLM's choice. An engine
         that has not said anything is idle.
         """
         with self._lock:

@@ -19,7 +19,7 @@ class Notifier:
     def tell(self) -> None:
         """Have everybody who waits look again."""
         for event, loop in list(self._waiting.items()):
-            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop was closed, with those who waited
                 loop.call_soon_threadsafe(event.set)
 
     async def wait_for(self, find: Callable[[], _Found | None], patience_s: float) -> _Found | None:

@@ -70,15 +70,15 @@ async def load() -> dict[str, Any]:
 
     It is as of the engine's last step: asking the engine would wait for its running one.
     """
-    room = received.load()
-    if room is None:
+    said = received.load()
+    if said is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    return room
+    return said
 
 
 @router.get("/speculations/{speculation_id}")
 async def speculation(speculation_id: str, after: int = 0) -> dict[str, Any]:
-    """Return how long a speculation has waited for room, at first and whenever it was preempted.
+    """Return how long a speculation has waited for admission, at first and whenever it was preempted.
 
     The engine tells it with the step in which it begins, and goes on. Null until it has told more than ``after`` times,
     for which this waits a little.
@@ -93,7 +93,7 @@ async def speculation(speculation_id: str, after: int = 0) -> dict[str, Any]:
 
 @router.post("/speculations/{speculation_id}/confirm", status_code=204)
 async def confirm(speculation_id: str, request: Request) -> None:
-    """Make a speculation's requests real, those to come as well; an id that nobody knows does no harm."""
+    """Make a speculation's requests real, those to come as well; an unknown id does no harm."""
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     if report := await call_confirm(request.app.state.ragcache_engine_client, speculation_id):

@@ -277,7 +277,7 @@ def test_a_relative_directory_becomes_absolute(
         ),
         (
             {"host_bytes": "17GiB"},
-            r"host_bytes is 17\.0GiB, \S+shm has room for 16\.0GiB: lower .* enlarge it",
+            r"host_bytes is 17\.0GiB, \S+shm has 16\.0GiB free: lower .* enlarge it",
         ),
         (
             {"kv_cache_bytes": "33GiB"},
@@ -298,7 +298,7 @@ def test_more_than_the_machine_has_is_refused(machine: SimpleNamespace, settings
 def test_shared_memory_that_others_fill_has_no_room(machine: SimpleNamespace) -> None:
     machine.shared_free = 3 * GIB
     assert CacheConfig(host_bytes="3GiB").resolved().host_bytes == 3 * GIB
-    with pytest.raises(ConfigError, match=r"host_bytes is 4\.0GiB, \S+shm has room for 3\.0GiB: lower host_bytes"):
+    with pytest.raises(ConfigError, match=r"host_bytes is 4\.0GiB, \S+shm has 3\.0GiB free: lower host_bytes"):
         CacheConfig(host_bytes="4GiB").resolved()
 
 
@@ -326,7 +326,7 @@ def test_kv_memory_of_a_gpu_is_left_to_vllm(
 
 def test_a_disk_tier_is_refused_where_no_host_tier_fits(machine: SimpleNamespace) -> None:
     machine.shared_free = 0
-    with pytest.raises(ConfigError, match="no room for the host tier.*set host_bytes, or make room"):
+    with pytest.raises(ConfigError, match="no memory is free for the host tier.*set host_bytes, or free some"):
         CacheConfig(disk_bytes="1GiB").resolved()
 
 

@@ -235,5 +235,5 @@ def test_what_cannot_work_is_refused_with_its_limit() -> None:
     assert "chunk_reuse is 1.5; it must be a fraction" in refused(chunk_reuse=1.5)
     assert "chunk_reuse is nan" in refused(chunk_reuse=math.nan)
     assert "chunk_share is -0.1" in refused(chunk_share=-0.1)
-    assert "chunk_share 0.5 of host_tokens 1 has no room" in refused(host_tokens=1)
+    assert "chunk_share 0.5 of host_tokens 1 holds none" in refused(host_tokens=1)
     assert "belady" in refused(policy="belady")

@@ -53,7 +53,7 @@ class LayerwiseLoader:
     Args:
         layers: the model's.
         memory: where the chunks are kept.
-        placed: what goes where.
+        placed: which pages are copied into which blocks.
         depth: how many layers to load ahead of the one that is asked for.
         stream: what copies run on; None where memory is the device's own.
     """

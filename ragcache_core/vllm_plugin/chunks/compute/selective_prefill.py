@@ -45,7 +45,7 @@ Steer = Callable[[int], torch.Tensor | None]
 
 
 class LastKeysWritten(Exception):  # noqa: N818 (no error: what a pass is for is done)
-    """Raised by whoever sees the last layer's keys and values in the cache: nobody needs the rest of the pass."""
+    """Raised by whoever sees the last layer's keys and values in the cache: the rest of the pass is not needed."""
 
 
 class PartialPrefill:
@@ -152,7 +152,7 @@ class PartialPrefill:
                 seq_lens_cpu_upper_bound=ends_cpu,
                 is_prefilling=torch.ones(len(table), dtype=torch.bool),
             )
-            # Fast: FlashAttention's schedule ahead of time has room for no more sequences than requests may run.
+            # Fast: FlashAttention's schedule ahead of time holds no more sequences than requests may run.
             described = builder.build(0, common, fast_build=True)
             metadata.update(dict.fromkeys(names, described))
         return metadata, slot_mapping

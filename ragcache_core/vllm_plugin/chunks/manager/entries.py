@@ -25,7 +25,7 @@ class Reservation:
 class Variant:
     """A stored KV of a chunk: where it is, and who holds it.
 
-    ``pages`` are empty where it lies on disk alone. A doomed one is found by nobody and goes when it is let go.
+    ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
     """
 
     variant: ChunkVariant
@@ -83,7 +83,7 @@ class ChunkCounters:
     ``num_refused_requests`` wanted to, and were answered exactly because what they asked for cannot be.
 
     ``num_mismatched_chunks`` were asked for with other tokens than stored, ``num_too_long_chunks`` are longer than the
-    memory, ``num_crowded_out_chunks`` found no room because the rest was in use; ``num_dropped_chunks`` were not
+    memory, ``num_crowded_out_chunks`` found no free page because the rest was in use; ``num_dropped_chunks`` were not
     written to disk. Of those on disk ``num_corrupt_chunks`` were damaged or gone when they were read (counted for each
     worker), ``num_lost_chunks`` were given up for this or another reason.
     """

@@ -91,7 +91,7 @@ class ChunkEviction:
         return cast("ChunkKey", node.keys[0])
 
     def record_eviction(self, chunk: StoredVariants, evicted: Variant, tier: Tier) -> None:
-        """Take note that a variant leaves ``tier`` for want of room: with its last one the chunk is evicted."""
+        """Take note that a variant leaves ``tier`` for want of free pages: with its last one the chunk is evicted."""
         if any(other is not evicted and other.is_in(tier) for other in chunk.stored.values()):
             return
         location = self._tree.locate(chunk.key)

@@ -5,7 +5,7 @@ It lives on the scheduler's side and decides for all workers, which have the sam
     reserve -> [captured by the workers] -> commit -> host memory, written through to disk
     find -> pin -> host memory, or read from disk into pages -> release
 
-A chunk that leaves host memory stays on disk, and one that is nowhere is forgotten. Where there is no room, the chunk
+A chunk that leaves host memory stays on disk, and one that is nowhere is forgotten. Where no page is free, the chunk
 that the tiers' own policy ranks lowest gives up a variant: of its variants the one with the lowest f_r (Cache-Craft
 §3.3). It imports neither vLLM nor torch, and reads no clock.
 """
@@ -89,7 +89,7 @@ class ChunkManager:
     def pin(self, variants: Iterable[ChunkVariant], request_id: str) -> bool:
         """Keep variants for a request, and have those read that lie on disk alone.
 
-        Atomic: False, and nothing has changed, where one of them is lost or there is no room to read one. Ask
+        Atomic: False, and nothing has changed, where one of them is lost or no page is free to read one into. Ask
         :meth:`is_on_host` afterwards, and :meth:`is_lost`.
         """
         wanted = list(variants)
@@ -152,7 +152,7 @@ class ChunkManager:
 
         ``inherits`` is the most that it may inherit of what those before it have lost; it takes the place of one that
         inherited more. None: that variant is stored or on its way, the chunk is longer than the memory or was stored
-        with other tokens, or there is no room that somebody does not hold. The chunk counts as retrieved in any case.
+        with other tokens, or all pages are held. The chunk counts as retrieved in any case.
         """
         num_tokens = len(token_ids)
         self._ranks.record_miss(key, num_tokens)
@@ -228,7 +228,7 @@ class ChunkManager:
     def clear(self) -> None:
         """Forget every chunk, and write nothing more to disk: the model's weights may have changed.
 
-        What a request or a transfer holds goes when it is let go; until then nobody finds it.
+        What a request or a transfer holds is dropped when it is released; until then it is not found.
         """
         for request_id in list(self._reservations):
             for reservation in self._reservations.pop(request_id):

@@ -118,7 +118,7 @@ class ChunkResidency:
         self._free.release(pages)
 
     def forget(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant that nobody holds, wherever it is."""
+        """Drop a variant that is not held, wherever it is."""
         with self.changing(chunk, stored):
             self._free.release(stored.pages)
             stored.pages = ()
@@ -131,7 +131,7 @@ class ChunkResidency:
         self.forget_if_empty(chunk)
 
     def doom(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant as soon as nobody holds it; from now on nobody finds it."""
+        """Drop a variant as soon as it is not held; from now on it is not found."""
         stored.is_doomed = True
         self.variants.remove(stored.variant)
         self.forget_if_doomed(chunk, stored)
@@ -149,7 +149,7 @@ class ChunkResidency:
     # Disk
 
     def read(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Have a variant that lies on disk alone read into pages, for which there is room."""
+        """Have a variant that lies on disk alone read into pages, of which enough are free."""
         pages = self.take_pages(stored.num_pages)
         with self.changing(chunk, stored):
             stored.pages, stored.is_loading = pages, True
@@ -157,7 +157,7 @@ class ChunkResidency:
         self._commands.append(ReadChunk(command_id, chunk.key, stored.variant.number, pages))
 
     def write(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Have a variant written to disk, for which others are deleted there; without room it stays in memory alone."""
+        """Have a variant written to disk, where others are deleted for it; what does not fit stays in memory."""
         if not self.is_disk_enabled:
             return
         num_missing = stored.num_pages - (self.num_disk_pages - self.num_used_disk_pages)
@@ -213,7 +213,7 @@ class ChunkResidency:
     def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
         """Take up what every worker found on its disk, the most used first; return how many variants.
 
-        What only some of them have, or have from another context, or more than there is room for now, is deleted.
+        What only some of them have, or have from another context, or more than fits now, is deleted.
         """
         if not found:
             return 0
