@@ -12,7 +12,7 @@ VLLM   := 0.32.0
 READY  := $(VENV)/.ragcache-ready
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
-# What looks at an engine between two tokens runs with nothing beside it.
+# Files of which some tests look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
 ALONE  := $(addprefix tests/engine/,client/test_speculating.py langchain_integration/test_speculative_rag.py \
   llamaindex_integration/test_llamaindex_speculation.py)
 # Files in the order of tests/engine/conftest.py, those that take longest first.
@@ -58,8 +58,8 @@ test-quick: $(READY) ## the tests that need no engine
 	$(call timed,unit tests,$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts)
 
 test-engine: $(READY) ## the tests on real engines, but those of test-benchmarks
-	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark" $(addprefix --ignore=,$(ALONE)))
-	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE))
+	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone")
+	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m alone)
 
 test-benchmarks: $(READY) ## benchmarks and examples that measure, each once and small
 	$(call timed,benchmarks,$(VENV)/bin/python -m pytest $(ENGINE) -m benchmark)

@@ -19,7 +19,7 @@ class SlowSource:
     """Finds each of ``found`` in a stage, and waits ``wait_s`` between two stages."""
 
     found: tuple[tuple[Document, ...], ...]
-    wait_s: float = 0.8
+    wait_s: float = 0.6
 
     async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
         for number, documents in enumerate(self.found):

@@ -76,6 +76,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(way: str, eng
     assert becomes_idle(engine)
 
 
+@pytest.mark.alone
 async def test_what_the_engine_did_during_the_search_is_told_as_hidden(engine: Engine, llm: ChatRAGCache) -> None:
     for _ in range(3):  # a busy engine may tell too late when it began
         found = documents(3)
@@ -97,6 +98,7 @@ async def test_candidates_that_never_settle_change_nothing(engine: Engine, llm: 
     assert becomes_idle(engine)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["bound", "learned"])
 async def test_an_ordinary_chain_finds_its_documents_prefilled(
     how: str, engine: Engine, llm: ChatRAGCache, monkeypatch: pytest.MonkeyPatch

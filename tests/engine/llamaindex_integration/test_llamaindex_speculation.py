@@ -51,7 +51,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(how: str, eng
     report = metadata["ragcache"]["pipeline"]
     assert (report["num_started"], report["num_cancelled"], report["is_confirmed"]) == (2, 1, True)
     assert report["search_s"] > 1.0
-    assert report["hidden_search_s"] > 0.3
+    assert 0 <= report["hidden_search_s"] < report["search_s"]
     assert becomes_idle(engine)
     assert until(lambda: engine.stats().num_confirmed_speculations == before.num_confirmed_speculations + 1)
     plain, told = await answer(how, llm, right)
@@ -59,6 +59,13 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(how: str, eng
     assert metadata["ragcache"]["num_prompt_tokens"] == told["ragcache"]["num_prompt_tokens"]
     assert told["ragcache"]["pipeline"]["num_started"] == 0
     assert engine.stats().num_speculative_requests == before.num_speculative_requests + 2
+
+
+@pytest.mark.alone
+async def test_what_the_engine_did_during_the_search_is_told_as_hidden(engine: Engine, llm: RAGCacheLLM) -> None:
+    right = documents(3)
+    _, metadata = await answer("astream_query", llm, right, right, right)
+    assert metadata["ragcache"]["pipeline"]["hidden_search_s"] > 0.3
 
 
 async def test_candidates_that_never_settle_change_nothing(engine: Engine, llm: RAGCacheLLM) -> None:

@@ -1,4 +1,4 @@
-"""A server and what it has started end with the process that owns it, by whatever signal that ends."""
+"""A server and what it has started end with the process that owns it, however that ends."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ server = process.ServerProcess([], env=os.environ, log_path=Path(sys.argv[1]))
 while "serving" not in server.log_text():
     time.sleep(0.05)
 print(server.pid, flush=True)
+if sys.argv[2] == "an error":
+    raise RuntimeError("the owner fails")
 time.sleep(600)
 """
 
@@ -40,13 +42,14 @@ def session_members(session_id: int) -> list[int]:
     return alive
 
 
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP", "SIGKILL"])
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGHUP", "SIGKILL", "an error"])
 def test_a_server_ends_with_its_owner(end: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OWNER, str(tmp_path / "log")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "log"), end]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as owner:
         assert owner.stdout is not None
         session = int(owner.stdout.readline())
         assert len(session_members(session)) == 2
-        owner.send_signal(signal.Signals[end])
+        if end != "an error":
+            owner.send_signal(signal.Signals[end])
         owner.wait(timeout=60)
     assert until(lambda: not session_members(session), 30), session_members(session)
