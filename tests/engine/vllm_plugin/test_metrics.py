@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from fastapi import HTTPException
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
-from ragcache_core.ordering import PathChange, encode_delta
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
@@ -157,6 +157,24 @@ async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_sa
     Server()
     await begin(fail)
     assert (await routes.stats())["tiers"] == []
+
+
+async def test_who_asks_what_is_cached_is_answered_by_the_engine(received: Received) -> None:
+    engine = Engine()
+
+    async def call_utility_async(name: str, cursor: str) -> object:
+        assert name == "ragcache_cached_paths"
+        return engine.controller.paths.changes(cursor)
+
+    engine_client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+    state = SimpleNamespace(ragcache_engine_client=engine_client)
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+    with pytest.raises(HTTPException, match="without RAGCache"):
+        await routes.cached_paths(request)
+    Server()
+    first = json.loads((await routes.cached_paths(request)).body)
+    again = json.loads((await routes.cached_paths(request, first["cursor"])).body)
+    assert [(answer["is_reset"], answer["is_complete"]) for answer in (first, again)] == [(True, True), (False, True)]
 
 
 def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:
@@ -342,8 +360,5 @@ def test_a_server_of_a_later_engine_shows_what_that_engine_says_last(received: R
     latest = received.engine()
     assert latest is not None
     assert latest["num_requests"] == 1
-    delta = encode_delta([PathChange(b"p" * 16, ("a",), 16)], is_reset=True)
-    server.metrics.observe(RAGCacheStats.of(requests={}, engine=None, offload=None, paths=[delta]).data, 3)
-    assert len(received.paths) == 1
     labels = {"model_name": "demo", "engine": "3"}
     assert server.registry.get_sample_value("ragcache_requests_total", labels) == 1

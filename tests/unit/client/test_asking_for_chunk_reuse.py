@@ -74,7 +74,7 @@ def test_every_way_to_ask_says_how_chunks_are_reused(
 
 def test_a_wish_that_cannot_be_is_refused_before_anything_is_sent(engine: Engine, server: ScriptedServer) -> None:
     for prompt in prompts(engine):
-        with pytest.raises(ConfigError, match="max_recompute 7"):
+        with pytest.raises(ConfigError, match="max_recompute is 7"):
             engine.generate(prompt, chunk_reuse={"max_recompute": 7})
     assert server.requests == []
 

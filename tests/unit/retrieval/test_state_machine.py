@@ -152,5 +152,5 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
 TestStoreMachine = StoreMachine.TestCase
