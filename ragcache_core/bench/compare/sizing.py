@@ -94,7 +94,7 @@ def check_host(host_bytes: Sequence[int], facts: ModelFacts, block_size: int) ->
 def _config(model: str) -> dict[str, Any]:
     path = Path(model).expanduser()
     try:
-        if path.is_dir():
+        if path.is_dir() or path.is_absolute():  # no name of the hub
             config = json.loads((path / "config.json").read_bytes())
         else:
             from transformers import AutoConfig

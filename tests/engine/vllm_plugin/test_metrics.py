@@ -70,7 +70,7 @@ class Server:
         self.registry = CollectorRegistry()
         kinds = {kind: self._in_registry(kind) for kind in (Counter, Gauge, Histogram)}
         spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload.spec"}
-        extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {"host_bytes": 1}} if reuses_chunks else {}}
+        extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {}} if reuses_chunks else {}}
         config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
         labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(first, first + num_engines)}
         self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)

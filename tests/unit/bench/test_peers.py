@@ -114,7 +114,7 @@ def test_every_seed_has_requests_for_every_rate() -> None:
         ({"kv_memory": "much"}, "--kv-memory is 'much'"),
         ({"host_memory": ("1KiB",)}, "a block"),
         ({"host_memory": ("256MiB", "64MiB")}, "ascending"),
-        ({"model": "nowhere/at/all"}, "cannot be read"),
+        ({"model": "/nowhere/at/all"}, "cannot be read"),
         ({"rates": (2.0, 1.0)}, "ascending"),
     ],
 )

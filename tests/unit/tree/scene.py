@@ -23,14 +23,17 @@ def prompt(*documents: str, blocks: int = 2, question: str | None = None) -> lis
     return [*segments, PathSegment(keys[len(documents) * blocks :], BLOCK)] if question else segments
 
 
-def cache(tree: KnowledgeTree, segments: list[PathSegment], tier: Tier = Tier.GPU) -> list[TreeNode]:
+def cache(
+    tree: KnowledgeTree, segments: list[PathSegment], tier: Tier = Tier.GPU, *, is_checked: bool = True
+) -> list[TreeNode]:
     """Serve a prompt: everything that was missing is computed and put into ``tier``."""
     path = tree.insert(segments)
     num_hit = tree.match_prefix(segments).num_units
     tree.record_access(path, num_hit_units=num_hit, cost_per_token_s=1e-3)
     for node in path:
         tree.add(node, node.full_mask, tier)
-    check_invariants(tree)
+    if is_checked:
+        check_invariants(tree)
     return path
 
 

@@ -192,12 +192,12 @@ def test_the_tournament_adopts_the_memory_that_fits_the_traffic() -> None:
     policy = TournamentPolicy(half_lives=(5.0, 1e6), window=50)
     tree = KnowledgeTree(policy, shadow_tokens=8 * BLOCK)
     for i in range(400):  # one favourite among many that come once: a long memory is right
-        cache(tree, prompt("favourite" if i % 12 == 0 else f"once {i}"))
+        cache(tree, prompt("favourite" if i % 12 == 0 else f"once {i}"), is_checked=i % 50 == 0)
         if tree.tiers[Tier.GPU].num_units > 8:
             tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
     assert policy.ruling == 1
     for i in range(1200):  # a new favourite every 30 requests: a short memory is right
-        cache(tree, prompt(f"fashion {i // 30}.{i % 3}"))
+        cache(tree, prompt(f"fashion {i // 30}.{i % 3}"), is_checked=i % 50 == 0)
         if tree.tiers[Tier.GPU].num_units > 8:
             tree.evict(Tier.GPU, tree.tiers[Tier.GPU].num_units - 8)
     assert policy.ruling == 0
