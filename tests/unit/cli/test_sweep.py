@@ -274,7 +274,7 @@ def test_what_fails_for_one_run_of_many_is_refused_before_the_first(
 
 def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: Path) -> None:
     long, output = tmp_path / "long.jsonl", tmp_path / "sweep.json"
-    write_trace(make_trace(WORKLOADS["mmlu"], 20_000, seed=1), long)
+    write_trace(make_trace(WORKLOADS["mmlu"], 10_000, seed=1), long)
     small = ("--policies", "lru", "--host-tokens", "65536", "--jobs", "2")
     arguments: list[str | Path] = [trace, long, *small, "--output", output]
     code = "from ragcache_core.cli.commands.sweep import sweep\nif __name__ == '__main__': sweep()"
