@@ -1,10 +1,15 @@
 """Of a package's scripted ``server``: that it takes speculations, and what it was asked for."""
 
+import ssl
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from tests.support.scripted_server import IDLE, ScriptedServer, Seen
+
+# Clients of scripted servers check no certificate, and reading the authorities' for each takes longer than most tests.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 
 @pytest.fixture

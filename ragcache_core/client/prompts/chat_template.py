@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -32,7 +32,7 @@ class ChatTemplate:
             PromptError: it is no Jinja template.
         """
         try:
-            self._template = _environment().from_string(source)
+            self._template = _compiled(source)
         except TemplateError as error:
             raise PromptError(f"the chat template cannot be read: {error}") from error
         self._variables = dict(variables)
@@ -69,6 +69,12 @@ class _GenerationBlock(Extension):
 
     def _held(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Template:
+    """Return a template; those of several engines are mostly one model's, and it takes 50 ms."""
+    return _environment().from_string(source)
 
 
 @lru_cache(maxsize=1)

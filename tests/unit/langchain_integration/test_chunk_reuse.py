@@ -47,7 +47,7 @@ def test_a_call_wins_over_its_model(engine: Engine, server: ScriptedServer) -> N
 
 
 def test_what_cannot_be_is_refused_when_the_model_is_made(engine: Engine) -> None:
-    with pytest.raises(ValidationError, match="max_recompute 7"):
+    with pytest.raises(ValidationError, match="max_recompute is 7"):
         ChatRAGCache(engine=engine, chunk_reuse={"max_recompute": 7})
 
 

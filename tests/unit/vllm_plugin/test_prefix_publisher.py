@@ -27,7 +27,8 @@ class Engine:
 
     def __init__(self, **settings: Any) -> None:
         self.controller: CacheController = controller(**settings)
-        self.mirror, self.cursor, self.last = CachedPaths(), "", []
+        self.mirror, self.cursor = CachedPaths(), ""
+        self.last: list[Any] = []
         self.shown: dict[tuple[bytes, tuple[str, ...]], tuple[list[bytes], int]] = {}
         self._num_requests = 0
 
