@@ -57,6 +57,18 @@ def test_the_second_request_finds_the_documents_of_the_first_in_the_cache(engine
     assert 0 < warm.stats.ttft_s <= warm.stats.total_s
 
 
+async def test_documents_are_shown_in_the_order_that_is_cached(engine: Engine) -> None:
+    first, second = documents("Ordered")
+    engine.generate(LAYOUT.render(engine.tokenizer, [second, first], "Who founded Zorval?"), max_tokens=4)
+
+    async def is_known() -> bool:
+        return engine.arrange_documents([first, second], "cache_aware").documents == (second, first)
+
+    assert await until(is_known)
+    new = Document("new", "Nobody has read this yet.")
+    assert engine.arrange_documents([new, first, second], "cache_aware").documents == (second, first, new)
+
+
 async def test_every_way_of_asking_gives_the_same_tokens(engine: Engine) -> None:
     docs, question = documents("Ways"), "Who founded Tenrik?"
     prompt = LAYOUT.render(engine.tokenizer, docs, question)
