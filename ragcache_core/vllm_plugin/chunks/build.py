@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import make_policy
 from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecutor
-from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows
+from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows, warm_up_kernels
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import PartialPrefill
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import attention_layers
@@ -112,6 +112,7 @@ def build_execution(
     parallel = vllm_config.parallel_config
     num_workers, tokens_per_block = parallel.world_size, vllm_config.cache_config.block_size
     groups = [group for groups in model_runner.attn_groups for group in groups]
+    warm_up_kernels(layers)
     prefill = PartialPrefill(vllm_config, model, groups, layers, tokens_per_block)
     prefill.scattered = ScatteredRows.on_gpu(
         layers, tokens_per_block=tokens_per_block, max_runs=vllm_config.scheduler_config.max_num_seqs

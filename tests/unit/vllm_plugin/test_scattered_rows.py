@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows
+from ragcache_core.vllm_plugin.chunks.compute.scattered_attention import ScatteredRows, warm_up_kernels
+from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import InFlight, Rows
 from ragcache_kernels.scattered_attention import naive_scattered_attention
 
 _BLOCKS, _SIZE, _KV_HEADS, _GROUP, _DIM = 12, 4, 2, 3, 8
@@ -53,7 +54,7 @@ def test_each_row_attends_to_its_own_requests_keys_up_to_itself(cache: torch.Ten
     rows = ScatteredRows([_layer(cache)], naive_scattered_attention, tokens_per_block=2 * _SIZE, max_runs=100)
     flight: Any = SimpleNamespace(
         block_ids=torch.tensor([[2, 0], [5, 4]], dtype=torch.int32),
-        positions=torch.tensor([1, 6, 3, 9, 13]),
+        positions_there=torch.tensor([1, 6, 3, 9, 13]),
         starts=torch.tensor([0, 2, 5]),
     )
     query = torch.randn((5, _KV_HEADS * _GROUP, _DIM), generator=torch.Generator().manual_seed(4))
@@ -97,3 +98,31 @@ def test_a_kernel_that_does_not_compile_is_left_out_with_a_warning(
 def test_a_kernel_that_compiles_is_used(cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_kernels.scattered_attention.scattered_attention", naive_scattered_attention)
     assert ScatteredRows.on_gpu([_layer(cache)], tokens_per_block=_SIZE, max_runs=9) is not None
+
+
+def test_where_a_kernel_does_not_compile_pytorch_does_its_work_with_a_warning(
+    cache: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no such instruction")
+
+    layers = [_layer(cache), _layer(cache)]
+    layers[0].unrotated.warm_up = broken
+    with caplog.at_level(logging.WARNING):
+        warm_up_kernels(layers)
+    assert "no such instruction" in caplog.text
+    assert not any(layer.unrotated.uses_kernels for layer in layers)
+    assert ScatteredRows.on_gpu(layers, tokens_per_block=_SIZE, max_runs=9) is None
+
+
+def test_the_rows_of_a_request_stand_together_while_others_leave() -> None:
+    cpu = torch.device("cpu")
+    blocks, three = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([4, 5, 9])
+    flight = InFlight([Rows(blocks, three, three), Rows(blocks, three[:2], three[:2]), Rows(blocks, three, three)], cpu)
+    assert [flight.positions[flight.rows_of(number)].tolist() for number in range(3)] == [[4, 5, 9], [4, 5], [4, 5, 9]]
+    kept = torch.tensor([True, False, True, False, False, False, True, True])
+    flight.keep(kept, kept.nonzero().flatten())
+    assert [flight.positions[flight.rows_of(number)].tolist() for number in range(3)] == [[4, 9], [], [5, 9]]
+    assert flight.index.tolist() == [0, 2, 6, 7]
+    assert flight.positions_there.tolist() == flight.positions.tolist()
+    assert flight.first_rows().tolist() == [0, 2, 2, 4]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
+from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
 _MAX_MEASURED_LAYERS = 8
 _MAX_SCORES = 1 << 24
@@ -87,14 +88,15 @@ class PromptKeys:
 
         Args:
             query: [num_rows, num_heads, head_dim], rotated.
-            positions: [num_rows], in the prompt, sorted.
+            positions: [num_rows], in the prompt, sorted; on the CPU.
             chunks: ``[start, end)`` of each; they may leave gaps.
 
         Returns:
             float32 [num_rows, num_chunks].
         """
+        there = to_device(positions, query.device)
         if self._layer.unrotated.uses_kernels and not soft_cap(self._layer):
-            return self._mass_by_kernel(query, positions, chunks)
+            return self._mass_by_kernel(query, there, chunks)
         keys = self._keys[..., : int(positions[-1]) + 1]
         num_keys, places = keys.shape[-1], torch.arange(keys.shape[-1], device=keys.device)
         members = torch.zeros((num_keys, len(chunks)), device=keys.device)
@@ -103,7 +105,7 @@ class PromptKeys:
         num_rows = max(1, _MAX_SCORES // (query.shape[1] * num_keys))
         pieces = []
         for first in range(0, len(query), num_rows):
-            part, at = query[first : first + num_rows], positions[first : first + num_rows]
+            part, at = query[first : first + num_rows], there[first : first + num_rows]
             weights = _weights(self._layer, part, at, keys, places)
             own = weights.gather(1, at.unsqueeze(1))
             pieces.append(weights @ members - own * members[at])
@@ -121,7 +123,7 @@ class PromptKeys:
 
         size, device = self._layer.kv.tokens_per_block, query.device
         key_cache, _ = self._layer.unrotated.caches()
-        starts, ends = torch.tensor(chunks, device=device).unbind(1)
+        starts, ends = to_device(torch.tensor(chunks), device).unbind(1)
         return chunk_attention_mass(
             query.contiguous(),
             positions,

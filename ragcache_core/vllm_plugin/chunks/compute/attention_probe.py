@@ -19,7 +19,10 @@ from ragcache_core.vllm_plugin.compat import get_forward_context, sum_over_worke
 
 @dataclass(slots=True)
 class Running:
-    """A job of which slices have run or will; ``positions`` and ``token_ids`` [num_rows] lie on the device."""
+    """A job of which slices have run or will.
+
+    ``positions`` and ``token_ids`` [num_rows] lie on the CPU, ``block_ids`` on the device.
+    """
 
     job: ChunkJob
     block_ids: torch.Tensor
@@ -59,18 +62,20 @@ class SeenInStep:
             (step, prefill.slots(tensor(step.block_ids), torch.arange(step.end, device=prefill.device)))
             for step in steps
         ]
-        self._first_rows: list[int] | None = None
+        self._rows: list[torch.Tensor] | None = None
 
     def observe(self, index: int, query: torch.Tensor) -> None:
         """See a layer's queries: those of all requests of the step."""
-        if self._first_rows is None:
+        if self._rows is None:
             # A token's slot is its own, so it says where in the batch a request begins, whatever its order.
             slot_mapping = get_forward_context().slot_mapping[self._layers[index].name]
-            self._first_rows = [int((slot_mapping == slots[step.start]).nonzero()[0]) for step, slots in self._steps]
-        for (step, slots), first in zip(self._steps, self._first_rows, strict=True):
-            rows = query[first : first + step.end - step.start]
-            positions = torch.arange(step.start, step.end, device=query.device)
-            self._capture.measure(index, step.captures, rows, positions, slots)
+            self._rows = [
+                (slot_mapping == slots[step.start]).int().argmax()
+                + torch.arange(step.end - step.start, device=query.device)
+                for step, slots in self._steps
+            ]
+        for (step, slots), rows in zip(self._steps, self._rows, strict=True):
+            self._capture.measure(index, step.captures, query[rows], torch.arange(step.start, step.end), slots)
 
 
 @dataclass(slots=True)
@@ -112,7 +117,7 @@ class SeenInSlices:
         for number, (running, _) in enumerate(self._slices):
             if not running.captures:
                 continue
-            mine = flight.requests == number
+            mine = flight.rows_of(number)
             positions = flight.positions[mine]
             slots = self._slots(running, int(positions[-1]) + 1)
             self._capture.measure(index, running.captures, query[mine], positions, slots)
@@ -137,9 +142,10 @@ class SeenInSlices:
 
     def _look(self, looking: Looking, index: int, query: torch.Tensor) -> None:
         flight, running = self.flight, looking.running
-        asking = (flight.requests == looking.number) & (flight.positions >= looking.focus.question_start)
-        positions = flight.positions[asking]
+        mine = flight.rows_of(looking.number)
+        positions = flight.positions[mine]
+        positions = positions[positions >= looking.focus.question_start]
         slots = self._slots(running, int(positions[-1]) + 1)
         keys = PromptKeys(self._layers[index], slots)
-        mass = keys.mass(query[asking], positions, looking.focus.chunks).sum(0)
+        mass = keys.mass(query[mine.stop - len(positions) : mine.stop], positions, looking.focus.chunks).sum(0)
         looking.chunks.observe(sum_over_workers(mass).tolist())

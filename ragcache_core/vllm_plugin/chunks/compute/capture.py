@@ -15,6 +15,7 @@ import torch
 from ragcache_core.vllm_plugin.chunks.compute.attention_mass import PromptKeys, measured_layers
 from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, CaptureId
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
+from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
 
 class ChunkPages(Protocol):
@@ -23,13 +24,18 @@ class ChunkPages(Protocol):
     def write(self, pages: Sequence[int], layer: int, k: torch.Tensor, v: torch.Tensor, offset: int = 0) -> None:
         """Keep keys without a position, and values, [T, num_kv_heads, head_dim], of a layer."""
 
-    def read(self, pages: Sequence[int], layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first ``num_tokens`` of what was written."""
+    def pieces(
+        self, pages: Sequence[int], layer: int, first: int, last: int
+    ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return tokens ``[first, last)`` of what was written, in pieces that follow one another."""
 
 
 @dataclass(slots=True)
 class _Measured:
-    """Sums so far: ``mass`` [num_tokens of the chunk, chunks before it and itself]; which tokens were seen."""
+    """Sums so far: ``mass`` [num_tokens of the chunk, chunks before it and itself], on the device.
+
+    ``seen`` says of which tokens, on the CPU.
+    """
 
     mass: torch.Tensor
     seen: torch.Tensor
@@ -63,38 +69,42 @@ class ChunkCapture:
             layer_index: the layer.
             captures: the chunks.
             query: [num_rows, num_heads, head_dim].
-            positions: [num_rows], some of the prompt's; those outside the chunks are passed over.
+            positions: [num_rows], some of the prompt's, sorted, on the CPU; those outside the chunks are passed over.
             slots: where the cache keeps the prompt, up to the last of ``positions`` at least.
         """
         if layer_index not in self._measured_layers:
             return
         keys = PromptKeys(self._layers[layer_index], slots)
         for capture in captures:
-            inside = (positions >= capture.start) & (positions < capture.end)
-            if not bool(inside.any()):
+            first, last = torch.searchsorted(positions, torch.tensor([capture.start, capture.end])).tolist()
+            if first == last:
                 continue
             chunks = [*capture.before, (capture.start, capture.end)]
-            mass = keys.mass(query[inside], positions[inside], chunks)
+            mass = keys.mass(query[first:last], positions[first:last], chunks)
             measured = self._measured.get(capture.id)
             if measured is None:
-                num_tokens, device = capture.end - capture.start, query.device
+                num_tokens = capture.end - capture.start
                 measured = _Measured(
-                    torch.zeros((num_tokens, len(chunks)), device=device),
-                    torch.zeros(num_tokens, dtype=torch.bool, device=device),
+                    torch.zeros((num_tokens, len(chunks)), device=query.device),
+                    torch.zeros(num_tokens, dtype=torch.bool),
                 )
                 self._measured[capture.id] = measured
-            offsets = positions[inside] - capture.start
-            measured.mass[offsets] += mass / len(self._measured_layers)
+            offsets = positions[first:last] - capture.start
+            measured.mass[to_device(offsets, query.device)] += mass / len(self._measured_layers)
             measured.seen[offsets] = True
 
-    def keep(self, capture: Capture, slots: torch.Tensor) -> CapturedChunk | None:
-        """Copy a complete chunk's KV into its pages and return its figures; None if too little of it was seen.
+    def keep(self, capture: Capture, slots: torch.Tensor) -> torch.Tensor | None:
+        """Copy a complete chunk's KV into its pages, and return what was measured; None if too little of it was seen.
 
-        Tokens that were not computed here, because a prefix hit brought them, count as the mean of the others.
+        Tokens that were not computed here, because a prefix hit brought them, count as the mean of the others. On CUDA
+        the copies are under way when this returns, and :func:`figures_of` wait for them.
 
         Args:
             capture: the chunk.
             slots: where the cache keeps the prompt, up to the chunk's end at least.
+
+        Returns:
+            float32 [num_tokens, num_chunks]: how each token attends to the chunks before, and to its own.
         """
         measured = self._measured.pop(capture.id, None)
         if measured is None or 2 * int(measured.seen.sum()) < capture.end - capture.start:
@@ -103,7 +113,11 @@ class ChunkCapture:
         for index, layer in enumerate(self._layers):
             keys, values = layer.unrotated.read(positions, slots[capture.start : capture.end])
             self._memory.write(capture.pages, index, keys, values)
-        return _figures(measured)
+        mass, seen = measured.mass, measured.seen
+        if not bool(seen.all()):
+            is_seen = to_device(seen, mass.device).unsqueeze(1)
+            mass = torch.where(is_seen, mass, (mass * is_seen).sum(0) / int(seen.sum()))
+        return mass.to("cpu", non_blocking=True)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what was measured for requests."""
@@ -112,9 +126,7 @@ class ChunkCapture:
             del self._measured[name]
 
 
-def _figures(measured: _Measured) -> CapturedChunk:
-    mass, seen = measured.mass, measured.seen
-    if not bool(seen.all()):
-        mass = torch.where(seen.unsqueeze(1), mass, mass[seen].mean(0))
+def figures_of(mass: torch.Tensor) -> CapturedChunk:
+    """Return the sums of what :meth:`ChunkCapture.keep` measured, whose copy has ended."""
     sums = mass.sum(0).tolist()
     return CapturedChunk(tuple(sums[:-1]), sums[-1], tuple(mass[:, :-1].sum(1).tolist()))

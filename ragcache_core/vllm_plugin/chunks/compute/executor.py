@@ -14,11 +14,12 @@ from ragcache_core.chunk.focus import FocusedChunks
 from ragcache_core.chunk.preload import preload_depth
 from ragcache_core.vllm_plugin.chunks.compute.attention_mass import Observed
 from ragcache_core.vllm_plugin.chunks.compute.attention_probe import Looking, Running, SeenInSlices, SeenInStep
-from ragcache_core.vllm_plugin.chunks.compute.capture import ChunkCapture, ChunkPages
+from ragcache_core.vllm_plugin.chunks.compute.capture import ChunkCapture, ChunkPages, figures_of
 from ragcache_core.vllm_plugin.chunks.compute.loader import LayerwiseLoader, Placed, copy_rate
 from ragcache_core.vllm_plugin.chunks.compute.selective_prefill import LastKeysWritten, PartialPrefill, Rows
-from ragcache_core.vllm_plugin.chunks.messages import Capture, ChunkReport, ChunkStep, Slice
+from ragcache_core.vllm_plugin.chunks.messages import Capture, CaptureId, ChunkReport, ChunkStep, Slice
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
+from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
 _FOCUS_WINDOW = 3
 
@@ -40,12 +41,12 @@ class ChunkExecutor:
         self._observed = Observed(layers)
         self._running: dict[str, Running] = {}
         self._finished: dict[str, torch.cuda.Event | None] = {}
+        self._kept: list[tuple[CaptureId, torch.Tensor]] = []
         self._report = ChunkReport()
         self._step = ChunkStep()
         is_cuda = prefill.device.type == "cuda"
         self._stream = torch.cuda.Stream() if is_cuda else None
         self._copy_rate = copy_rate(prefill.device) if is_cuda else float("inf")
-        layers[0].unrotated.warm_up()
 
     @property
     def computes_scattered(self) -> bool:
@@ -72,8 +73,8 @@ class ChunkExecutor:
             self._running[job.request_id] = Running(
                 job,
                 self._tensor(job.block_ids),
-                self._tensor(job.positions),
-                self._tensor(job.token_ids),
+                torch.as_tensor(job.positions),
+                torch.as_tensor(job.token_ids),
                 job.captures,
                 awaits_load=job.awaits_load,
             )
@@ -120,7 +121,11 @@ class ChunkExecutor:
         return finished
 
     def take_report(self) -> ChunkReport:
-        """Return what was done since the last call."""
+        """Return what was done since the last call, when the chunks that were kept lie in their pages."""
+        if self._kept and self._stream is not None:
+            torch.cuda.current_stream().synchronize()
+        self._report.captured.update((name, figures_of(mass)) for name, mass in self._kept)
+        self._kept.clear()
         report, self._report = self._report, ChunkReport()
         return report
 
@@ -165,7 +170,7 @@ class ChunkExecutor:
         for number, (running, part) in enumerate(slices):
             first, last = running.num_done, running.num_done + part.num_rows
             running.num_done = last
-            chosen = torch.arange(first, last, device=running.positions.device)
+            chosen = torch.arange(first, last)
             focus = running.job.focus
             if focus is not None:
                 questions = (running.positions >= focus.question_start).nonzero().flatten()
@@ -224,13 +229,13 @@ class ChunkExecutor:
     def _keep(self, captures: Iterable[Capture], block_ids: torch.Tensor) -> None:
         for capture in captures:
             slots = self._prefill.slots(block_ids, torch.arange(capture.end, device=block_ids.device))
-            kept = self._capture.keep(capture, slots)
+            mass = self._capture.keep(capture, slots)
             self._report.num_captured[capture.id] += 1
-            if kept is not None:
-                self._report.captured[capture.id] = kept
+            if mass is not None:
+                self._kept.append((capture.id, mass))
 
     def _slots(self, running: Running, first: int, last: int) -> torch.Tensor:
         return self._prefill.slots(running.block_ids, torch.arange(first, last, device=running.block_ids.device))
 
     def _tensor(self, values: Any) -> torch.Tensor:
-        return torch.as_tensor(values).to(self._prefill.device, non_blocking=True)
+        return to_device(torch.as_tensor(values), self._prefill.device)

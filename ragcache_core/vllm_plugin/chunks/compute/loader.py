@@ -22,7 +22,7 @@ _MEASURED_BYTES = 64 << 20
 class _Loaded:
     """A layer's KV on its way to the device: one pair for each injection, and what says that it is there."""
 
-    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    pairs: list[tuple[torch.Tensor, ...]]
     event: torch.cuda.Event | None
 
 
@@ -100,15 +100,21 @@ class LayerwiseLoader:
             self.inject(index)
 
     def _load(self, index: int) -> _Loaded:
-        pairs = []
+        pairs: list[tuple[torch.Tensor, ...]] = []
         with torch.cuda.stream(self._stream):  # of None: a context that does nothing
             for placed in self._placed:
                 injection, device = placed.injection, placed.slots.device
-                part = slice(injection.first - injection.start, injection.last - injection.start)
-                keys, values = self._memory.read(injection.pages, index, part.stop)
-                pairs.append((keys[part].to(device, non_blocking=True), values[part].to(device, non_blocking=True)))
+                first, last = injection.first - injection.start, injection.last - injection.start
+                pieces = self._memory.pieces(injection.pages, index, first, last)
+                pairs.append(tuple(_joined(half, device) for half in zip(*pieces, strict=True)))
             event = None
             if self._stream is not None:
                 event = torch.cuda.Event()
                 event.record(self._stream)
         return _Loaded(pairs, event)
+
+
+def _joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return pieces of page-locked memory as one tensor on a device, joined there."""
+    there = [piece.to(device, non_blocking=True) for piece in pieces]
+    return there[0] if len(there) == 1 else torch.cat(there)

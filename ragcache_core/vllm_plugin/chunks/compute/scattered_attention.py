@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ragcache_core.vllm_plugin.chunks.compute.attention_mass import soft_cap
+from ragcache_core.vllm_plugin.chunks.compute.attention_mass import PromptKeys, soft_cap
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
 from ragcache_core.vllm_plugin.chunks.model.paged_kv import split_blocks
 
@@ -53,7 +53,10 @@ class ScatteredRows:
 
     @classmethod
     def on_gpu(cls, layers: Sequence[AttentionLayer], *, tokens_per_block: int, max_runs: int) -> ScatteredRows | None:
-        """Return it where the kernel can stand in for every layer, and compiles; None elsewhere."""
+        """Return it where the kernel can stand in for every layer, and compiles; None elsewhere.
+
+        It asks for layers that :func:`warm_up_kernels` has seen.
+        """
         if not all(layer.unrotated.uses_kernels and _is_replaceable(layer) for layer in layers):
             return None
         from ragcache_kernels.scattered_attention import scattered_attention
@@ -82,7 +85,7 @@ class ScatteredRows:
         layer, starts = self._layers[index], flight.starts
         assert starts is not None
         tables = split_blocks(flight.block_ids, self._tokens_per_block // layer.kv.tokens_per_block)
-        self._compute(layer, query, output, flight.positions, tables, starts)
+        self._compute(layer, query, output, flight.positions_there, tables, starts)
 
     def _compute(
         self,
@@ -106,6 +109,23 @@ class ScatteredRows:
         nought = torch.zeros(1, dtype=torch.long, device=cache.device)
         starts = torch.tensor([0, 1], device=cache.device)
         self._compute(layer, row, torch.empty_like(row), nought, nought.view(1, 1).to(torch.int32), starts)
+
+
+def warm_up_kernels(layers: Sequence[AttentionLayer]) -> None:
+    """Have the kernels compiled that layers use; where they cannot be, PyTorch does their work from then on."""
+    if not all(layer.unrotated.uses_kernels for layer in layers):
+        return
+    first = layers[0]
+    cache = first.kv.cache
+    try:
+        first.unrotated.warm_up()
+        query = torch.zeros((1, first.attention.num_heads, first.kv.head_dim), dtype=cache.dtype, device=cache.device)
+        slots = torch.zeros(1, dtype=torch.long, device=cache.device)
+        PromptKeys(first, slots).mass(query, torch.zeros(1, dtype=torch.long), [(0, 1)])
+    except Exception as error:  # Triton's own, and CUDA's: nothing depends on these kernels
+        logger.warning("Stored KV is moved, and attention measured, without RAGCache's Triton kernels: %s", error)
+        for layer in layers:
+            layer.unrotated.uses_kernels = False
 
 
 def _is_replaceable(layer: AttentionLayer) -> bool:

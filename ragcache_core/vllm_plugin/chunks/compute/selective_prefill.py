@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragcache_core.vllm_plugin.chunks.model.attention_layers import AttentionLayer
-from ragcache_core.vllm_plugin.chunks.model.paged_kv import split_blocks
+from ragcache_core.vllm_plugin.chunks.model.paged_kv import split_blocks, to_device
 from ragcache_core.vllm_plugin.compat import CommonAttentionMetadata, get_forward_context, in_forward
 
 if TYPE_CHECKING:
@@ -33,7 +33,11 @@ _NO_BACKEND = object()
 
 @dataclass(slots=True)
 class Rows:
-    """Tokens of one request: ``positions``, sorted, and ``token_ids`` [num_rows]; its ``block_ids`` [num_blocks]."""
+    """Tokens of one request: ``positions``, sorted, and ``token_ids`` [num_rows]; its ``block_ids`` [num_blocks].
+
+    Blocks lie on the device. Positions and tokens are the CPU's: which row is whose is decided without asking a GPU,
+    for which a step would have to wait.
+    """
 
     block_ids: torch.Tensor
     positions: torch.Tensor
@@ -41,7 +45,7 @@ class Rows:
 
 
 Steer = Callable[[int], torch.Tensor | None]
-"""Called before a layer with its index; returns which of the rows in flight go on, None for all."""
+"""Called before a layer with its index; returns which of the rows in flight go on, on the CPU, None for all."""
 
 
 class LastKeysWritten(Exception):  # noqa: N818 (no error: what a pass is for is done)
@@ -93,7 +97,7 @@ class PartialPrefill:
         return self._layers[0].kv.cache.device
 
     def slots(self, block_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return where the paged cache keeps ``positions`` of a request with these blocks."""
+        """Return where the paged cache keeps ``positions`` of a request with these blocks; both lie on the device."""
         size = self._tokens_per_block
         return block_ids[positions // size].long() * size + positions % size
 
@@ -107,7 +111,7 @@ class PartialPrefill:
             steer: asked before each layer; what it lets go is not computed in it and in those after.
             watch: gets the rows in flight, which change as some leave.
         """
-        flight = InFlight(rows)
+        flight = InFlight(rows, self.device)
         if watch is not None:
             watch(flight)
         metadata, slot_mapping = self._describe(flight)
@@ -117,39 +121,38 @@ class PartialPrefill:
             in_forward(self._vllm_config, metadata, slot_mapping, flight.num_rows),
             self._steered(flight, steer),
         ):
-            self._model.forward(flight.token_ids, flight.positions, None)
+            token_ids = torch.cat([each.token_ids for each in rows])
+            self._model.forward(to_device(token_ids, self.device), flight.positions_there, None)
 
     def _describe(self, flight: InFlight) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the attention metadata and the slots of the rows in flight, by layer."""
         firsts, lasts = flight.runs()
         is_scattered = self.scattered is not None and self.scattered.is_better(flight.num_rows, len(firsts))
-        flight.starts = flight.first_rows() if is_scattered else None
-        size = self._tokens_per_block
-        blocks = flight.block_ids[flight.requests, flight.positions // size].long()
-        slots = blocks * size + flight.positions % size
+        flight.starts = to_device(flight.first_rows(), self.device) if is_scattered else None
+        size, positions = self._tokens_per_block, flight.positions_there
+        slots = flight.block_ids[to_device(flight.requests, self.device), positions // size].long()
+        slots = slots * size + positions % size
         slot_mapping = {name: slots for names, _, _ in self._builders for name in names}
         if is_scattered:
             return dict.fromkeys(slot_mapping, _NO_BACKEND), slot_mapping
         starts = torch.cat((firsts, lasts[-1:] + 1)).to(torch.int32)
-        starts_cpu = starts.cpu()
         ends = (flight.positions[lasts] + 1).to(torch.int32)
-        ends_cpu = ends.cpu()
-        table = flight.block_ids[flight.requests[firsts]]
+        table = flight.block_ids[to_device(flight.requests[firsts], self.device)]
         metadata: dict[str, Any] = {}
         for names, blocks_per_block, builder in self._builders:
             common = CommonAttentionMetadata(
-                query_start_loc=starts,
-                query_start_loc_cpu=starts_cpu,
-                seq_lens=ends,
+                query_start_loc=to_device(starts, self.device),
+                query_start_loc_cpu=starts,
+                seq_lens=to_device(ends, self.device),
                 num_reqs=len(table),
                 num_actual_tokens=flight.num_rows,
-                max_query_len=int((starts_cpu[1:] - starts_cpu[:-1]).max()),
-                max_seq_len=int(ends_cpu.max()),
+                max_query_len=int((starts[1:] - starts[:-1]).max()),
+                max_seq_len=int(ends.max()),
                 block_table_tensor=split_blocks(table, blocks_per_block),
                 slot_mapping=slots,
                 causal=True,
-                positions=flight.positions,
-                seq_lens_cpu_upper_bound=ends_cpu,
+                positions=positions,
+                seq_lens_cpu_upper_bound=ends,
                 is_prefilling=torch.ones(len(table), dtype=torch.bool),
             )
             # Fast: FlashAttention's schedule ahead of time holds no more sequences than requests may run.
@@ -169,8 +172,10 @@ class PartialPrefill:
             def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
                 num_before = flight.num_rows
                 kept = steer(index)
+                going_on = None
                 if kept is not None and not bool(kept.all()):
-                    flight.keep(kept)
+                    going_on = to_device(kept.nonzero().flatten(), self.device)
+                    flight.keep(kept, going_on)
                     context = get_forward_context()
                     context.attn_metadata, context.slot_mapping = self._describe(flight)
                 if flight.num_rows == total:
@@ -181,7 +186,7 @@ class PartialPrefill:
                         return value
                     if value.shape[0] == total:
                         return value[flight.index]
-                    return value[kept] if kept is not None and value.shape[0] == num_before else value
+                    return value[going_on] if going_on is not None and value.shape[0] == num_before else value
 
                 return tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
 
@@ -201,17 +206,19 @@ class PartialPrefill:
 class InFlight:
     """The rows that are being computed: which of which request, at which position; some leave on the way.
 
-    ``requests``, ``positions``, ``token_ids`` and ``index`` are [num_rows]; ``index`` says which of the rows at the
-    start they are. ``block_ids`` [num_requests, num_blocks] are padded with zeros. ``starts`` [num_requests + 1] are
-    :meth:`first_rows` where the rows' attention is computed as that of scattered ones, None elsewhere.
+    ``requests`` and ``positions`` [num_rows] lie on the CPU, in the order of requests and then of positions.
+    ``positions_there`` are the same on the device, where also ``index`` lies, [num_rows], which says which of the rows
+    at the start they are, and ``block_ids`` [num_requests, num_blocks], padded with zeros. ``starts``
+    [num_requests + 1] are :meth:`first_rows` there, where the rows' attention is computed as that of scattered ones;
+    None elsewhere.
     """
 
-    def __init__(self, rows: Sequence[Rows]) -> None:
+    def __init__(self, rows: Sequence[Rows], device: torch.device) -> None:
         self.block_ids = torch.nn.utils.rnn.pad_sequence([each.block_ids for each in rows], batch_first=True)
         self.positions = torch.cat([each.positions for each in rows])
-        self.token_ids = torch.cat([each.token_ids for each in rows])
+        self.positions_there = to_device(self.positions, device)
         self.requests = torch.cat([torch.full_like(each.positions, number) for number, each in enumerate(rows)])
-        self.index = torch.arange(len(self.positions), device=self.positions.device)
+        self.index = torch.arange(len(self.positions), device=device)
         self.starts: torch.Tensor | None = None
 
     @property
@@ -219,10 +226,18 @@ class InFlight:
         """Rows that are still computed."""
         return len(self.positions)
 
-    def keep(self, kept: torch.Tensor) -> None:
-        """Let go of all rows but ``kept`` [num_rows], of which there is at least one."""
-        self.positions, self.token_ids = self.positions[kept], self.token_ids[kept]
-        self.requests, self.index = self.requests[kept], self.index[kept]
+    def rows_of(self, number: int) -> slice:
+        """Return which rows are those of a request."""
+        first, last = torch.searchsorted(self.requests, torch.tensor([number, number + 1])).tolist()
+        return slice(first, last)
+
+    def keep(self, kept: torch.Tensor, going_on: torch.Tensor) -> None:
+        """Let go of all rows but ``kept`` [num_rows], of which there is at least one.
+
+        ``going_on`` are their numbers, on the device.
+        """
+        self.positions, self.requests = self.positions[kept], self.requests[kept]
+        self.positions_there, self.index = self.positions_there[going_on], self.index[going_on]
 
     def first_rows(self) -> torch.Tensor:
         """Return where each request's rows begin, and where the last one's end; [num_requests + 1]."""

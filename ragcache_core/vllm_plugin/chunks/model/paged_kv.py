@@ -138,3 +138,10 @@ def split_blocks(table: torch.Tensor, parts: int) -> torch.Tensor:
         return table
     offsets = torch.arange(parts, dtype=table.dtype, device=table.device)
     return (table.unsqueeze(-1) * parts + offsets).flatten(1)
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``values`` of the CPU on a device, without waiting for what the device is doing."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)

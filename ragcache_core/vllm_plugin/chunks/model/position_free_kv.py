@@ -34,9 +34,7 @@ class UnrotatedKV:
         self.uses_kernels = uses_kernels
 
     def warm_up(self) -> None:
-        """Have the kernels compiled, where there are any: that takes seconds, and no step should wait for it."""
-        if not self.uses_kernels:
-            return
+        """Have the kernels compiled: that takes seconds, and no step should wait for it."""
         cache, nowhere = self.kv.cache, torch.tensor([-1], device=self.kv.cache.device)
         row = torch.zeros((1, self.kv.num_kv_heads, self.kv.head_dim), dtype=cache.dtype, device=cache.device)
         self.write(row, row, nowhere + 1, nowhere)

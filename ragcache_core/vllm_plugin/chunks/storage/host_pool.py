@@ -85,7 +85,8 @@ class ChunkMemory:
             None if disk is None else ChunkDisk(disk, page_bytes=self.page_bytes, tokens_per_page=tokens_per_page)
         )
         num_elements = num_pages * self.page_bytes // dtype.itemsize
-        self._arena = torch.empty(num_elements, dtype=dtype, pin_memory=pin_memory)
+        self._arena = torch.empty(num_elements, dtype=dtype)
+        self._is_page_locked = pin_memory and _page_lock(self._arena)
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bytes: list[np.ndarray] = []  # [num_pages, bytes of a page's K, or V, in one layer]
         start = 0
@@ -109,36 +110,27 @@ class ChunkMemory:
 
     # Pages
 
-    def read(self, pages: Sequence[int], layer: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K without RoPE and V of the first ``num_tokens`` tokens in ``pages``, ``[num_tokens, Hkv, D]`` each.
+    def pieces(
+        self, pages: Sequence[int], layer: int, first: int, last: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return K without RoPE and V of tokens ``[first, last)`` in ``pages``, ``[num_tokens, Hkv, D]`` each.
 
-        They may be the memory itself, so write nothing to them, and keep the pages until they are copied.
+        A piece for each run of neighbouring pages. They are the memory itself, so write nothing to them, and keep the
+        pages until they are copied.
         """
         keys, values = self._layers[layer]
-        if pages[-1] - pages[0] == len(pages) - 1 and list(pages) == sorted(pages):
-            first = pages[0] * self.tokens_per_page
-            return keys[first : first + num_tokens], values[first : first + num_tokens]
-        rows = [slice(at, at + count) for _, at, count in self._runs(pages, 0, num_tokens)]
-        return torch.cat([keys[row] for row in rows]), torch.cat([values[row] for row in rows])
+        rows = [slice(at, at + count) for _, at, count in self._runs(pages, first, last - first)]
+        return [(keys[row], values[row]) for row in rows]
 
-    def write(
-        self,
-        pages: Sequence[int],
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        offset: int = 0,
-        *,
-        non_blocking: bool = False,
-    ) -> None:
+    def write(self, pages: Sequence[int], layer: int, k: torch.Tensor, v: torch.Tensor, offset: int = 0) -> None:
         """Put K without RoPE and V, ``[num_tokens, Hkv, D]`` each, into ``pages`` from token ``offset`` on.
 
-        With ``non_blocking`` a copy from a GPU may still be under way on the current stream when this returns.
+        A copy from a GPU may still be under way on the current stream when this returns.
         """
         keys, values = self._layers[layer]
         for start, at, count in self._runs(pages, offset, k.shape[0]):
-            keys[at : at + count].copy_(k[start : start + count], non_blocking=non_blocking)
-            values[at : at + count].copy_(v[start : start + count], non_blocking=non_blocking)
+            keys[at : at + count].copy_(k[start : start + count], non_blocking=True)
+            values[at : at + count].copy_(v[start : start + count], non_blocking=True)
 
     # Disk
 
@@ -190,6 +182,9 @@ class ChunkMemory:
         self._writer.shutdown()
         if self._disk is not None:
             self._disk.close()
+        if self._is_page_locked:
+            self._is_page_locked = False
+            torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
 
     # Inside
 
@@ -297,6 +292,16 @@ class ChunkMemory:
             if not self._is_down:
                 logger.error("RAGCache keeps chunks on disk no more until the next start: %s", why)
             self._is_down = self._report.is_disk_down = True
+
+
+def _page_lock(memory: torch.Tensor) -> bool:
+    """Lock memory for copies to and from a GPU, and return whether it is; torch's way would round it up to 2^n."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if error.value:
+        logger.warning(
+            "%d bytes of chunks could not be page-locked (%s): their copies are slower", memory.nbytes, error
+        )
+    return not error.value
 
 
 @dataclass(slots=True)

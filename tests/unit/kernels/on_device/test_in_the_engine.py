@@ -65,7 +65,7 @@ def test_attention_to_chunks_is_what_pytorch_measures(device: torch.device) -> N
     layer = SimpleNamespace(kv=kv, unrotated=unrotated, attention=attention)
     blocks = torch.tensor([4, 1, 6, 0], device=device)
     slots = (blocks.unsqueeze(1) * _SIZE + torch.arange(_SIZE, device=device)).flatten()
-    positions = torch.tensor([3, 17, 18, 40, 41, 52], device=device)
+    positions = torch.tensor([3, 17, 18, 40, 41, 52])
     query = torch.randn((len(positions), 2 * _HEADS, _DIM), generator=generator).to(device)
     chunks = [(2, 15), (15, 30), (33, 60)]
     expected = PromptKeys(layer, slots).mass(query, positions, chunks)
