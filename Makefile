@@ -95,8 +95,10 @@ bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and cos
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)
 
-gpu-check: ## build, check and time the kernels on this machine's GPU; writes build/gpu-check.json; needs no setup
-	$(PYTHON) kernels/gpu_check.py --output build/gpu-check.json --cost-model build/gpu-cost-model.json $(ARGS)
+gpu-check: ## check and time kernels and, where vLLM is installed, engines on this machine's GPU; writes build/gpu-check.json
+	@if $(PYTHON) -c 'from importlib.util import find_spec; exit(not (find_spec("vllm") and find_spec("ragcache_core.client")))' 2>/dev/null; \
+	then $(PYTHON) -m tests.benchmarks.device $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part)) $(ARGS); \
+	else $(PYTHON) kernels/gpu_check.py --output build/gpu-check.json --cost-model build/gpu-cost-model.json $(ARGS); fi
 
 clean: ## remove what was built, but not the virtual environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

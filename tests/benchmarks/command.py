@@ -25,7 +25,8 @@ def benchmark(
 ) -> click.Command:
     """Return the command that measures ``parts`` and writes ``build/<name>.json``.
 
-    With ``keeps_runs`` parts keep what is finished of them in ``Plan.kept_at``, and --resume goes on with it.
+    With --resume it goes on after the parts that an earlier run at this commit has measured. With ``keeps_runs`` parts
+    also keep what is finished of them in ``Plan.kept_at``.
     """
 
     @click.command(help=f"{summary}\n\nWith --only, the file of an earlier run keeps the figures of its other parts.")
@@ -40,9 +41,10 @@ def benchmark(
     @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn at random.")
     @click.option("--quick", is_flag=True, help="Small sizes, to see that it runs; the figures mean nothing.")
     @click.option("--only", multiple=True, type=click.Choice(list(parts)), help="Measure this part; may be repeated.")
+    @click.option("--resume", is_flag=True, help="Go on with what was finished when it was interrupted.")
     @click.option("--output", default=f"build/{name}.json", show_default=True, type=click.Path(path_type=Path))
     def main(
-        model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], output: Path, resume: bool = False
+        model: str, corpus: Path, seed: int, quick: bool, only: tuple[str, ...], resume: bool, output: Path
     ) -> None:
         kept_at = output.with_name(output.name + ".runs.jsonl") if keeps_runs else None
         if kept_at is not None and kept_at.exists() and not resume:
@@ -51,11 +53,13 @@ def benchmark(
                 "delete it to begin anew."
             )
         facts = {**machine(), "model": model, "seed": seed, "quick": quick}
-        report = read_report(output) if only else {}
+        report = read_report(output) if only or resume else {}
         names = only or tuple(parts)
-        with tqdm(total=len(names), desc=name, bar_format="{desc} {n}/{total} [{elapsed}]", disable=None) as bar:
+        measured = report.get("parts", {}) if resume else {}
+        missing = [each for each in names if not facts.items() <= measured.get(each, {}).items()]
+        with tqdm(total=len(missing), desc=name, bar_format="{desc} {n}/{total} [{elapsed}]", disable=None) as bar:
             plan = Plan(model, corpus, seed, quick, bar.set_description_str, kept_at)
-            for part_name in names:
+            for part_name in missing:
                 started_s = time.perf_counter()
                 part = to_json(parts[part_name](plan), facts)
                 part["seconds"] = round(time.perf_counter() - started_s, 1)
@@ -73,8 +77,5 @@ def benchmark(
         click.echo("\n" + table(figures, goals))
         click.echo(f"\nwritten to {output}")
 
-    if keeps_runs:
-        help_text = "Go on with the runs that were finished when it was interrupted."
-        main.params.append(click.Option(["--resume"], is_flag=True, help=help_text))
     main.epilog = f"\b\nExamples:\n{examples}"
     return main

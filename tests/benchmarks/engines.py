@@ -18,6 +18,7 @@ from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 
 BLOCK_SIZE = 32
+_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,22 @@ class TokenTexts:
 def launch(model: str, cache: CacheConfig | None, **vllm_args: object) -> Engine:
     """Return a real engine in float32 whose blocks hold 32 tokens; without ``cache`` it is plain vLLM."""
     settings: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_restarts": 2}
+    if has_gpu():  # several engines share it; each is told the size of its KV
+        settings["gpu_memory_utilization"] = 0.25
     if cache is None:
         settings["block_size"] = BLOCK_SIZE
     return Engine.launch(model, cache=cache, progress=False, env={"HF_HUB_OFFLINE": "1"}, **settings | vllm_args)
 
 
-def block_bytes(model: str) -> int:
-    """Return the bytes of a KV block of ``BLOCK_SIZE`` tokens in float32.
+def has_gpu() -> bool:
+    """Return whether engines run on a GPU here."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def block_bytes(model: str, dtype: str = "float32") -> int:
+    """Return the bytes of a KV block of ``BLOCK_SIZE`` tokens.
 
     Raises:
         KeyError: the model's configuration does not name the sizes of its attention.
@@ -85,7 +95,7 @@ def block_bytes(model: str) -> int:
     config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(config["num_hidden_layers"] * heads * head_dim * 2 * 4 * BLOCK_SIZE)
+    return int(config["num_hidden_layers"] * heads * head_dim * 2 * _BYTES[dtype] * BLOCK_SIZE)
 
 
 def kill_engine_core(engine: Engine) -> None:
