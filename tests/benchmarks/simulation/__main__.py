@@ -192,8 +192,8 @@ def _versus(key: str, unit: str, of: Mapping[System, Sequence[Summary]], ours: S
 
 def _compare(plan: Plan, workloads: Sequence[str], systems: Sequence[System], load: float | None = None) -> Results:
     """Return what every system does on the traces of every seed."""
-    num_requests = plan.sized(_NUM_REQUESTS, 400)
-    warm_up = plan.sized(_NUM_WARM_UP, 100)
+    num_requests = plan.sized(_NUM_REQUESTS, 200)
+    warm_up = plan.sized(_NUM_WARM_UP, 50)
     seeds = range(_FIRST_SEED + plan.seed, _FIRST_SEED + plan.seed + plan.sized(_NUM_SEEDS, 2))
     settings = [Setting(name, gib, load) for name in workloads for gib in _HOST_GIB]
     with TemporaryDirectory(prefix="ragcache-simulation-") as folder:
@@ -236,7 +236,7 @@ def _write_traces(
     plan: Plan, settings: Sequence[Setting], seeds: Sequence[int], folder: Path
 ) -> dict[tuple[Setting, int], Path]:
     """Return the trace of each setting and seed: that of the workload, at the setting's load where it has one."""
-    num_requests, warm_up = plan.sized(_NUM_REQUESTS, 400), plan.sized(_NUM_WARM_UP, 100)
+    num_requests, warm_up = plan.sized(_NUM_REQUESTS, 200), plan.sized(_NUM_WARM_UP, 50)
     made: dict[tuple[str, int], Trace] = {}
     for name in dict.fromkeys(setting.workload for setting in settings):
         for seed in seeds:
@@ -270,7 +270,7 @@ def _part(plan: Plan, figures: Sequence[Figure], results: Results) -> Part:
         for setting, of in results.items()
     }
     num_seeds = len(next(iter(next(iter(results.values())).values())))
-    warm_up = f"{plan.sized(_NUM_WARM_UP, 100):,} of {plan.sized(_NUM_REQUESTS, 400):,} requests, {num_seeds} seeds"
+    warm_up = f"{plan.sized(_NUM_WARM_UP, 50):,} of {plan.sized(_NUM_REQUESTS, 200):,} requests, {num_seeds} seeds"
     return Part(warm_up, tuple(figures), details)
 
 
