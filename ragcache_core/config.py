@@ -31,7 +31,6 @@ PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "hybrid", "tournament"]
 QueueOrder = Literal["cache_aware", "fifo"]
 """Which waiting request is next: the one of which the cache holds most, or the one that came first."""
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a mount of memory, not a place for files)
 _MAX_DEFAULT_HOST_BYTES = 8 << 30
 _MIB = 1 << 20
 _LARGEST = (1 << 63) - 1
@@ -144,9 +143,9 @@ class CacheConfig(_Settings):
 
     host_bytes: BytesOrNone | None = None
     """Host memory for the KV of documents that left the engine's own: "64GiB", at most what is free at launch, because
-    all of it is taken then. 0 keeps none there. ``None`` is decided at launch: an eighth of the memory that is
-    available to the machine, or to the container where that has a limit, at most 8 GiB and at most half of what is free
-    in /dev/shm, where it lies."""
+    all of it is taken then. 0 keeps none there. ``None`` is an eighth of the memory that is available to the machine,
+    or to the container where that has a limit, at most 8 GiB; where the engine's own KV memory turns out to be larger,
+    as much as that, up to half of what is available."""
 
     disk_bytes: BytesOrNone = ByteSize(0)
     """Disk space for the KV of documents that left host memory; it outlives the engine. 0 keeps none there."""
@@ -255,18 +254,27 @@ class CacheConfig(_Settings):
         if self.chunk_reuse is not None and not decided["host_bytes"]:
             raise ConfigError(
                 f"CacheConfig.chunk_reuse is set, but no host memory is free ({_shown(memory.available)} of "
-                f"memory are available, and it lies in {_SHARED_MEMORY}): set host_bytes, or free some"
+                "memory are available): set host_bytes, or free some"
             )
         if self.disk_bytes:
             if not decided["host_bytes"]:
                 raise ConfigError(
                     f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)}, but no memory is free for the host tier, "
-                    f"through which documents pass ({_shown(memory.available)} of memory are available, and it lies in "
-                    f"{_SHARED_MEMORY}): set host_bytes, or free some"
+                    f"through which documents pass ({_shown(memory.available)} of memory are available): set "
+                    "host_bytes, or free some"
                 )
             directory = self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
             decided["directory"] = _writable(directory, self.disk_bytes)
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})
+
+    def most_host_bytes(self) -> int | None:
+        """Return what host memory may grow to where the engine's own KV is larger; ``None`` where its size was chosen.
+
+        That is known when the model is loaded.
+        """
+        if self.host_bytes is not None:
+            return None
+        return _beside(_kv_in_memory(self.kv_cache_bytes), read_memory()) // 2 // _MIB * _MIB
 
 
 def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
@@ -298,13 +306,12 @@ def _kv_in_memory(kv_cache_bytes: int | None) -> int:
     return 0 if kv_cache_bytes is None or has_gpu() else kv_cache_bytes
 
 
-def _free_shared(memory: Memory) -> int:
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else memory.available
+def _beside(kv_bytes: int, memory: Memory) -> int:
+    return max(memory.available - kv_bytes, 0)
 
 
 def _default_host_bytes(kv_bytes: int, memory: Memory) -> int:
-    available = max(memory.available - kv_bytes, 0)
-    return min(available // 8, _MAX_DEFAULT_HOST_BYTES, _free_shared(memory) // 2) // _MIB * _MIB
+    return min(_beside(kv_bytes, memory) // 8, _MAX_DEFAULT_HOST_BYTES) // _MIB * _MIB
 
 
 def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
@@ -318,11 +325,6 @@ def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
         raise ConfigError(
             f"CacheConfig.kv_cache_bytes and host_bytes are {_shown(kv_bytes + host_bytes)} together, {has}: lower one "
             "of them, or free some"
-        )
-    if host_bytes > (free := _free_shared(memory)):
-        raise ConfigError(
-            f"CacheConfig.host_bytes is {_shown(host_bytes)}, {_SHARED_MEMORY} has {_shown(free)} free: lower "
-            "host_bytes, or enlarge it (docker run --shm-size)"
         )
 
 

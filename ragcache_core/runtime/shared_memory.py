@@ -1,13 +1,18 @@
-"""The files in /dev/shm in which host tiers lie, and those that dead engines left behind.
+"""What engines have in /dev/shm: host memory, the index of it, sockets; and what dead engines left there.
 
-An engine that is launched names its region after its owner, the process that launched it, so that an engine which the
-owner starts again finds the region, and anybody can tell whether the owner still lives::
+An engine that is launched names it after its owner, the process that launched it, so that an engine which the owner
+starts again finds it, and anybody can tell whether the owner still lives::
 
-    /dev/shm/vllm_offload_ragcache-<pid namespace>-<owner pid>-<owner's start, clock ticks>-<random>.mmap
+    /dev/shm/vllm_offload_<engine id>.mmap      where vLLM looks for host memory: a link to /proc/<owner>/fd/<number>
+    /dev/shm/vllm_offload_<engine id>.journal/  what lies where in it
+    /dev/shm/<engine id>/                       vLLM's sockets
 
-What lies where in it stands in a folder beside it, with the suffix ``.journal``.
+    engine id   ragcache-<pid namespace>-<owner pid>-<owner's start, clock ticks>-<random>
 
-Process ids say nothing in another namespace, and containers may share /dev/shm: only regions of one's own are swept.
+Host memory itself is a memfd of the owner. It takes no room in /dev/shm, which has 64 MiB in most containers, outlives
+an engine that is killed, and ends with owner and engine, however they end.
+
+Process ids say nothing in another namespace, and containers may share /dev/shm: only files of one's own are swept.
 """
 
 from __future__ import annotations
@@ -17,82 +22,97 @@ import os
 import re
 import secrets
 import shutil
-import stat
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from ragcache_core.private_files import OTHERS
+from ragcache_core.errors import EngineStartError
+from ragcache_core.private_files import FOLDER_MODE
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where vLLM keeps its regions)
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where vLLM looks for its regions)
 _ENGINE_ID = r"ragcache-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+"
 _JOURNAL = ".journal"
-_NAME = re.compile(rf"vllm_offload_(?P<engine_id>{_ENGINE_ID})(_dp\d+)?\.[\w.-]+")
+_NAME = re.compile(rf"(vllm_offload_)?(?P<engine_id>{_ENGINE_ID})(_dp\d+)?(?P<suffix>\.[\w.-]+)?")
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def new_engine_id(owner_pid: int) -> str:
-    """Return a name for the regions of an engine that the process ``owner_pid`` owns."""
+    """Return a name for what an engine that the process ``owner_pid`` owns has in shared memory."""
     return f"ragcache-{_namespace()}-{owner_pid}-{_started(owner_pid) or 0}-{secrets.token_hex(4)}"
 
 
-def is_lasting(engine_id: str) -> bool:
-    """Return whether another start of the same engine will have the same id."""
-    return re.fullmatch(rf"{_ENGINE_ID}(_dp\d+)?", engine_id) is not None
+class EngineFiles:
+    """What a launched engine has in shared memory, held by the process that launches it until :meth:`remove`.
+
+    Attributes:
+        sockets: a folder of the engine's own.
+    """
+
+    def __init__(self, engine_id: str, *, host_bytes: int, num_replicas: int = 1, folder: Path = SHARED_MEMORY) -> None:
+        """Hold host memory for each of an engine's data-parallel replicas; it is taken as it is written to."""
+        self.engine_id = engine_id
+        self.sockets = folder / engine_id
+        self._folder = folder
+        self._memory: dict[Path, int] = {}
+        _held.add(self)
+        for suffix in [""] if num_replicas == 1 else [f"_dp{i}" for i in range(num_replicas)]:
+            if host_bytes:
+                file = self._memory[_region(engine_id + suffix, folder)] = os.memfd_create(engine_id + suffix)
+                os.ftruncate(file, host_bytes)
+
+    def prepare(self) -> None:
+        """Make it what the next start expects; nobody of the engine may be running.
+
+        Raises:
+            EngineStartError: the folder cannot be written to.
+        """
+        try:
+            shutil.rmtree(self.sockets, ignore_errors=True)
+            self.sockets.mkdir(FOLDER_MODE)
+            for region in self._folder.glob(f"vllm_offload_{self.engine_id}*.mmap*"):
+                region.unlink()
+            for region, file in self._memory.items():
+                region.symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+        except OSError as error:
+            raise EngineStartError(
+                f"{self._folder}, through which an engine's processes speak, cannot be written to ({error}): mount a "
+                "tmpfs there, 64 MiB are enough"
+            ) from error
+
+    def remove(self) -> None:
+        """Remove all of it; whoever has host memory mapped keeps it. Idempotent."""
+        remove_files(self.engine_id, self._folder)
+        self._close()
+
+    def _close(self) -> None:
+        while self._memory:
+            os.close(self._memory.popitem()[1])
+
+
+_held: weakref.WeakSet[EngineFiles] = weakref.WeakSet()
+
+
+def outlives_engine(engine_id: str, folder: Path = SHARED_MEMORY) -> bool:
+    """Return whether the host memory of an engine is still there when the engine is started again."""
+    return _region(engine_id, folder).is_symlink()
 
 
 def journal_folder(engine_id: str, folder: Path = SHARED_MEMORY) -> Path:
-    """Return where the journal of an engine's region lies."""
+    """Return where the journal of an engine's host memory lies."""
     return folder / f"vllm_offload_{engine_id}{_JOURNAL}"
 
 
-def keep_region(engine_id: str, file: int | None, folder: Path = SHARED_MEMORY) -> None:
-    """Give an engine's region a second name, because vLLM removes the first when its worker ends, however it ends.
-
-    ``file`` is the descriptor under which the caller has mapped it, if it knows.
-
-    Raises:
-        RuntimeError: the name is another file's, or nobody's: a worker and a scheduler that go on with one each would
-            take one's emptiness for the other's KV. Or somebody else may read or write the region.
-    """
-    region, kept = folder / f"vllm_offload_{engine_id}.mmap", folder / f"vllm_offload_{engine_id}.mmap.kept"
-    try:
-        with suppress(FileExistsError):
-            os.link(region, kept, follow_symlinks=False)
-        found = kept.lstat()
-        is_one = region.samefile(kept) and (file is None or os.fstat(file).st_ino == found.st_ino)
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & OTHERS
-    except OSError as error:
-        raise RuntimeError(f"{region} cannot be kept ({error}): start the engine again") from error
-    if not is_ours:
-        raise RuntimeError(f"{region} is not this user's alone: remove it, and start the engine again")
-    if not is_one:
-        raise RuntimeError(f"somebody removed {region} while the engine was starting: start it again")
-
-
-def prepare_regions(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
-    """Make the regions of an engine what its next start expects; nobody of it may be running.
-
-    One that was kept gets its first name back; one that was not is the rest of a start that was cut short.
-    """
-    for region in folder.glob(f"vllm_offload_{engine_id}*.mmap"):
-        if not region.with_name(region.name + ".kept").exists():
-            region.unlink(missing_ok=True)
-    for kept in folder.glob(f"vllm_offload_{engine_id}*.mmap.kept"):
-        with suppress(FileExistsError):
-            os.link(kept, kept.with_suffix(""))
-
-
-def remove_regions(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
-    """Remove what an engine has in shared memory; whoever has it mapped keeps it."""
-    for path in folder.glob(f"vllm_offload_{engine_id}*"):
+def remove_files(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
+    """Remove what an engine has in shared memory."""
+    for path in (folder / engine_id, *folder.glob(f"vllm_offload_{engine_id}*")):
         with suppress(FileNotFoundError):
             _remove(path)
 
 
 def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the regions of engines whose owners are dead, and return them."""
+    """Remove what engines whose owners are dead have in shared memory, and return it."""
     removed = []
-    for path in folder.glob("vllm_offload_ragcache-*"):
+    for path in (*folder.glob("vllm_offload_ragcache-*"), *folder.glob("ragcache-*")):
         match = _NAME.fullmatch(path.name)
         if match is None or match["engine_id"] == own_engine_id or int(match["namespace"]) != _namespace():
             continue
@@ -108,8 +128,14 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
     return removed
 
 
+def _region(engine_id: str, folder: Path) -> Path:
+    """Return where vLLM looks for the host memory of an engine."""
+    return folder / f"vllm_offload_{engine_id}.mmap"
+
+
 def _remove(path: Path) -> None:
-    if path.name.endswith(_JOURNAL):
+    match = _NAME.fullmatch(path.name)
+    if match is not None and match["suffix"] in (None, _JOURNAL):
         shutil.rmtree(path)
     else:
         path.unlink()
@@ -134,3 +160,12 @@ def _started(pid: int) -> int | None:
         return None
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in {"Z", "X"} else int(fields[18])
+
+
+def _close_all() -> None:
+    """A fork does not own its parent's engines, and must not keep their memory when the parent has let go of it."""
+    for files in _held:
+        files._close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -61,7 +61,7 @@ class BuildContext:
         self.controller = CacheController(
             settings,
             tokens_per_block=tokens_per_hash,
-            shadow_blocks=num_blocks if host is None else host.num_blocks,
+            shadow_blocks=max(num_blocks, 0 if host is None else host.num_blocks),
             prefill_cost=settings.prefill_cost(),
             tiers=tiers,
             max_protected_units=num_blocks // 2,

@@ -97,17 +97,18 @@ def cache_arguments(
     engine_id: str,
     profile: Path | None = None,
     alphas: Sequence[AlphaPoint] = (),
-    is_host_optional: bool = False,
+    most_host_bytes: int | None = None,
 ) -> list[str]:
     """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
 
     Args:
         cache: what to keep, resolved for this machine.
-        engine_id: names the host tier's region of shared memory, so that a restart finds it.
+        engine_id: names what the engine has in shared memory, so that a restart finds it.
         profile: measured prefill times of the model.
         alphas: measured qualities of chunk reuse on the model.
-        is_host_optional: the size of host memory is a default: where it holds no block of the model's KV, the engine
-            runs without it. With a disk tier it cannot: blocks pass through host memory on their way to the disk.
+        most_host_bytes: the size of host memory is a default, which grows to this where the engine's own KV is larger.
+            Where it holds no block of the model's KV, the engine runs without it. With a disk tier it cannot: blocks
+            pass through host memory on their way to the disk.
     """
     if cache is None:
         return []
@@ -115,7 +116,7 @@ def cache_arguments(
         return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
     worker = "scheduler.seeded_prefill.SeededWorker" if cache.chunk_reuse is None else "chunks.worker.RAGCacheWorker"
     arguments = [
-        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, is_host_optional))),
+        *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, most_host_bytes))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
         *("--worker-cls", f"{_PLUGIN}.{worker}"),
     ]
@@ -131,7 +132,7 @@ def _transfer_config(
     engine_id: str,
     profile: Path | None,
     alphas: Sequence[AlphaPoint],
-    is_host_optional: bool = False,
+    most_host_bytes: int | None = None,
 ) -> dict[str, object]:
     """Return vLLM's ``kv_transfer_config``: our connector, and what lies below the GPU."""
     settings = cache.model_dump(mode="json", exclude_none=True)
@@ -146,7 +147,8 @@ def _transfer_config(
     if host_bytes:
         extra |= {
             "cpu_bytes_to_use": host_bytes,
-            "is_host_optional": is_host_optional and not disk_bytes,
+            "is_host_optional": most_host_bytes is not None and not disk_bytes,
+            "most_host_bytes": None if most_host_bytes is None else max(most_host_bytes - for_chunks[0], host_bytes),
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload.spec",
             "eviction_policy": "TreeCachePolicy",
@@ -225,6 +227,17 @@ def check_needed(extra_args: Sequence[str]) -> None:
     for argument in extra_args:
         if argument.startswith("--") and (why := _REFUSED.get(argument.removeprefix("--").replace("-", "_"))):
             raise ConfigError(f"{argument} is refused: {why}")
+
+
+def number_of(arguments: Sequence[str], *flags: str) -> int | None:
+    """Return the number that the last of ``flags`` among a server's arguments gives; ``None`` where there is none."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") in flags:
+            text = value if equals else following
+            found = int(text) if text.isdecimal() else None
+    return found
 
 
 def check_worker(cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from ragcache_core.client.launch.arguments import (
     check_vllm,
     check_worker,
     new_log_path,
+    number_of,
     server_environment,
     vllm_arguments,
 )
@@ -37,8 +38,8 @@ from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
 from ragcache_core.profiles.prefill import find_profile
 from ragcache_core.prompt import PromptTokenizer
-from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
-from ragcache_core.runtime.shared_memory import new_engine_id, prepare_regions, remove_regions, sweep_shared_memory
+from ragcache_core.runtime.environment import SOCKETS_ENV, STARTED_AGAIN_ENV
+from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, sweep_shared_memory
 
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
@@ -81,7 +82,7 @@ def launch_server(
     """Return a server that is ready; the settings are those of ``Engine.launch``.
 
     Raises:
-        EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
+        EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
         EngineClosedError: ``cancel`` was set before the server was ready.
         ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``.
     """
@@ -100,10 +101,10 @@ def launch_server(
         settings += ["--tokenizer", tokenizer]
     if "served_model_name" not in vllm_args:
         settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
-    engine_id = new_engine_id(os.getpid())
-    is_host_optional = isinstance(cache, CacheConfig) and cache.host_bytes is None
+    engine_id, most_host_bytes = new_engine_id(os.getpid()), None
     if isinstance(cache, CacheConfig):
-        cache = _resolved(cache, cancel or threading.Event())
+        given, cache = cache, _resolved(cache, cancel or threading.Event())
+        most_host_bytes = given.most_host_bytes()
     alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
@@ -113,7 +114,7 @@ def launch_server(
             engine_id=engine_id,
             profile=find_profile(model),
             alphas=alphas,
-            is_host_optional=is_host_optional,
+            most_host_bytes=most_host_bytes,
         ),
         *settings,
         *extra_args,
@@ -128,17 +129,23 @@ def launch_server(
     chat_template = None if template is None else str(template)
     threading.Thread(target=import_requests, name="ragcache-imports", daemon=True).start()  # while the server loads
 
+    files = EngineFiles(
+        engine_id,
+        host_bytes=max(0 if cache is None else int(cache.host_bytes or 0), most_host_bytes or 0),
+        num_replicas=number_of(arguments, "--data-parallel-size", "-dp") or 1,
+    )
+
     def end() -> None:
-        remove_regions(engine_id)
+        files.remove()
         if lock is not None:
             lock.release()
 
     runs = count()
 
     def start() -> ServerProcess:
-        prepare_regions(engine_id)
+        files.prepare()
         again = {STARTED_AGAIN_ENV: "1"} if next(runs) else {}
-        return ServerProcess(arguments, env={**environment, **again}, log_path=log)
+        return ServerProcess(arguments, env={SOCKETS_ENV: str(files.sockets), **environment, **again}, log_path=log)
 
     try:
         supervisor = Supervisor(

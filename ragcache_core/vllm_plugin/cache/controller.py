@@ -47,7 +47,7 @@ class CacheController:
     Args:
         settings: what the engine was started with.
         tokens_per_block: tokens that one key stands for.
-        shadow_blocks: blocks of the tier that a tournament's shadows imitate.
+        shadow_blocks: blocks of the larger tier, GPU or host, which a tournament's shadows imitate.
         prefill_cost: seconds of a prefill.
         tiers: the GPU's and the host's; a disk is told of by :meth:`add_tier` when its store is open.
         max_protected_units: blocks that are protected from eviction for queued requests.

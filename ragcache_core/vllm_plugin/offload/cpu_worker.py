@@ -7,7 +7,7 @@ GPU; on CUDA vLLM's is used.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,12 +31,8 @@ class _Transfer:
     places: list[tuple[int, int, int]]
 
 
-def copying_worker(
-    spec: TieringOffloadingSpec,
-    kv_caches: CanonicalKVCaches,
-    keep: Callable[[SharedOffloadRegion], object] | None = None,
-) -> CopyingWorker:
-    """Return the worker of a spec's host tier; ``keep`` is told the region of shared memory before it is used."""
+def copying_worker(spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> CopyingWorker:
+    """Return the worker of a spec's host tier."""
     region = SharedOffloadRegion(
         engine_id=spec._engine_id,
         num_chunks=spec.num_chunks,
@@ -45,8 +41,6 @@ def copying_worker(
         cpu_page_size=spec.cpu_page_size_per_worker,
     )
     try:
-        if keep is not None:
-            keep(region)
         return CopyingWorker(kv_caches, spec.blocks_per_chunk, region)
     except BaseException:
         region.cleanup()

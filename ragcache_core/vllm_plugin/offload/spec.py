@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
-from ragcache_core.runtime.shared_memory import is_lasting, keep_region, sweep_shared_memory
+from ragcache_core.runtime.shared_memory import outlives_engine, sweep_shared_memory
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
@@ -22,7 +22,6 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingManager,
     OffloadingWorker,
     OffloadKey,
-    SharedOffloadRegion,
     TieringOffloadingManager,
     TieringOffloadingSpec,
     build_offloading_config,
@@ -47,12 +46,20 @@ def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
     if not extra_config.get("is_host_optional"):
         return None
     spec = TieringOffloadingSpec(build_offloading_config(vllm_config, kv_cache_config))
-    if spec.num_chunks:
+    if _num_chunks(spec, kv_cache_config):
         return None
     return (
         f"its default size here is {extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
-        f"{spec.kv_bytes_per_chunk}: enlarge /dev/shm (docker run --shm-size), or set host_bytes"
+        f"{spec.kv_bytes_per_chunk}: set host_bytes, or free some memory"
     )
+
+
+def _num_chunks(spec: TieringOffloadingSpec, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many chunks host memory holds: where nobody chose, what the engine's own memory holds, if it may."""
+    if (most_bytes := spec.extra_config.get("most_host_bytes")) is None:
+        return spec.num_chunks
+    in_engine = kv_cache_config.num_blocks // spec.blocks_per_chunk
+    return max(spec.num_chunks, min(in_engine, int(most_bytes) // spec.kv_bytes_per_chunk))
 
 
 class RAGCacheSpec(TieringOffloadingSpec):
@@ -72,11 +79,11 @@ class RAGCacheSpec(TieringOffloadingSpec):
             )
             self.eviction_policy, self.cache_policy_module_path = "lru", None
             self.secondary_tier_configs: list[dict[str, Any]] = []
+        self.num_chunks = _num_chunks(self, current_context().kv_cache_config)
         if self.num_chunks < 1:
             raise ConfigError(
                 f"host_bytes is {self.extra_config['cpu_bytes_to_use']}, a block of KV of this model needs "
-                f"{self.kv_bytes_per_chunk}: raise host_bytes (docker run --shm-size), or leave host and disk out with "
-                "host_bytes=0"
+                f"{self.kv_bytes_per_chunk}: raise host_bytes, or leave host and disk out with host_bytes=0"
             )
         self.controller: CacheController | None = None
         self._worker: OffloadingWorker | None = None
@@ -86,10 +93,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
             sweep_shared_memory(self._engine_id)
             host = TierReport(self.num_chunks * self.kv_bytes_per_chunk, self.kv_bytes_per_chunk)
             self.controller = current_context().make_controller(host)
+            self._warn_of_little_memory(host)
             manager = self._build()
-            if is_lasting(self._engine_id):
-                assert self._scheduler_mmap is not None
-                keep_region(self._engine_id, self._scheduler_mmap.fd)
             assert isinstance(manager, TieringOffloadingManager)
             policy = host_policy_of(manager)
             if isinstance(policy, TreeCachePolicy):
@@ -98,6 +103,16 @@ class RAGCacheSpec(TieringOffloadingSpec):
                     SelectiveHostTier.take_over(manager.primary_tier)
         assert self._manager is not None
         return self._manager
+
+    def _warn_of_little_memory(self, host: TierReport) -> None:
+        in_engine = current_context().kv_cache_config.num_blocks // self.blocks_per_chunk
+        if host.num_blocks < in_engine // 2:
+            logger.warning(
+                "RAGCache's host memory has %.1f GiB, less than half of the %.1f GiB of KV that the engine itself "
+                "holds, so what the engine gives up is seldom found there: raise host_bytes",
+                host.capacity_bytes / (1 << 30),
+                in_engine * self.kv_bytes_per_chunk / (1 << 30),
+            )
 
     def _build(self) -> OffloadingManager:
         """Return vLLM's manager, without the disk where an engine that served before can no longer have it."""
@@ -119,7 +134,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
 
         Not with a disk tier, which has it all.
         """
-        if not is_lasting(self._engine_id) or manager.secondary_tiers:
+        if not outlives_engine(self._engine_id) or manager.secondary_tiers:
             return
         assert self.controller is not None
         view = manager.primary_tier.get_kv_memoryview()
@@ -142,14 +157,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if current_platform.is_cuda_alike() or current_platform.is_xpu():
-            worker = super().get_worker(kv_caches)
-            if is_lasting(self._engine_id):
-                keep_region(self._engine_id, None)
-            return worker
+            return super().get_worker(kv_caches)
         if self._worker is None:
-            self._worker = copying_worker(self, kv_caches, self._keep)
+            self._worker = copying_worker(self, kv_caches)
         return self._worker
-
-    def _keep(self, region: SharedOffloadRegion) -> None:
-        if is_lasting(self._engine_id):
-            keep_region(self._engine_id, region.fd)

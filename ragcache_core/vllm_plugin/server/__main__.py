@@ -51,13 +51,13 @@ def end_session() -> None:
     """
     from ragcache_core.runtime.environment import ENGINE_ID_ENV
     from ragcache_core.runtime.sessions import kill_session, terminate_session
-    from ragcache_core.runtime.shared_memory import remove_regions
+    from ragcache_core.runtime.shared_memory import remove_files
 
     session_id = os.getsid(0)
     terminate_session(session_id, _GRACE_S)
     kill_session(session_id)
     if engine_id := os.environ.get(ENGINE_ID_ENV):
-        remove_regions(engine_id)
+        remove_files(engine_id)
     os._exit(0)
 
 

@@ -164,7 +164,6 @@ def facts() -> dict[str, object]:
             parameters(compat.SharedOffloadRegion.create_next_worker_view),
             parameters(compat.SharedOffloadRegion.cleanup),
         ],
-        "region_file": sets(compat.SharedOffloadRegion, "fd"),
         "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap"
         in inspect.getsource(compat.SharedOffloadRegion.__init__),
         "offloading_connector": {
@@ -224,6 +223,7 @@ def facts() -> dict[str, object]:
             "self.discard_request_mask.np[:num_reqs]" in inspect.getsource(GPUModelRunner._bookkeeping_sync),
             "generators=self.generators" in inspect.getsource(InputBatch._make_sampling_metadata),
         ],
+        "worker_meets": "distributed_init_method" in parameters(compat.platform_worker().__init__),
         "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
         "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
     }

@@ -34,7 +34,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import CacheConfig as Tiers
-from ragcache_core.runtime.shared_memory import new_engine_id, prepare_regions, remove_regions
+from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from tests.conftest import DEMO_MODEL
 
@@ -50,20 +50,21 @@ def host_scheduler(
     tells_events: bool = False,
     is_async: bool = False,
     *,
-    engine_id: str | None = None,
+    files: EngineFiles | None = None,
+    most_host_bytes: int | None = None,
     **tiers: Any,
 ) -> Iterator[Any]:
     """Yield our scheduler over GPU and host memory, with nobody to run its steps.
 
-    One with an ``engine_id`` leaves its host memory behind, as an engine that is killed; ``tiers`` are further fields
-    of a ``CacheConfig``.
+    One with ``files`` leaves its host memory behind, as an engine that is killed; ``tiers`` are further fields of a
+    ``CacheConfig``.
     """
     init_none_hash(sha256)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     page = spec.page_size_bytes
     tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
-    own_id = engine_id or new_engine_id(os.getpid())
-    prepare_regions(own_id)
+    own = files or EngineFiles(new_engine_id(os.getpid()), host_bytes=1 << 30)
+    own.prepare()
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     config = VllmConfig(
         model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
@@ -73,7 +74,9 @@ def host_scheduler(
             max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
         ),
         kv_transfer_config=KVTransferConfig(
-            **arguments._transfer_config(Tiers(host_bytes=host_bytes, **tiers).resolved(), own_id, None, ())
+            **arguments._transfer_config(
+                Tiers(host_bytes=host_bytes, **tiers).resolved(), own.engine_id, None, (), most_host_bytes
+            )
         ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
     )
@@ -93,8 +96,8 @@ def host_scheduler(
         yield scheduler
         scheduler.shutdown()
     finally:
-        if engine_id is None:
-            remove_regions(own_id)
+        if files is None:
+            own.remove()
 
 
 def request(name: str, tokens: list[int], num_answers: int, *, params: dict[str, Any] | None = None) -> Request:

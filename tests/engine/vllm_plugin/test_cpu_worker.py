@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
+from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
 
 NUM_BLOCKS = 24
@@ -31,11 +33,13 @@ PAGES = (96, 160, 96)
 class Scene:
     """The memory of an engine with three layers, and a region of host memory."""
 
-    def __init__(self, blocks_per_chunk: int, groups: tuple[tuple[int, ...], ...] = ((0, 1, 2),)) -> None:
+    def __init__(
+        self, blocks_per_chunk: int, groups: tuple[tuple[int, ...], ...] = ((0, 1, 2),), engine_id: str | None = None
+    ) -> None:
         used = sum(PAGES) * blocks_per_chunk
         self.row_bytes = -(-used // 4096) * 4096
         self.blocks_per_chunk = blocks_per_chunk
-        self.engine_id = f"ragcache-test-{secrets.token_hex(4)}"
+        self.engine_id = engine_id or f"ragcache-test-{secrets.token_hex(4)}"
         self.region = SharedOffloadRegion(self.engine_id, NUM_CHUNKS, 0, self.row_bytes, self.row_bytes)
         self.view = self.region.create_kv_memoryview()
         self.layers = [torch.randint(-128, 128, (NUM_BLOCKS, page), dtype=torch.int8) for page in PAGES]
@@ -188,6 +192,25 @@ def test_the_region_goes_with_the_worker(opening: Opening) -> None:
     scene.worker.shutdown()
     scene.worker.shutdown()
     assert not scene.path.exists()
+
+
+def test_host_memory_that_a_launcher_holds_outlives_the_worker_and_takes_no_room_in_shared_memory() -> None:
+    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=1 << 20)
+    stored = []
+    for _ in range(2):
+        files.prepare()
+        scene = Scene(1, engine_id=files.engine_id)
+        mapped = Path("/proc/self/maps").read_text()
+        assert f"memfd:{files.engine_id}" in mapped
+        assert f"/dev/shm/vllm_offload_{files.engine_id}" not in mapped
+        if not stored:
+            store(scene, 5, 1, 0)
+        stored.append(scene.host(0, 0, 0))
+        scene.close()
+    assert any(stored[0])
+    assert stored[1] == stored[0]
+    files.remove()
+    assert f"memfd:{files.engine_id}" not in Path("/proc/self/maps").read_text()
 
 
 def test_a_store_is_made_when_it_is_asked_for_and_told_of_once(opening: Opening) -> None:

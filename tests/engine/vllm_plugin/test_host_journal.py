@@ -14,7 +14,7 @@ import pytest
 from ragcache_core.chunkstore import ChunkNote
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.errors import CacheTierError
-from ragcache_core.runtime.shared_memory import journal_folder, new_engine_id, remove_regions
+from ragcache_core.runtime.shared_memory import EngineFiles, journal_folder, new_engine_id
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request
@@ -170,25 +170,25 @@ def test_a_journal_that_cannot_be_written_stops_sealing_and_disturbs_nobody(
 
 
 @pytest.fixture
-def engine_id() -> Iterator[str]:
-    """The name of an engine that is started more than once."""
-    name = new_engine_id(os.getpid())
-    yield name
-    remove_regions(name)
+def files() -> Iterator[EngineFiles]:
+    """What an engine that is started more than once has in shared memory."""
+    held = EngineFiles(new_engine_id(os.getpid()), host_bytes=1 << 20)
+    yield held
+    held.remove()
 
 
 @pytest.mark.parametrize("has_disk", [False, True])
 def test_an_engine_that_is_started_again_finds_its_host_memory_unless_it_has_a_disk(
-    has_disk: bool, engine_id: str, tmp_path: Path, identity: None, monkeypatch: pytest.MonkeyPatch
+    has_disk: bool, files: EngineFiles, tmp_path: Path, identity: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragcache_core.vllm_plugin.offload.spec.kv_identity", lambda config: IDENTITY)
     tiers: dict[str, Any] = {"disk_bytes": "1MiB", "directory": tmp_path} if has_disk else {}
-    with host_scheduler(400, "1MiB", engine_id=engine_id, **tiers) as scheduler:
+    with host_scheduler(400, "1MiB", files=files, **tiers) as scheduler:
         steps = Steps(scheduler, is_async=False)
         scheduler.add_request(request("r", list(range(10, 110)), 1))
         assert until(lambda: not steps.step()), "a disk takes its time"
         assert steps.num_stored == 6
-    assert journal_folder(engine_id).exists() != has_disk
-    with host_scheduler(400, "1MiB", engine_id=engine_id, **tiers) as scheduler:
+    assert journal_folder(files.engine_id).exists() != has_disk
+    with host_scheduler(400, "1MiB", files=files, **tiers) as scheduler:
         host, disk = (scheduler._controller.tree.tiers[tier].num_units for tier in (Tier.HOST, Tier.DISK))
         assert (host, disk) == ((0, 6) if has_disk else (6, 0))

@@ -133,8 +133,7 @@ def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, object]) -> Non
         ["self", "tensor_page_size"],
         ["self"],
     ], "RAGCacheSpec.get_worker() makes the region, CopyingWorker its views"
-    assert facts["region_file"] == ["fd"], "RAGCacheSpec keeps the file that is mapped under another name as well"
-    assert facts["region_path"], "runtime/shared_memory.py sweeps and keeps these files by their names"
+    assert facts["region_path"], "runtime/shared_memory.py lays host memory, by a link, where vLLM looks for it"
 
 
 def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, object]) -> None:
@@ -171,5 +170,6 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
     assert facts["seeded_prefill"] == [
         *(["self", "grammar_output"], ["input_batch", "discard_request_mask"], ["generators"], True, True),
     ], "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"
+    assert facts["worker_meets"], "MeetingInOwnFolder moves the file at which workers meet first"
     assert facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
     assert facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 
 from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
 from ragcache_core.client.launch.launch import launch_server
-from ragcache_core.config import CacheConfig
+from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import Memory
 from ragcache_core.runtime import shared_memory
@@ -35,31 +35,39 @@ class Owner:
         self.arguments: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
         self.failure: EngineStartError | None = None
+        self.ends: list[Callable[[], object]] = []
         self.again: Callable[[], object] = lambda: None
         self.end: Callable[[], object] = lambda: None
         self._model = model
         for name, replacement in {
             "ragcache_core.config.read_memory": lambda: self.memory,
-            "ragcache_core.config._free_shared": lambda memory: memory.available,
             "ragcache_core.client.launch.launch.ServerProcess": self._start,
             "ragcache_core.client.launch.launch.Supervisor": self._supervise,
         }.items():
             monkeypatch.setattr(name, replacement)
 
-    def launch(self, cache: CacheConfig, **vllm_args: object) -> None:
+    def launch(
+        self,
+        cache: CacheConfig,
+        *,
+        env: dict[str, str] | None = None,
+        extra_args: Sequence[str] = (),
+        tokenizer: str | None = None,
+        **vllm_args: object,
+    ) -> None:
         launch_server(
             self._model,
             cache=cache,
             host="127.0.0.1",
             port=None,
             api_key=None,
-            tokenizer=None,
+            tokenizer=tokenizer,
             startup_timeout_s=1.0,
             max_restarts=1,
             log_path=Path("log"),
             progress=None,
-            env=None,
-            extra_args=(),
+            env=env,
+            extra_args=extra_args,
             cancel=None,
             vllm_args=vllm_args,
         )
@@ -78,14 +86,18 @@ class Owner:
     def _supervise(self, start: Callable[[], object], *_: object, **settings: Any) -> SimpleNamespace:
         start()
         self.again, self.end = start, settings["on_end"]
+        self.ends.append(self.end)
         if self.failure is not None:
             raise self.failure
         return SimpleNamespace()
 
 
 @pytest.fixture
-def owner(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> Owner:
-    return Owner(demo_model, monkeypatch)
+def owner(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
+    owner = Owner(demo_model, monkeypatch)
+    yield owner
+    for end in owner.ends:
+        end()
 
 
 def test_host_memory_that_is_not_free_is_refused_at_the_launch_and_starts_nothing(owner: Owner) -> None:
@@ -173,6 +185,36 @@ def test_an_engine_may_do_without_host_memory_only_where_nobody_chose_it_and_not
     owner.launch(CacheConfig(**settings, **directory))
     assert owner.extra_config["cpu_bytes_to_use"] == GIB
     assert owner.extra_config["is_host_optional"] is is_optional
+    assert owner.extra_config["most_host_bytes"] == (None if "host_bytes" in settings else 4 * GIB)
+
+
+def test_what_is_reused_anywhere_keeps_its_share_of_host_memory_that_may_grow(owner: Owner) -> None:
+    owner.launch(CacheConfig(chunk_reuse=ChunkReuse(share=0.25)))
+    assert owner.extra_config["cpu_bytes_to_use"] == 3 * GIB // 4
+    assert owner.extra_config["most_host_bytes"] == 4 * GIB - GIB // 4
+
+
+@pytest.mark.parametrize("settings", [{"data_parallel_size": 2}, {"extra_args": ["-dp", "2"]}])
+def test_each_replica_of_an_engine_finds_host_memory_of_its_own(owner: Owner, settings: dict[str, Any]) -> None:
+    owner.launch(CacheConfig(host_bytes="1GiB"), **settings)
+    engine_id = owner.environments[0]["RAGCACHE_ENGINE_ID"]
+    found = sorted(path.name for path in Path("/dev/shm").glob(f"*{engine_id}*.mmap"))
+    assert found == [f"vllm_offload_{engine_id}_dp{i}.mmap" for i in range(2)]
+    owner.end()
+    assert list(Path("/dev/shm").glob(f"*{engine_id}*")) == []
+
+
+def test_an_engines_sockets_lie_in_a_folder_that_ends_with_it_unless_somebody_chose_another(owner: Owner) -> None:
+    owner.launch(CacheConfig(host_bytes="1GiB"))
+    sockets = Path(owner.environments[0]["VLLM_RPC_BASE_PATH"])
+    (sockets / "0c7f").touch()
+    owner.again()
+    assert list(sockets.iterdir()) == []
+    owner.end()
+    assert not sockets.exists()
+    owner.launch(CacheConfig(host_bytes="1GiB"), env={"VLLM_RPC_BASE_PATH": "/tmp/mine"})
+    assert owner.environments[-1]["VLLM_RPC_BASE_PATH"] == "/tmp/mine"
+    owner.end()
 
 
 def test_what_an_engine_left_whose_owner_died_is_free_before_memory_is_counted(

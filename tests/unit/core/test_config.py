@@ -25,25 +25,15 @@ _Usage = namedtuple("_Usage", "total used free")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """A machine whose sizes a test sets: 64 GiB of memory, 32 of it available, 16 in /dev/shm, a disk of 1 TiB."""
-    sizes = SimpleNamespace(memory=64 * GIB, available=32 * GIB, shared=16 * GIB, shared_free=16 * GIB, disk=1024 * GIB)
-    shared_memory, cache_folder = tmp_path / "shm", tmp_path / "cache"
-    shared_memory.mkdir()
-
-    def disk_usage(path: Path) -> _Usage:
-        if path == shared_memory:
-            return _Usage(sizes.shared, sizes.shared - sizes.shared_free, sizes.shared_free)
-        return _Usage(sizes.disk, 0, sizes.disk)
-
-    monkeypatch.setattr("ragcache_core.config._SHARED_MEMORY", shared_memory)
-    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    """A machine whose sizes a test sets: 64 GiB of memory, 32 of it available, a disk of 1 TiB."""
+    sizes = SimpleNamespace(memory=64 * GIB, available=32 * GIB, disk=1024 * GIB, cache_folder=tmp_path / "cache")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(sizes.disk, 0, sizes.disk))
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: SimpleNamespace(total=sizes.memory, available=sizes.available)
     )
     monkeypatch.setattr("ragcache_core.memory._MEMBERSHIP", tmp_path / "no control groups")
     monkeypatch.setattr("ragcache_core.memory._DEVICES", tmp_path / "no GPU")
-    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(cache_folder / name))
-    sizes.shared_memory, sizes.cache_folder = shared_memory, cache_folder
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(sizes.cache_folder / name))
     return sizes
 
 
@@ -224,16 +214,15 @@ def test_host_memory_that_nobody_chose_is_an_eighth_of_what_is_available(machine
     assert CacheConfig().resolved().host_bytes == 4 * GIB
     machine.available = 640 * GIB
     assert CacheConfig().resolved().host_bytes == 8 * GIB
-    machine.shared_free = 3 * GIB
-    assert CacheConfig().resolved().host_bytes == 3 * GIB // 2
-    machine.shared_free = 0
+    machine.available = 0
     assert CacheConfig().resolved().host_bytes == 0
 
 
-def test_a_machine_without_shared_memory_is_asked_for_memory_only(machine: SimpleNamespace) -> None:
-    machine.shared_memory.rmdir()
-    assert CacheConfig().resolved().host_bytes == 4 * GIB
-    assert CacheConfig(host_bytes="30GiB").resolved().host_bytes == 30 * GIB
+def test_host_memory_that_nobody_chose_may_grow_to_half_of_what_is_available(machine: SimpleNamespace) -> None:
+    assert CacheConfig().most_host_bytes() == 16 * GIB
+    assert CacheConfig(kv_cache_bytes="12GiB").most_host_bytes() == 10 * GIB
+    assert CacheConfig(host_bytes="1GiB").most_host_bytes() is None
+    assert CacheConfig(host_bytes=0).most_host_bytes() is None
 
 
 def test_host_memory_that_nobody_chose_fits_beside_the_kv_that_somebody_chose(machine: SimpleNamespace) -> None:
@@ -276,10 +265,6 @@ def test_a_relative_directory_becomes_absolute(
             r"host_bytes is 33\.0GiB, this machine has 64\.0GiB of memory, 32\.0GiB of it free: lower host_bytes",
         ),
         (
-            {"host_bytes": "17GiB"},
-            r"host_bytes is 17\.0GiB, \S+shm has 16\.0GiB free: lower .* enlarge it",
-        ),
-        (
             {"kv_cache_bytes": "33GiB"},
             r"kv_cache_bytes is 33\.0GiB, this .* of it free: lower kv_cache_bytes",
         ),
@@ -295,19 +280,13 @@ def test_more_than_the_machine_has_is_refused(machine: SimpleNamespace, settings
         CacheConfig(**settings).resolved()
 
 
-def test_shared_memory_that_others_fill_has_no_room(machine: SimpleNamespace) -> None:
-    machine.shared_free = 3 * GIB
-    assert CacheConfig(host_bytes="3GiB").resolved().host_bytes == 3 * GIB
-    with pytest.raises(ConfigError, match=r"host_bytes is 4\.0GiB, \S+shm has 3\.0GiB free: lower host_bytes"):
-        CacheConfig(host_bytes="4GiB").resolved()
-
-
 def test_a_container_with_a_limit_has_no_more_than_that(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limited = Memory(total=8 * GIB, available=4 * GIB, is_limited=True)
     monkeypatch.setattr("ragcache_core.config.read_memory", lambda: limited)
     assert CacheConfig().resolved().host_bytes == GIB // 2
+    assert CacheConfig().most_host_bytes() == 2 * GIB
     with pytest.raises(ConfigError, match=r"is 5\.0GiB, this container may use 8\.0GiB of memory, 4\.0GiB of it free"):
         CacheConfig(host_bytes="5GiB").resolved()
 
@@ -325,7 +304,7 @@ def test_kv_memory_of_a_gpu_is_left_to_vllm(
 
 
 def test_a_disk_tier_is_refused_where_no_host_tier_fits(machine: SimpleNamespace) -> None:
-    machine.shared_free = 0
+    machine.available = 0
     with pytest.raises(ConfigError, match="no memory is free for the host tier.*set host_bytes, or free some"):
         CacheConfig(disk_bytes="1GiB").resolved()
 

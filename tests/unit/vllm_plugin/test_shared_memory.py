@@ -1,4 +1,4 @@
-"""What dead engines left in shared memory goes, what living ones have there stays."""
+"""What engines have in shared memory is there for the next start; what dead ones left there goes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from ragcache_core.errors import EngineStartError
 from ragcache_core.runtime.shared_memory import (
-    is_lasting,
+    EngineFiles,
     journal_folder,
-    keep_region,
     new_engine_id,
-    prepare_regions,
-    remove_regions,
+    outlives_engine,
+    remove_files,
     sweep_shared_memory,
 )
 
@@ -57,10 +58,11 @@ def test_an_owner_that_ended_and_that_nobody_has_taken_note_of_is_dead(
     assert sweep_shared_memory(folder=tmp_path) == [theirs]
 
 
-@pytest.mark.parametrize("suffix", [".mmap", "_dp0.mmap", "_dp13.mmap", ".mmap.kept", ".journal"])
+@pytest.mark.parametrize("suffix", [".mmap", "_dp0.mmap", "_dp13.mmap", ".mmap.1", ".journal", "_dp1.journal", ""])
 def test_every_file_of_a_dead_engine_goes(tmp_path: Path, owner: subprocess.Popen[bytes], suffix: str) -> None:
-    if suffix == ".journal":
-        path = journal_folder(new_engine_id(owner.pid), tmp_path)
+    if suffix in ("", ".journal", "_dp1.journal"):
+        engine_id = new_engine_id(owner.pid)
+        path = tmp_path / f"vllm_offload_{engine_id}{suffix}" if suffix else tmp_path / engine_id
         path.mkdir()
         (path / "index.sqlite").touch()
     else:
@@ -92,6 +94,8 @@ def test_our_own_regions_stay_even_where_the_owner_is_gone(tmp_path: Path) -> No
         "vllm_offload_ragcache-x-1-ab.mmap",
         "vllm_offload_ragcache-99999999-1-ab",
         "vllm_offload_ragcache-7-1073741823-5-0a.mmap",  # of another namespace, whose processes nobody here sees
+        "ragcache-7-1073741823-5-0a",
+        "ragcache-mine",
         "psm_1234",
     ],
 )
@@ -116,58 +120,94 @@ def test_an_engines_regions_are_removed_by_its_name_and_no_others(tmp_path: Path
     for suffix in (".mmap", "_dp1.mmap"):
         region(tmp_path, one, suffix)
     journal_folder(one, tmp_path).mkdir()
-    remove_regions(one, tmp_path)
-    remove_regions(one, tmp_path)
+    (tmp_path / one).mkdir()
+    remove_files(one, tmp_path)
+    remove_files(one, tmp_path)
     assert list(tmp_path.iterdir()) == [kept]
 
 
-def test_a_region_outlives_the_removal_of_its_name_until_the_engine_has_ended(tmp_path: Path) -> None:
-    engine_id = new_engine_id(os.getpid())
-    path = region(tmp_path, engine_id)
-    with path.open("rb") as file:
-        keep_region(engine_id, file.fileno(), tmp_path)
-        keep_region(engine_id, None, tmp_path)
-    path.unlink()  # as vLLM's worker does when it ends
-    prepare_regions(engine_id, tmp_path)
-    assert path.read_bytes() == b"KV"
-    remove_regions(engine_id, tmp_path)
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[EngineFiles]:
+    """What a launched engine of two replicas has in shared memory, before its first start."""
+    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=1 << 20, num_replicas=2, folder=tmp_path)
+    yield files
+    files.remove()
+
+
+def links(files: EngineFiles) -> list[Path]:
+    """Return where vLLM looks for the host memory of both replicas."""
+    return [files.sockets.parent / f"vllm_offload_{files.engine_id}_dp{i}.mmap" for i in range(2)]
+
+
+def test_host_memory_is_as_it_was_when_an_engine_is_started_again(held: EngineFiles, tmp_path: Path) -> None:
+    held.prepare()
+    for i, link in enumerate(links(held)):
+        with link.open("r+b") as memory:
+            memory.write(bytes([i]) * 4)
+        assert outlives_engine(f"{held.engine_id}_dp{i}", tmp_path)
+    links(held)[1].unlink()  # as who clears up after a user that has logged out
+    held.prepare()
+    for i, link in enumerate(links(held)):
+        with link.open("rb") as memory:
+            assert memory.read(4) == bytes([i]) * 4
+        assert link.stat().st_size == 1 << 20
+    assert not outlives_engine(held.engine_id, tmp_path)
+
+
+def test_what_a_run_of_an_engine_left_is_removed_before_the_next(held: EngineFiles, tmp_path: Path) -> None:
+    held.prepare()
+    assert held.sockets.stat().st_mode & 0o777 == 0o700
+    (held.sockets / "0c7f").touch()
+    region(tmp_path, held.engine_id, "_dp7.mmap")  # of a replica that nobody spoke of
+    held.prepare()
+    assert sorted(tmp_path.iterdir()) == sorted([held.sockets, *links(held)])
+    assert list(held.sockets.iterdir()) == []
+
+
+def test_nothing_is_left_of_an_engine_that_ended(held: EngineFiles, tmp_path: Path) -> None:
+    held.prepare()
+    held.remove()
+    held.remove()
     assert list(tmp_path.iterdir()) == []
+    assert f"memfd:{held.engine_id}" not in open_files()
 
 
-def test_the_rest_of_a_start_that_was_cut_short_is_removed_before_the_next(tmp_path: Path) -> None:
-    engine_id = new_engine_id(os.getpid())
-    region(tmp_path, engine_id).write_bytes(b"")
-    prepare_regions(engine_id, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_a_fork_of_the_owner_does_not_keep_host_memory(held: EngineFiles) -> None:
+    assert f"memfd:{held.engine_id}" in open_files()
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, str(f"memfd:{held.engine_id}" in open_files()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 16) == b"False"
+    os.close(reading)
+    os.close(writing)
 
 
-def test_a_worker_and_a_scheduler_with_a_region_each_do_not_start(tmp_path: Path) -> None:
-    """One would take the other's KV for what is not there: zeros, which would go to the disk with a right checksum."""
-    engine_id = new_engine_id(os.getpid())
-    path = region(tmp_path, engine_id)
-    keep_region(engine_id, None, tmp_path)
-    path.unlink()
-    other = region(tmp_path, engine_id)
-    with other.open("rb") as file, pytest.raises(RuntimeError, match="start it again"):
-        keep_region(engine_id, file.fileno(), tmp_path)
-    other.unlink()
-    with pytest.raises(RuntimeError, match="start the engine again"):
-        keep_region(engine_id, None, tmp_path)
+def open_files() -> str:
+    """Return what this process has open, a line for each."""
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            names.append(str(link.readlink()))
+    return "\n".join(names)
 
 
-def test_a_region_that_others_may_read_is_not_used(tmp_path: Path) -> None:
-    engine_id = new_engine_id(os.getpid())
-    region(tmp_path, engine_id).chmod(0o644)
-    with pytest.raises(RuntimeError, match="is not this user's alone: remove it"):
-        keep_region(engine_id, None, tmp_path)
-    linked = new_engine_id(os.getpid())
-    (tmp_path / f"vllm_offload_{linked}.mmap").symlink_to(region(tmp_path, engine_id, ".other"))
-    with pytest.raises(RuntimeError, match="is not this user's alone: remove it"):
-        keep_region(linked, None, tmp_path)
+def test_an_engine_without_host_memory_has_a_folder_for_its_sockets_alone(tmp_path: Path) -> None:
+    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=0, folder=tmp_path)
+    files.prepare()
+    assert list(tmp_path.iterdir()) == [files.sockets]
+    files.remove()
 
 
-def test_only_ids_that_a_launch_gave_are_found_again_by_the_next_start() -> None:
-    assert is_lasting(new_engine_id(os.getpid()))
-    assert is_lasting(f"{new_engine_id(os.getpid())}_dp1")
-    assert not is_lasting("ragcache-mine")
-    assert not is_lasting("8f14e45f")
+def test_the_names_of_sockets_fit_into_what_the_kernel_takes() -> None:
+    """A path of a socket has 107 bytes; vLLM appends a UUID."""
+    files = EngineFiles(f"ragcache-{2**32}-{2**22}-{10**11}-{'0' * 8}", host_bytes=0)
+    assert len(os.fsencode(files.sockets / ("0" * 36))) <= 107
+
+
+def test_shared_memory_that_cannot_be_written_to_is_told_with_a_cure(tmp_path: Path) -> None:
+    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=1, folder=tmp_path / "missing")
+    with pytest.raises(EngineStartError, match=r"missing, through .* cannot be written to .*: mount a tmpfs there"):
+        files.prepare()
+    files.remove()
