@@ -9,6 +9,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from ragcache_core.vllm_plugin.compat import platform_worker
+from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder
 
 
 class SparingSeeds:
@@ -27,7 +28,7 @@ class SparingSeeds:
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
 
-class SeededWorker(SparingSeeds, platform_worker()):  # type: ignore[misc]
+class SeededWorker(MeetingInOwnFolder, SparingSeeds, platform_worker()):  # type: ignore[misc]
     """The worker to name to ``--worker-cls``; with any other everything works, too, but seeds without a GPU."""
 
 

@@ -1,0 +1,29 @@
+"""Where an engine's workers first meet: in the engine's own folder, which ends with it, and not in /tmp."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePath
+from typing import Any
+
+from ragcache_core.runtime.environment import SOCKETS_ENV
+
+_FILE = "file://"
+
+
+class MeetingInOwnFolder:
+    """What a platform's worker gets in addition: the file that vLLM lays in the temporary folder lies in the engine's.
+
+    All workers of an engine are told the same file, and move it alike.
+    """
+
+    def __init__(self, *, distributed_init_method: str, **kwargs: Any) -> None:
+        super().__init__(distributed_init_method=in_own_folder(distributed_init_method), **kwargs)
+
+
+def in_own_folder(init_method: str) -> str:
+    """Return where to meet instead of at ``init_method``; the same where that is no file, or no folder is known."""
+    folder = os.environ.get(SOCKETS_ENV)
+    if folder is None or not init_method.startswith(_FILE):
+        return init_method
+    return f"{_FILE}{folder}/{PurePath(init_method).name}"
