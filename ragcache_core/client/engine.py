@@ -96,7 +96,8 @@ class Engine(EngineClient):
             host, port: where to listen; by default loopback and a free port.
             api_key: the key to ask for; by default a random one.
             tokenizer: folder or name of the tokenizer, if it is not the model's.
-            startup_timeout_s: how long loading may take.
+            startup_timeout_s: how long loading may go without progress: without a line in its log that was not
+                there before, and without 16 MiB that are read or written.
             max_restarts: how often the server is started again if it dies. A request in flight before its first
                 token is sent again; afterwards it fails with :class:`EngineDiedError`.
             log_path: the server's log, kept; by default a new file in the user's log folder.
@@ -107,7 +108,7 @@ class Engine(EngineClient):
             **vllm_args: the same with underscores, ``max_model_len=2048``.
 
         Raises:
-            EngineStartError: no model there, the port is taken, or the server ended or was not ready in time.
+            EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
             EngineClosedError: the launch was given up.
             ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``.
         """

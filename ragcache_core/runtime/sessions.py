@@ -1,4 +1,4 @@
-"""The processes of a session, ended without leaving anything behind."""
+"""The processes of a session: ended without leaving anything behind, and looked at for signs of work."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ def terminate_session(session_id: int, grace_s: float) -> None:
         if all(map(_is_resource_tracker, _session_members(session_id))):
             return
         time.sleep(_KILL_POLL_S)
+
+
+def num_bytes_moved(session_id: int) -> int:
+    """Return how many bytes the living processes of a session have read from and written to storage."""
+    num_bytes = 0
+    for process in _session_members(session_id):
+        with contextlib.suppress(OSError, psutil.Error):
+            counters = process.io_counters()
+            num_bytes += counters.read_bytes + counters.write_bytes
+    return num_bytes
 
 
 def _signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:

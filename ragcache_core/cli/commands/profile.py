@@ -58,7 +58,10 @@ _NOISY_SPREAD = 0.25
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the profile here instead.")
 @click.option("--dry-run", is_flag=True, help="Show what would be measured, and launch nothing.")
 @click.option(
-    "--startup-timeout", type=FiniteRange(0, min_open=True), metavar="S", help="Seconds to load in. [default: 600]"
+    "--startup-timeout",
+    type=FiniteRange(0, min_open=True),
+    metavar="S",
+    help="Seconds without progress after which loading is given up. [default: 600]",
 )
 @log_option
 @vllm_args_argument

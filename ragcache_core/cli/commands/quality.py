@@ -92,7 +92,7 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
         type=FiniteRange(0, min_open=True),
         default=600.0,
         show_default=True,
-        help="Seconds to load in.",
+        help="Seconds without progress after which loading is given up.",
     ),
 )
 

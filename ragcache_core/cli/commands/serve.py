@@ -60,7 +60,7 @@ _POLL_S = 1.0
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Seconds to load in.",
+    help="Seconds without progress after which loading is given up.",
 )
 @click.option(
     "--record-trace",

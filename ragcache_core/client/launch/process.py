@@ -104,11 +104,11 @@ class ServerProcess:
     def last_words(self) -> str:
         """Return why it ended as far as its log tells, in one line, with the path of the log."""
         lines = [line.strip() for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
-        errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(_unprefixed(line))]
+        errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(unprefixed(line))]
         errors = [i for i in errors if not _POINTS_ELSEWHERE.search(lines[i])] or errors
         begin = errors[-1] if errors else max(len(lines) - 1, 0)
         more = takewhile(lambda line: not line.startswith("Traceback"), lines[begin + 1 : begin + _LAST_LINES])
-        said = " ".join(map(_unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
+        said = " ".join(map(unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
         return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
 
     def wait(self) -> int:
@@ -144,7 +144,7 @@ class ServerProcess:
         return not self._is_gone and os.getpid() == self._owner_pid
 
 
-def _unprefixed(line: str) -> str:
+def unprefixed(line: str) -> str:
     """Return a line of vLLM's log without the process and the time it begins with."""
     return _PREFIX.sub("", line)
 

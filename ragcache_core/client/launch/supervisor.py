@@ -10,9 +10,11 @@ from collections.abc import Callable
 import httpx
 
 from ragcache_core.client.http.transport import Health
+from ragcache_core.client.launch.activity import Activity
 from ragcache_core.client.launch.process import GRACE_S, ServerProcess
 from ragcache_core.client.launch.progress import LoadProgress
 from ragcache_core.errors import EngineClosedError, EngineStartError
+from ragcache_core.runtime.sessions import num_bytes_moved
 
 _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 5.0
@@ -41,7 +43,7 @@ class Supervisor:
         """Start the server and wait until it is ready. ``on_end`` is called when it will not be started again.
 
         Raises:
-            EngineStartError: it ended, or was not ready in time.
+            EngineStartError: it ended, or made no progress for ``startup_timeout_s``.
             EngineClosedError: ``closing`` was set meanwhile.
         """
         self._start_process = start_process
@@ -195,19 +197,19 @@ class Supervisor:
             return False
 
     def _wait_until_ready(self, process: ServerProcess, progress: LoadProgress) -> None:
-        deadline_s = time.monotonic() + self._startup_timeout_s
+        activity = Activity(lambda: num_bytes_moved(process.pid))
         while not self._is_ready():
             if process.returncode is not None:
                 raise EngineStartError(
                     f"the engine ended with exit status {process.returncode} before it was ready: "
                     f"{process.last_words()}"
                 )
-            if time.monotonic() > deadline_s:
-                raise EngineStartError(
-                    f"the engine was not ready after {self._startup_timeout_s:g} s: raise startup_timeout_s. "
-                    f"It said last: {process.last_words()}"
-                )
             if self._closing.is_set():
                 raise EngineClosedError("the engine was closed while it was starting")
-            progress.update(process.log_text())
+            progress.update(log := process.log_text())
+            if activity.is_stuck(log, self._startup_timeout_s):
+                raise EngineStartError(
+                    f"the engine was not ready, and had made no progress for {self._startup_timeout_s:g} s: raise "
+                    f"startup_timeout_s. It said last: {process.last_words()}"
+                )
             self._closing.wait(_POLL_S)
