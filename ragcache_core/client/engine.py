@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Literal, Self
 import httpx
 
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
-from ragcache_core.client.http.transport import Health
+from ragcache_core.client.http.transport import SENT_ONCE, Health
 from ragcache_core.client.launch.launch import launch_server
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.launch.supervisor import Supervisor
@@ -23,9 +24,11 @@ from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
 from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import EngineDiedError, EngineUnreachableError, TokenizerUnavailableError
+from ragcache_core.errors import EngineDiedError, EngineError, EngineUnreachableError, TokenizerUnavailableError
 from ragcache_core.prompt import PromptTokenizer
 
+_DRAIN_POLL_S = 0.1
+_DRAIN_TIMEOUT_S = 5.0
 _open_engines: set[Engine] = set()
 """Engines that own a server, until they are closed: the end of the program closes them."""
 
@@ -209,6 +212,26 @@ class Engine(EngineClient):
         if self._supervisor.health() is Health.GONE:
             raise EngineDiedError(self._supervisor.why_gone())
         return self._supervisor.num_restarts
+
+    def drain(self, timeout_s: float) -> bool:
+        """Have the server take no more requests, and wait for those that it is answering; then :meth:`close` it.
+
+        New requests get status 503 with ``Retry-After``, and its ``/ready`` says 503 as well. Returns whether none is
+        left; plain vLLM cannot be drained.
+        """
+        ends_s = time.monotonic() + timeout_s
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        while True:
+            try:
+                answer = self._http.post(
+                    f"{self.base_url}/ragcache/drain", headers=headers, timeout=_DRAIN_TIMEOUT_S, extensions=SENT_ONCE
+                )
+                num_running = int(answer.raise_for_status().json()["num_running"])
+            except (httpx.HTTPError, EngineError, ValueError, LookupError, TypeError):
+                return False
+            if num_running == 0 or time.monotonic() >= ends_s:
+                return num_running == 0
+            time.sleep(_DRAIN_POLL_S)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """Close the connections, and end a launched server with everything it started.

@@ -366,6 +366,8 @@ class _Handler(BaseHTTPRequestHandler):
             if owner.cache_status == 200:
                 owner.confirmed.append(found[1])
             self._send(204 if owner.cache_status == 200 else owner.cache_status, "")
+        elif self.path == "/v1/ragcache/drain" and owner.cache is not None:
+            self._send(200, {"num_running": len(owner._running)})
         else:
             self._send(404, {"detail": "Not Found"})
 

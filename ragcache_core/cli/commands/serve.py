@@ -63,6 +63,14 @@ _POLL_S = 1.0
     help="Seconds without progress after which loading is given up.",
 )
 @click.option(
+    "--drain",
+    type=FiniteRange(0),
+    default=20.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds that requests have to end in after SIGTERM.",
+)
+@click.option(
     "--record-trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -80,17 +88,19 @@ def serve(
     tokenizer: str | None,
     max_restarts: int,
     startup_timeout: float,
+    drain: float,
     record_trace: Path | None,
     log: Path | None,
     vllm_args: tuple[str, ...],
     as_json: bool,
     **cache_settings: Any,
 ) -> None:
-    """Serve MODEL over the OpenAI protocol until Ctrl-C (exit status 0) or SIGTERM (143).
+    """Serve MODEL over the OpenAI protocol until Ctrl-C or SIGTERM (exit status 0).
 
     MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is made. What
     follows -- goes to vLLM's server as it is. A server that dies is started again at the same address with the same
-    key.
+    key. After SIGTERM it takes no more requests, and ends when it has answered those that it has; Ctrl-C, or a second
+    SIGTERM, ends it at once.
     """
     check_vllm_args(vllm_args)
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
@@ -120,6 +130,9 @@ def serve(
             _watch(engine)
         except KeyboardInterrupt:  # the way to end a server: no error
             click.echo("ragcache: stopping", err=True)
+        except SystemExit:  # SIGTERM
+            click.echo(f"ragcache: stopping: running requests have {drain:g} s", err=True)
+            engine.drain(drain)
 
 
 def _flags_of(settings: dict[str, object]) -> list[str]:

@@ -1,8 +1,8 @@
 """What lies in which chunk of host memory, so that an engine that is started again finds it.
 
 Host memory is held by who launched the engine, and outlives an engine that is killed; what is lost with the engine is
-the knowledge of what lies where. The journal is an index beside it, and the same table as the disk tier's; where there is
-a disk tier, there is no journal::
+the knowledge of what lies where. The journal is an index beside it, and the same table as the disk tier's; where there
+is a disk tier, there is no journal::
 
     /dev/shm/vllm_offload_<engine id>.mmap      a link to the chunks
     /dev/shm/vllm_offload_<engine id>.journal/  nobody else's folder: the names in /dev/shm are anybody's to take

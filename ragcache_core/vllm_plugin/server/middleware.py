@@ -1,4 +1,4 @@
-"""Before the server's routes: who has no key gets no further, and no body is larger than a prompt can be.
+"""Before the server's routes: who has no key gets no further, no body is too large, and a server that ends takes none.
 
 vLLM asks for its key under ``/v1`` and a few other prefixes, and not where it serves the same models for hosting
 platforms, nor where it tokenises, pauses or scales. Here everything needs the key but what :data:`OPEN_PATHS` names.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastapi import HTTPException
@@ -21,14 +22,31 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = frozenset(
     {
-        *("/health", "/ping", "/load", "/version", "/metrics", "/metrics/"),
+        *("/health", "/ready", "/ping", "/load", "/version", "/metrics", "/metrics/"),
         *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
     }
 )
 """What answers without the key: whether and how busy the server is, and what it can be asked."""
+_OWN_PREFIX = "/v1/ragcache/"
+_RETRY_AFTER_S = 2
 _OPEN_PREFIX = "/static/"  # the pages of --enable-offline-docs
 _FILES_BYTES = 256 << 20
 _MAX_DRAINED_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class Work:
+    """The requests that a server is answering, and whether it takes more: one that is about to end does not."""
+
+    num_running: int = 0
+    is_draining: bool = False
+
+
+def refusal_of_work() -> JSONResponse:
+    """Return what a server answers that takes no more requests: ask another one, or again in a moment."""
+    message = "this server is about to end and takes no more requests: send them to another, or again in a moment"
+    error = {"message": message, "type": "Service Unavailable", "param": None, "code": 503}
+    return JSONResponse({"error": error}, 503, {"Retry-After": str(_RETRY_AFTER_S), "Connection": "close"})
 
 
 class Door:
@@ -37,15 +55,28 @@ class Door:
     The server's state says how many bytes a body may have (``ragcache_max_body_bytes``), once there is an engine.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], work: Work) -> None:
         self._app = app
+        self._work = work
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and not self._may_enter(scope):
             refuse: ASGIApp = JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM says it
             await (WebSocketClose(1008) if scope["type"] == "websocket" else refuse)(scope, receive, send)
-            return
+        elif not _is_work(scope):
+            await self._pass_on(scope, receive, send)
+        elif self._work.is_draining:
+            refuse = WebSocketClose(1012) if scope["type"] == "websocket" else refusal_of_work()
+            await refuse(scope, receive, send)
+        else:
+            self._work.num_running += 1
+            try:
+                await self._pass_on(scope, receive, send)
+            finally:
+                self._work.num_running -= 1
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = getattr(scope["app"].state, "ragcache_max_body_bytes", None)
         if scope["type"] != "http" or limit is None:
             await self._app(scope, receive, send)
@@ -63,12 +94,24 @@ class Door:
         await _too_large(_why_too_large(str(num_bytes), limit))(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _path(scope)
         if not self._digests or path in OPEN_PATHS or path.startswith(_OPEN_PREFIX) or scope.get("method") == "OPTIONS":
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = _digest(key)
         return scheme.lower() == "bearer" and any(secrets.compare_digest(digest, known) for known in self._digests)
+
+
+def _is_work(scope: Scope) -> bool:
+    """Return whether a request is one to answer with the model, and no question about the server."""
+    if scope["type"] == "websocket":
+        return True
+    return scope["type"] == "http" and scope["method"] == "POST" and not _path(scope).startswith(_OWN_PREFIX)
+
+
+def _path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def max_body_bytes(max_model_len: int, *, takes_files: bool) -> int:

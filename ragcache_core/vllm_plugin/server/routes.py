@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from ragcache_core.runtime.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, call_report
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.middleware import Door, max_body_bytes
+from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
 
@@ -28,6 +28,7 @@ _PATIENCE_S = 0.5
 _CURSOR = r"^([0-9a-f]{1,16}\.[0-9]{1,12})?$"
 
 router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
+probes = APIRouter(tags=["ragcache"])
 
 
 @router.get("/requests/{response_id}")
@@ -126,6 +127,23 @@ async def _tokenizer_files(state: Any) -> bytes | str:
     return files
 
 
+@router.post("/drain")
+async def drain(request: Request) -> dict[str, int]:
+    """Take no more requests from now on; return how many are still being answered."""
+    work: Work = request.app.state.ragcache_work
+    work.is_draining = True
+    return {"num_running": work.num_running}
+
+
+@probes.get("/ready")
+async def ready(request: Request) -> Response:
+    """Return 200 where a request would be answered, 503 where the engine has died or the server is about to end."""
+    state = request.app.state
+    if state.ragcache_work.is_draining or state.ragcache_engine_client.errored:
+        return refusal_of_work()
+    return Response(status_code=200)
+
+
 class RAGCacheEndpoint:
     """Our entry point in ``vllm.endpoint_plugins``."""
 
@@ -135,9 +153,11 @@ class RAGCacheEndpoint:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes to vLLM's server; before all of them the door, and behind it what looks at bodies."""
         app.include_router(router)
+        app.include_router(probes)
         app.add_middleware(RequestBodyCheck)
         keys = app.state.args.api_key or [envs.VLLM_API_KEY]
-        app.add_middleware(Door, keys=[key for key in keys if key])
+        app.state.ragcache_work = Work()
+        app.add_middleware(Door, keys=[key for key in keys if key], work=app.state.ragcache_work)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the way to the engine, for confirmations and cached paths; other routes answer from what it has sent.

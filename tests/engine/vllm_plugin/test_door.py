@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 from starlette.routing import WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
@@ -130,6 +133,66 @@ def test_the_limit_grows_with_the_window_and_leaves_room_for_images() -> None:
     assert max_body_bytes(2048, takes_files=False) == (16 << 20) + 131_072
     assert max_body_bytes(131_072, takes_files=False) < 30_000_000
     assert max_body_bytes(2048, takes_files=True) > 256 << 20
+
+
+# Before it ends
+
+
+def answer_later(app: FastAPI, begun: asyncio.Event, released: asyncio.Event) -> None:
+    """Add a route that streams half of an answer, and the rest when it may."""
+
+    async def halves() -> AsyncIterator[bytes]:
+        yield b"the first half, "
+        begun.set()
+        await released.wait()
+        yield b"the second half"
+
+    @app.post("/slow")
+    async def slow() -> StreamingResponse:
+        return StreamingResponse(halves())
+
+
+async def test_a_server_that_drains_ends_its_answers_and_refuses_further_requests(app: FastAPI) -> None:
+    begun, released = asyncio.Event(), asyncio.Event()
+    answer_later(app, begun, released)
+    app.state.ragcache_engine_client = SimpleNamespace(errored=False)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        assert (await client.get("/ready")).status_code == 200
+        running = asyncio.create_task(client.post("/slow", headers=AUTHORIZED))
+        await begun.wait()
+        assert (await client.post("/v1/ragcache/drain")).status_code == 401
+        drained = await client.post("/v1/ragcache/drain", headers=AUTHORIZED)
+        assert drained.json() == {"num_running": 1}
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/slow"):
+            refused = await client.post(path, headers=AUTHORIZED, json={})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
+            assert "send them to another, or again" in refused.json()["error"]["message"]
+            assert (await client.post(path)).status_code == 401, "who has no key learns nothing"
+        unready = await client.get("/ready")
+        assert (unready.status_code, unready.headers["Retry-After"]) == (503, "2")
+        assert (await client.get("/metrics")).status_code == 200
+        released.set()
+        assert (await running).text == "the first half, the second half"
+        drained = await client.post("/v1/ragcache/drain", headers=AUTHORIZED)
+        assert drained.json() == {"num_running": 0}
+
+
+async def test_an_answer_that_fails_is_not_waited_for(app: FastAPI) -> None:
+    @app.post("/broken")
+    async def broken() -> None:
+        raise ValueError
+
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        assert (await client.post("/broken", headers=AUTHORIZED)).status_code == 500
+        drained = await client.post("/v1/ragcache/drain", headers=AUTHORIZED)
+    assert drained.json() == {"num_running": 0}
+
+
+def test_a_server_whose_engine_died_is_not_ready(app: FastAPI, client: TestClient) -> None:
+    app.state.ragcache_engine_client = SimpleNamespace(errored=True)
+    assert client.get("/ready").status_code == 503
 
 
 # On a real engine

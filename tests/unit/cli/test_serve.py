@@ -30,6 +30,15 @@ class FakeEngine:
     log_path: Path = Path("server.log")
     settings: dict[str, Any] = field(default_factory=dict)
     num_closed: int = 0
+    drained_s: list[float] = field(default_factory=list)
+    end_of_drain: BaseException | None = None
+
+    def drain(self, timeout_s: float) -> bool:
+        assert not self.num_closed
+        self.drained_s.append(timeout_s)
+        if self.end_of_drain is not None:
+            raise self.end_of_drain
+        return True
 
     def num_restarts(self) -> int:
         if not self.readings:
@@ -55,6 +64,21 @@ def test_it_announces_itself_and_ends_cleanly_on_ctrl_c(monkeypatch: pytest.Monk
     assert (result.exit_code, engine.num_closed) == (0, 1)
     assert result.stdout.splitlines()[:2] == ["url            http://127.0.0.1:8000/v1", "api key        key"]
     assert "ready" in result.stderr
+
+
+def test_sigterm_lets_running_requests_end_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, seconds in ([], 20.0), (["--drain", "3"], 3.0):
+        engine = FakeEngine([0], SystemExit(143))
+        result = run(monkeypatch, engine, *options)
+        assert (result.exit_code, engine.drained_s, engine.num_closed) == (0, [seconds], 1)
+        assert result.stderr.endswith(f"ragcache: stopping: running requests have {seconds:g} s\n")
+
+
+@pytest.mark.parametrize(("again", "status"), [(SystemExit(143), 143), (KeyboardInterrupt(), 130)])
+def test_a_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch, again: BaseException, status: int) -> None:
+    engine = FakeEngine([0], SystemExit(143), end_of_drain=again)
+    result = run(monkeypatch, engine)
+    assert (result.exit_code, engine.num_closed) == (status, 1)
 
 
 def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
