@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,6 +170,7 @@ def test_the_version_is_the_packages() -> None:
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys
+import textwrap
 sys.argv = ["ragcache", *{arguments!r}]
 try:
     import runpy
@@ -210,3 +212,20 @@ def test_json_is_a_flag_and_a_file_that_is_written_is_output(command: click.Comm
     assert options["--json"].is_flag
     assert "output" not in {param.name for name, param in options.items() if name != "--output"}
     assert "--output" not in options or not options["--output"].is_flag
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_no_traceback() -> None:
+    code = """
+        import sys
+
+        class Interrupting:
+            def find_spec(self, name, path, target=None):
+                if name == "ragcache_core.cli.commands.serve":
+                    raise KeyboardInterrupt
+
+        sys.meta_path.insert(0, Interrupting())
+        from ragcache_core.cli import main
+        main()
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "ragcache: interrupted\n")
