@@ -9,7 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -39,6 +41,10 @@ _CPU_BLOCK = 32
 _RESERVED_CORES_ENV = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 """How many cores the model leaves to the scheduler on a machine without a GPU. vLLM reserves one, and one more for any
 connector, which ours does not need; of two cores it then reserves none, and everything takes three times as long."""
+_TOKENIZER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+"""Where a model's configuration says how many positions it has."""
+_LONGER_CONTEXT_ENV = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _PLUGIN = "ragcache_core.vllm_plugin"
 
 
@@ -72,6 +78,50 @@ def check_model(model: str) -> None:
             f"there is no model at {model!r}: name a folder with a model in Hugging Face format, or a model of the "
             "Hugging Face hub as 'organisation/name'"
         )
+
+
+def check_tokenizer(tokenizer: str | None) -> None:
+    """Refuse a path at which there is no tokenizer. A name of the hub is left to the server.
+
+    Raises:
+        EngineStartError: no folder is there.
+    """
+    if tokenizer is None or Path(tokenizer).expanduser().is_dir() or _TOKENIZER_NAME.fullmatch(tokenizer):
+        return
+    raise EngineStartError(
+        f"there is no tokenizer at {tokenizer!r}: name a folder that holds the model's tokenizer.json, or a name of "
+        "the Hugging Face hub"
+    )
+
+
+def check_context(model: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse a longer context than a model in a folder has, where its configuration leaves no doubt.
+
+    Raises:
+        ConfigError: with the longest that it has.
+    """
+    asked, path = number_of(arguments, "--max-model-len"), Path(model).expanduser() / "config.json"
+    may_be_longer = _LONGER_CONTEXT_ENV in environment or any("hf" in a and "overrides" in a for a in arguments)
+    if asked is None or may_be_longer or not path.is_file():
+        return
+    try:
+        config = json.loads(path.read_bytes())
+        lengths = [int(config[key]) for key in _CONTEXT_KEYS if config.get(key) is not None]
+        is_plain = _has_plain_positions(config)
+    except (ValueError, TypeError, AttributeError):
+        return
+    if lengths and is_plain and asked > max(lengths):
+        raise ConfigError(
+            f"max_model_len is {asked}, this model has positions for {max(lengths)} tokens ({path}): lower "
+            "max_model_len"
+        )
+
+
+def _has_plain_positions(config: Mapping[str, Any]) -> bool:
+    """Return whether a model has as many positions as its configuration says: none scaled, nor said further inside."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return "text_config" not in config and kind == "default" and not any(isinstance(v, dict) for v in rope.values())
 
 
 def check_block_size(model: str, cache: CacheConfig | VLLMOffload | None) -> None:
@@ -232,7 +282,7 @@ def check_needed(extra_args: Sequence[str]) -> None:
 def number_of(arguments: Sequence[str], *flags: str) -> int | None:
     """Return the number that the last of ``flags`` among a server's arguments gives; ``None`` where there is none."""
     found = None
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
         if name.replace("_", "-") in flags:
             text = value if equals else following

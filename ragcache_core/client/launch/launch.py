@@ -16,8 +16,10 @@ from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
     check_block_size,
+    check_context,
     check_extra_args,
     check_model,
+    check_tokenizer,
     check_vllm,
     check_worker,
     new_log_path,
@@ -91,6 +93,8 @@ def launch_server(
     check_vllm()
     check_worker(cache, [*settings, *extra_args])
     check_model(model)
+    check_tokenizer(tokenizer)
+    check_context(model, [*settings, *extra_args], {**os.environ, **(env or {})})
     check_block_size(model, cache)
     if port is None:
         port = free_port(host)

@@ -164,7 +164,12 @@ def test_the_server_ends_with_its_owner(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_says_why_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match="max_model_len") as refused:
-        Engine.launch(str(DEMO_MODEL), log_path=tmp_path / "log", **{**ENGINE_ARGS, "max_model_len": 10**9})
+        Engine.launch(
+            str(DEMO_MODEL),
+            log_path=tmp_path / "log",
+            hf_overrides={"max_position_embeddings": 1024},
+            **ENGINE_ARGS,
+        )
     assert "\n" not in str(refused.value)
     assert str(tmp_path / "log") in str(refused.value)
     assert (tmp_path / "log").stat().st_size > 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.client.launch.arguments import check_context
 from ragcache_core.client.launch.directory_lock import DirectoryLock, launch_digest
 from ragcache_core.client.launch.launch import launch_server
 from ragcache_core.config import CacheConfig, ChunkReuse
@@ -282,3 +283,62 @@ def test_kv_memory_that_holds_no_whole_prompt_is_told_with_our_cure(owner: Owner
     with pytest.raises(EngineStartError, match=r"length is 96\. Raise kv_cache_bytes, or lower max_model_len") as error:
         owner.launch(CacheConfig(kv_cache_bytes="1MiB"))
     assert "gpu_memory_utilization" not in str(error.value)
+
+
+@pytest.mark.parametrize("tokenizer", ["/nonexist", "./nowhere", "~/nowhere", "../a/b/c"])
+def test_a_tokenizer_that_is_not_there_starts_nothing(owner: Owner, tokenizer: str) -> None:
+    with pytest.raises(EngineStartError, match=f"there is no tokenizer at '{tokenizer}': name a folder"):
+        owner.launch(CacheConfig(), tokenizer=tokenizer)
+    assert owner.arguments == []
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "org/name"])
+def test_a_tokenizer_of_the_hub_is_left_to_the_server(owner: Owner, demo_model: str, tokenizer: str) -> None:
+    for given in (tokenizer, demo_model):
+        owner.launch(CacheConfig(host_bytes="1GiB"), tokenizer=given)
+        assert owner.arguments[-1][owner.arguments[-1].index("--tokenizer") + 1] == given
+
+
+def too_long(model: str, **settings: Any) -> bool:
+    """Return whether a context of 5,000 tokens is refused before anything is started."""
+    try:
+        check_context(model, [*settings.get("arguments", ()), "--max-model-len", "5000"], settings.get("env", {}))
+    except ConfigError:
+        return True
+    return False
+
+
+def test_a_longer_context_than_the_model_has_starts_nothing(owner: Owner, demo_model: str) -> None:
+    for given in ({"max_model_len": 5000}, {"extra_args": ["--max_model_len=5000"]}):
+        with pytest.raises(ConfigError, match=r"max_model_len is 5000, .* 4096 tokens .*: lower max_model_len"):
+            owner.launch(CacheConfig(), **given)
+    assert owner.arguments == []
+    assert too_long(demo_model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"model_max_length": 8192},
+        {"text_config": {"max_position_embeddings": 8192}},
+        {"max_position_embeddings": None},
+        {"max_position_embeddings": "many"},
+        [],
+    ],
+    ids=repr,
+)
+def test_a_context_is_left_to_the_server_where_the_model_leaves_a_doubt(
+    demo_model: str, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    config = json.loads((Path(demo_model) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes} if changes else changes))
+    assert not too_long(str(tmp_path))
+
+
+def test_a_context_is_left_to_the_server_where_the_user_knows_better(demo_model: str) -> None:
+    assert not too_long(demo_model, env={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    assert not too_long(demo_model, arguments=["--hf-overrides", '{"max_position_embeddings": 8192}'])
+    assert not too_long("org/name")
