@@ -50,7 +50,8 @@ log_option = click.option(
     type=click.Path(path_type=Path, allow_dash=True),
     callback=lambda _context, _option, path: Path("/dev/stdout") if str(path) == "-" else path,
     metavar="PATH",
-    help="The server's log: a file, /dev/stderr, or - for standard output. [default: a new file]",
+    help="The server's log: a file, /dev/stderr, or - for standard output. [default: a new file, or /dev/stderr "
+    "where none can be made]",
 )
 cache_config_option = click.option(
     "--cache-config",

@@ -103,7 +103,8 @@ class Engine(EngineClient):
                 there before, and without 16 MiB that are read or written.
             max_restarts: how often the server is started again if it dies. A request in flight before its first
                 token is sent again; afterwards it fails with :class:`EngineDiedError`.
-            log_path: the server's log, kept; by default a new file in the user's log folder.
+            log_path: the server's log, kept; by default a new file in the user's log folder, or standard error
+                where that cannot be written to.
             progress: draw a progress bar on stderr; by default on a terminal. A function is told each stage instead.
             env: variables added to the server's environment.
             extra_args: arguments of vLLM's server as they are, ``["--max-model-len", "2048"]``.

@@ -20,6 +20,7 @@ from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.memory import has_gpu
+from ragcache_core.private_files import make_private_folder
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV, ENGINE_ID_ENV
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -36,6 +37,7 @@ _REFUSED = {
     "was hidden and whether there is room for speculation: leave it out",
 }
 _MAX_LOGS = 50
+STANDARD_ERROR = Path("/dev/stderr")
 _CPU_BLOCK = 32
 """Tokens that vLLM's attention without a GPU takes at a time; latent attention (``kv_lora_rank``) has its own size."""
 _RESERVED_CORES_ENV = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -321,8 +323,16 @@ def server_environment(
 
 
 def new_log_path(port: int) -> Path:
-    """Return where a new server logs to: a file of its own in the user's log folder, which keeps the newest 50."""
+    """Return where a new server logs to: a file of its own in the user's log folder, which keeps the newest 50.
+
+    Where that cannot be written to, as in a container with a read-only root, it is standard error.
+    """
     folder = Path(platformdirs.user_log_dir("ragcache"))
-    for old in sorted(folder.glob("engine-*.log"))[: -_MAX_LOGS + 1]:
-        old.unlink(missing_ok=True)
-    return folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log"
+    try:
+        make_private_folder(folder)
+        for old in sorted(folder.glob("engine-*.log"))[: -_MAX_LOGS + 1]:
+            old.unlink(missing_ok=True)
+    except OSError:
+        return STANDARD_ERROR
+    is_writable = os.access(folder, os.W_OK)
+    return folder / f"engine-{time.strftime('%Y%m%d-%H%M%S')}-{port}.log" if is_writable else STANDARD_ERROR

@@ -141,6 +141,20 @@ def test_old_logs_make_room_for_new_ones(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept[-1] == path.name
 
 
+def test_where_no_log_can_be_kept_the_server_logs_to_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("platformdirs.user_log_dir", lambda name: str(tmp_path / "file" / name))
+    assert new_log_path(8000) == Path("/dev/stderr")
+    monkeypatch.setattr("platformdirs.user_log_dir", lambda name: f"/proc/{name}")
+    assert new_log_path(8000) == Path("/dev/stderr")
+    monkeypatch.setattr("platformdirs.user_log_dir", lambda name: str(tmp_path / "logs" / name))
+    assert new_log_path(8000).parent == tmp_path / "logs" / "ragcache"
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to a folder of any mode
+    assert new_log_path(8000) == Path("/dev/stderr")
+
+
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
