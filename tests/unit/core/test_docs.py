@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import fields
@@ -9,12 +10,15 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import yaml
 
 from ragcache_core.cli import cli
+from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.pipeline.run import PipelineEvent
 from ragcache_core.config import CacheConfig
 from ragcache_core.ordering import DOCUMENT_ORDERS
 from ragcache_core.stats import ChunkStats, EngineStats, PipelineReport, TierStats, series_of
+from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
@@ -64,6 +68,28 @@ def test_every_setting_of_the_cache_is_explained_with_its_option() -> None:
     options = {param.name: param.opts[0] for param in cli.commands["serve"].params}
     for field in CacheConfig.model_fields:
         assert f"| `{field}` | `{options[field]}` |" in HOW_IT_WORKS
+
+
+def test_containers_run_commands_that_are_understood_and_probe_what_answers_without_a_key() -> None:
+    page = (DOCS / "containers.md").read_text(encoding="utf-8")
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", page, re.MULTILINE)
+    program, command, *options = json.loads(entry)
+    assert (program, command) == ("ragcache", "serve")
+    compose, kubernetes = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    service, pod = compose["services"]["engine"], kubernetes["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    graces = int(service["stop_grace_period"].removesuffix("s")), pod["terminationGracePeriodSeconds"]
+    for arguments, grace_s in zip((service["command"], container["args"]), graces, strict=True):
+        given = cli.commands["serve"].make_context("serve", [*options, *arguments]).params
+        assert (given["host"], given["log"]) == ("0.0.0.0", Path("/dev/stdout"))
+        assert grace_s > given["drain"] + GRACE_S
+    (port,) = (mapping["containerPort"] for mapping in container["ports"])
+    assert port == given["port"]
+    probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert {probe["port"] for probe in probes} == {port}
+    paths = {probe["path"] for probe in probes} | set(re.findall(r"127\.0\.0\.1:8000(/\w+)", page))
+    assert paths == {"/ready", "/health"}
+    assert paths <= OPEN_PATHS
 
 
 def test_every_series_of_ours_is_listed() -> None:

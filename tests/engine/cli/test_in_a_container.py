@@ -1,0 +1,130 @@
+"""``ragcache serve`` as containers run it: no root, nothing to write to but /tmp, 64 MiB of /dev/shm, probes, SIGTERM.
+
+No container engine is needed: the test makes the namespaces itself, in which ``$TMPDIR`` stands for /tmp.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from ragcache_core.client import Engine
+from ragcache_core.client.launch.process import free_port
+from tests.conftest import DEMO_MODEL, ROOT
+from tests.support.waiting import until
+
+KEY = "of-a-secret"
+MIB = 1 << 20
+HOST_BYTES = 128 * MIB
+STARTUP_S = 240.0
+ENTER = ["unshare", "--user", "--mount", "--map-root-user", "sh", "-ec"]
+CONTAINER = """
+mount -t tmpfs -o size=64m,mode=1777 tmpfs /dev/shm
+mount -t tmpfs -o mode=1777 tmpfs "$TMPDIR"
+mount -o remount,bind,ro /
+exec unshare --user --map-user=10001 --map-group=10001 "$@"
+"""
+
+
+def why_no_container(folder: Path) -> str | None:
+    """Return why this machine lets nobody make such a namespace; ``None`` where it does."""
+    try:
+        made = subprocess.run(
+            [*ENTER, CONTAINER, "sh", "true"],
+            env={**os.environ, "TMPDIR": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return "there is no unshare here"
+    return made.stderr.strip() or None
+
+
+@contextmanager
+def container(folder: Path, output: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``ragcache serve`` over the demo model in a container, on every address and with a key of ours."""
+    command = ["serve", str(DEMO_MODEL), "--host", "0.0.0.0", "--port", str(port), "--log", "-", "--drain", "120"]
+    sizes = ["--kv-cache-bytes", "16MiB", "--host-bytes", str(HOST_BYTES), "--block-size", "32"]
+    vllm_args = ["--", "--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
+    with (
+        output.open("wb") as log,
+        subprocess.Popen(
+            [*ENTER, CONTAINER, "sh", sys.executable, "-m", "ragcache_core", *command, *sizes, *vllm_args],
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(folder), "HOME": "/nonexistent", "RAGCACHE_API_KEY": KEY},
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def engine_core(server: psutil.Process) -> psutil.Process:
+    """Return vLLM's engine process below a server."""
+    return next(
+        child for child in server.children(recursive=True) if "EngineCore" in " ".join([child.name(), *child.cmdline()])
+    )
+
+
+def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> None:
+    folder, output = tmp_path / "tmp", tmp_path / "output"
+    folder.mkdir()
+    if (why := why_no_container(folder)) is not None:
+        pytest.skip(f"no namespace can be made here: {why}")
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+
+    def probe(path: str) -> int:
+        try:
+            return httpx.get(url + path, timeout=10.0).status_code
+        except httpx.TransportError:
+            return 0
+
+    with container(folder, output, port) as process:
+        said = lambda: output.read_text(errors="replace")  # noqa: E731
+        assert until(lambda: "ready: Ctrl-C" in said() or process.poll() is not None, STARTUP_S)
+        assert process.poll() is None, said()[-2000:]
+        assert (probe("/ready"), probe("/health")) == (200, 200)
+        assert httpx.post(f"{url}/v1/completions", json={}).status_code == 401
+        tree = psutil.Process(process.pid).children(recursive=True)
+        with Engine.connect(url, api_key=KEY) as engine:
+            host = next(tier for tier in engine.stats().tiers if tier.name == "host")
+            assert host.capacity_bytes == HOST_BYTES, "twice of what /dev/shm has room for"
+            documents = [f"Document {i}: " + "Zorval was a company founded by Anna. " * 100 for i in range(6)]
+            first, *_ = [engine.generate(document, max_tokens=4).text for document in documents]
+            again = engine.generate(documents[0], max_tokens=4)
+            assert again.text == first
+            assert (again.stats.num_host_tokens or 0) > 0
+
+            running = engine.stream("Document: Zorval", max_tokens=300, extra_body={"ignore_eos": True})
+            next(running)
+            core = engine_core(psutil.Process(process.pid))
+            core.suspend()
+            process.send_signal(signal.SIGTERM)
+            assert until(lambda: probe("/ready") == 503, 30.0)
+            assert probe("/health") == 200, "it is alive: nobody must kill it"
+            refused = httpx.post(f"{url}/v1/completions", json={}, headers={"Authorization": f"Bearer {KEY}"})
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
+            core.resume()
+            *_, last = running
+            assert last.stats is not None
+            assert last.stats.num_output_tokens == 300
+        assert process.wait(timeout=60.0) == 0
+        _, alive = psutil.wait_procs(tree, timeout=10.0)
+        assert not alive
+    written = output.read_text(errors="replace")
+    assert "Starting vLLM server" in written, "the log is on standard output"
+    assert "ragcache: stopping: running requests have 120 s" in written
