@@ -18,7 +18,8 @@ class MeetingInOwnFolder:
     """
 
     def __init__(self, *, distributed_init_method: str, **kwargs: Any) -> None:
-        super().__init__(distributed_init_method=in_own_folder(distributed_init_method), **kwargs)
+        kwargs["distributed_init_method"] = in_own_folder(distributed_init_method)
+        super().__init__(**kwargs)
 
 
 def in_own_folder(init_method: str) -> str:

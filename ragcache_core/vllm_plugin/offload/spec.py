@@ -56,10 +56,11 @@ def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str 
 
 def _num_chunks(spec: TieringOffloadingSpec, kv_cache_config: KVCacheConfig) -> int:
     """Return how many chunks host memory holds: where nobody chose, what the engine's own memory holds, if it may."""
-    if (most_bytes := spec.extra_config.get("most_host_bytes")) is None:
-        return spec.num_chunks
-    in_engine = kv_cache_config.num_blocks // spec.blocks_per_chunk
-    return max(spec.num_chunks, min(in_engine, int(most_bytes) // spec.kv_bytes_per_chunk))
+    num_chunks: int = spec.num_chunks
+    if (most_bytes := spec.extra_config.get("most_host_bytes")) is not None:
+        in_engine = kv_cache_config.num_blocks // spec.blocks_per_chunk
+        num_chunks = max(num_chunks, min(in_engine, int(most_bytes) // spec.kv_bytes_per_chunk))
+    return num_chunks
 
 
 class RAGCacheSpec(TieringOffloadingSpec):

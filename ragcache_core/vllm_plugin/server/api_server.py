@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
+from ragcache_core.runtime.shared_memory import SHARED_MEMORY
 
 ENDPOINT_PLUGIN = "ragcache"
 """The name of our entry point in ``vllm.endpoint_plugins`` (``pyproject.toml``)."""
@@ -23,6 +26,9 @@ _PLUGIN_GROUPS = (
     "vllm.io_processor_plugins",
     "vllm.stat_logger_plugins",
 )
+_SEPARATE_WORKER_ENV = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_QUEUES_BYTES = 512 << 20
+"""In vLLM 0.32 the queue to the workers takes 160 MiB, and that from each of them 240."""
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 """For glibc, in bytes: what is freed is kept up to a GiB, and no block below 32 MiB (glibc's maximum) is a mapping of
 its own."""
@@ -42,6 +48,7 @@ def run_api_server() -> None:
     if current_platform.is_cpu():
         sys.argv += cpu_defaults(sys.argv, os.environ)
         keep_freed_memory(os.environ)
+        keep_worker_inside(os.environ)
     main()
 
 
@@ -71,6 +78,16 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
     """
     if not any(name.startswith("MALLOC_") for name in environ) and "malloc" not in environ.get("GLIBC_TUNABLES", ""):
         environ.update(_MALLOC)
+
+
+def keep_worker_inside(environ: MutableMapping[str, str], folder: Path = SHARED_MEMORY) -> None:
+    """Let the engine's process be the worker's too where shared memory, as in containers, has no room for queues.
+
+    Without a GPU vLLM gives the worker a process of its own, in which it can bind threads to cores, and refuses to
+    start where the queues to it do not fit.
+    """
+    if shutil.disk_usage(folder).free < _QUEUES_BYTES:
+        environ.setdefault(_SEPARATE_WORKER_ENV, "0")
 
 
 def _allow_endpoints() -> None:

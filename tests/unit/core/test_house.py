@@ -191,7 +191,7 @@ PUBLIC: dict[str, set[str]] = {
 
 
 ENGINE = {
-    *("launch", "alaunch", "connect", "aconnect", "close", "aclose", "pid", "log_path", "num_restarts"),
+    *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
     *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
     *("generate", "agenerate", "stream", "astream", "stats", "astats"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from ragcache_core import CacheConfig
 from ragcache_core.client.launch.arguments import cache_arguments
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
-from ragcache_core.vllm_plugin.server.api_server import cpu_defaults, keep_freed_memory
+from ragcache_core.vllm_plugin.server.api_server import cpu_defaults, keep_freed_memory, keep_worker_inside
 
 OURS = cache_arguments(CacheConfig(host_bytes="1MiB"), engine_id="e")
 
@@ -54,3 +57,16 @@ def test_other_settings_of_glibc_do_not_count() -> None:
     environ = {"GLIBC_TUNABLES": "glibc.rtld.nns=8"}
     keep_freed_memory(environ)
     assert "MALLOC_TRIM_THRESHOLD_" in environ
+
+
+@pytest.mark.parametrize(("num_free", "expected"), [(64 << 20, "0"), (2 << 30, None)])
+def test_the_worker_has_no_process_of_its_own_where_shared_memory_has_no_room_for_queues(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_free: int, expected: str | None
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=num_free))
+    environ: dict[str, str] = {}
+    keep_worker_inside(environ, tmp_path)
+    assert environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == expected
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    keep_worker_inside(environ, tmp_path)
+    assert environ == {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "the user's choice"
