@@ -6,6 +6,7 @@ starts again finds it, and anybody can tell whether the owner still lives::
     /dev/shm/vllm_offload_<engine id>.mmap      where vLLM looks for host memory: a link to /proc/<owner>/fd/<number>
     /dev/shm/vllm_offload_<engine id>.journal/  what lies where in it
     /dev/shm/<engine id>/                       vLLM's sockets
+    /dev/shm/<engine id>.vllm_dist_...          what several workers without a GPU exchange
 
     engine id   ragcache-<pid namespace>-<owner pid>-<owner's start, clock ticks>-<random>
 
@@ -32,7 +33,7 @@ from ragcache_core.private_files import FOLDER_MODE
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where vLLM looks for its regions)
 _ENGINE_ID = r"ragcache-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+"
 _JOURNAL = ".journal"
-_NAME = re.compile(rf"(vllm_offload_)?(?P<engine_id>{_ENGINE_ID})(_dp\d+)?(?P<suffix>\.[\w.-]+)?")
+_NAME = re.compile(rf"(vllm_offload_)?(?P<engine_id>{_ENGINE_ID})(_dp\d+)?(?P<suffix>\..+)?")
 logger = logging.getLogger(f"vllm.{__name__}")
 
 
@@ -104,7 +105,7 @@ def journal_folder(engine_id: str, folder: Path = SHARED_MEMORY) -> Path:
 
 def remove_files(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
     """Remove what an engine has in shared memory."""
-    for path in (folder / engine_id, *folder.glob(f"vllm_offload_{engine_id}*")):
+    for path in folder.glob(f"*{engine_id}*"):
         with suppress(FileNotFoundError):
             _remove(path)
 

@@ -14,7 +14,8 @@ _FILE = "file://"
 class MeetingInOwnFolder:
     """What a platform's worker gets in addition: the file that vLLM lays in the temporary folder lies in the engine's.
 
-    All workers of an engine are told the same file, and move it alike.
+    All workers of an engine are told the same file, and move it alike. Without a GPU several of them name their shared
+    memory after it as well, and leave that behind when they are killed.
     """
 
     def __init__(self, *, distributed_init_method: str, **kwargs: Any) -> None:
@@ -27,4 +28,4 @@ def in_own_folder(init_method: str) -> str:
     folder = os.environ.get(SOCKETS_ENV)
     if folder is None or not init_method.startswith(_FILE):
         return init_method
-    return f"{_FILE}{folder}/{PurePath(init_method).name}"
+    return f"{_FILE}{folder}/{PurePath(folder).name}.{PurePath(init_method).name}"

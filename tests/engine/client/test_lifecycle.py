@@ -49,8 +49,10 @@ def session_members(session_id: int) -> list[str]:
 
 
 def shared_memory(session_id: int) -> set[Path]:
-    """Return the shared-memory files that a server's processes have mapped."""
-    files = set()
+    """Return what a server has in shared memory: what its processes have mapped, and what is named after it."""
+    engine_id = psutil.Process(session_id).environ()["RAGCACHE_ENGINE_ID"]
+    files = set(Path("/dev/shm").glob(f"*{engine_id}*"))
+    assert {path.suffix for path in files} >= {"", ".mmap"}, "sockets, and host memory"
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session_id:
@@ -63,7 +65,7 @@ def shared_memory(session_id: int) -> set[Path]:
 
 def leaked(files: set[Path]) -> set[Path]:
     """Return which of the files still exist."""
-    return {file for file in files if file.exists()}
+    return {file for file in files if file.exists() or file.is_symlink()}
 
 
 def engine_core(engine: Engine) -> psutil.Process:
@@ -91,9 +93,13 @@ async def suspend_after_the_first_token(core: psutil.Process, stream: AsyncGener
 def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_token_are_retried(tmp_path: Path) -> None:
     """Also one that waits for the tokens of its speculation, which fails."""
     shared: set[Path] = set()
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
 
     async def scenario() -> None:
-        async with await Engine.alaunch(str(DEMO_MODEL), log_path=tmp_path / "log", **ENGINE_ARGS) as engine:
+        async with await Engine.alaunch(
+            str(DEMO_MODEL), log_path=tmp_path / "log", env={"TMPDIR": str(temporary)}, **ENGINE_ARGS
+        ) as engine:
             expected = (await engine.agenerate("Document: Zorval", max_tokens=5)).text
             key, url, session = engine.api_key, engine.base_url, engine.pid
             assert session is not None
@@ -137,6 +143,8 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
 
     asyncio.run(scenario())
     assert wait_until(lambda: not leaked(shared)), leaked(shared)
+    left = [path for path in temporary.iterdir() if path.is_socket() or path.name.startswith("vllm_dist")]
+    assert left == [], "vLLM lets its sockets and the file at which workers meet lie"
 
 
 OWNER = """

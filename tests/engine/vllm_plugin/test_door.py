@@ -181,7 +181,7 @@ async def test_a_server_that_drains_ends_its_answers_and_refuses_further_request
 async def test_an_answer_that_fails_is_not_waited_for(app: FastAPI) -> None:
     @app.post("/broken")
     async def broken() -> None:
-        raise ValueError
+        raise RuntimeError
 
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:

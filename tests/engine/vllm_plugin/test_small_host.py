@@ -10,7 +10,6 @@ import pytest
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import EngineStartError
-from ragcache_core.memory import Memory
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 
 MIB = 1 << 20
@@ -26,7 +25,8 @@ def launch(log_path: Path, **settings: Any) -> Engine:
 def test_an_engine_whose_default_of_host_memory_holds_no_block_goes_on_without_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_core.config.read_memory", lambda: Memory(total=64 * MIB, available=18 * MIB))
+    monkeypatch.setattr("ragcache_core.config._default_host_bytes", lambda kv_bytes, memory: MIB)
+    monkeypatch.setattr(CacheConfig, "most_host_bytes", lambda self: MIB)
     log_path = tmp_path / "server.log"
     with launch(log_path) as engine:
         prompt = "The river Mel ends in the lake of Tar. " * 60

@@ -24,7 +24,7 @@ def test_the_file_at_which_workers_meet_lies_in_the_engines_folder(monkeypatch: 
     workers = [OurWorker(rank=i, distributed_init_method="file:///tmp/vllm_dist_0c7f") for i in range(2)]
     assert [worker.rank for worker in workers] == [0, 1]
     met = {worker.distributed_init_method for worker in workers}
-    assert met == {"file:///dev/shm/ragcache-1-2-3-a/vllm_dist_0c7f"}
+    assert met == {"file:///dev/shm/ragcache-1-2-3-a/ragcache-1-2-3-a.vllm_dist_0c7f"}
 
 
 @pytest.mark.parametrize("method", ["tcp://127.0.0.1:29500", "env://"])

@@ -67,8 +67,10 @@ def test_every_file_of_a_dead_engine_goes(tmp_path: Path, owner: subprocess.Pope
         (path / "index.sqlite").touch()
     else:
         path = region(tmp_path, new_engine_id(owner.pid), suffix)
+    exchanged = tmp_path / f"{new_engine_id(owner.pid)}.vllm_dist_0c7f-tp:0-[0-1]-cpushm_1"
+    exchanged.touch()
     owner.communicate()
-    assert sweep_shared_memory(folder=tmp_path) == [path]
+    assert sorted(sweep_shared_memory(folder=tmp_path)) == sorted([path, exchanged])
 
 
 def test_a_process_that_has_the_number_of_a_dead_owner_is_not_taken_for_it(tmp_path: Path) -> None:
