@@ -145,7 +145,7 @@ class CacheConfig(_Settings):
     """Host memory for the KV of documents that left the engine's own: "64GiB", at most what is free at launch, because
     all of it is taken then. 0 keeps none there. ``None`` is an eighth of the memory that is available to the machine,
     or to the container where that has a limit, at most 8 GiB; where the engine's own KV memory turns out to be larger,
-    as much as that, up to half of what is available."""
+    as much as that, up to half of what is available, without a GPU a quarter."""
 
     disk_bytes: BytesOrNone = ByteSize(0)
     """Disk space for the KV of documents that left host memory; it outlives the engine. 0 keeps none there."""
@@ -274,7 +274,8 @@ class CacheConfig(_Settings):
         """
         if self.host_bytes is not None:
             return None
-        return _beside(_kv_in_memory(self.kv_cache_bytes), read_memory()) // 2 // _MIB * _MIB
+        share = 2 if has_gpu() else 4  # without one, weights and activations lie there as well
+        return _beside(_kv_in_memory(self.kv_cache_bytes), read_memory()) // share // _MIB * _MIB
 
 
 def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:

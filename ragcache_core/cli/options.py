@@ -73,8 +73,8 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     click.option(
         "--host-bytes",
         metavar="SIZE",
-        help="Host memory for documents, as 64GiB; 0 for none. [default: an eighth of what is free, at most 8GiB; what "
-        "the engine's own KV takes, where that is more and not half of what is free]",
+        help="Host memory for documents, as 64GiB; 0 for none. [default: an eighth of what is free, at most 8GiB; as "
+        "much as the engine's own KV, where that is larger and memory allows]",
     ),
     click.option(
         "--disk-bytes", metavar="SIZE", help="Disk space for documents, as 1TiB; it outlives the server. [default: 0]"

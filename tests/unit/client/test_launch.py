@@ -42,6 +42,7 @@ class Owner:
         self._model = model
         for name, replacement in {
             "ragcache_core.config.read_memory": lambda: self.memory,
+            "ragcache_core.config.has_gpu": lambda: True,
             "ragcache_core.client.launch.launch.ServerProcess": self._start,
             "ragcache_core.client.launch.launch.Supervisor": self._supervise,
         }.items():

@@ -218,9 +218,13 @@ def test_host_memory_that_nobody_chose_is_an_eighth_of_what_is_available(machine
     assert CacheConfig().resolved().host_bytes == 0
 
 
-def test_host_memory_that_nobody_chose_may_grow_to_half_of_what_is_available(machine: SimpleNamespace) -> None:
-    assert CacheConfig().most_host_bytes() == 16 * GIB
-    assert CacheConfig(kv_cache_bytes="12GiB").most_host_bytes() == 10 * GIB
+@pytest.mark.parametrize(("has_gpu", "most", "most_beside_kv"), [(True, 16, 16), (False, 8, 5)])
+def test_host_memory_that_nobody_chose_may_grow_to_half_of_what_is_available_or_a_quarter_without_a_gpu(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, most: int, most_beside_kv: int
+) -> None:
+    monkeypatch.setattr("ragcache_core.config.has_gpu", lambda: has_gpu)
+    assert CacheConfig().most_host_bytes() == most * GIB
+    assert CacheConfig(kv_cache_bytes="12GiB").most_host_bytes() == most_beside_kv * GIB
     assert CacheConfig(host_bytes="1GiB").most_host_bytes() is None
     assert CacheConfig(host_bytes=0).most_host_bytes() is None
 
@@ -286,7 +290,7 @@ def test_a_container_with_a_limit_has_no_more_than_that(
     limited = Memory(total=8 * GIB, available=4 * GIB, is_limited=True)
     monkeypatch.setattr("ragcache_core.config.read_memory", lambda: limited)
     assert CacheConfig().resolved().host_bytes == GIB // 2
-    assert CacheConfig().most_host_bytes() == 2 * GIB
+    assert CacheConfig().most_host_bytes() == GIB
     with pytest.raises(ConfigError, match=r"is 5\.0GiB, this container may use 8\.0GiB of memory, 4\.0GiB of it free"):
         CacheConfig(host_bytes="5GiB").resolved()
 
