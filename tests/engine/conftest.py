@@ -18,6 +18,7 @@ LONGEST_FIRST = (
     "chunk/test_launched.py",
     "examples/test_examples.py",
     "cli/test_serve.py",
+    "cli/test_in_a_container.py",
     "chunk/test_interleavings.py",
     "vllm_plugin/test_small_host.py",
     "llamaindex_integration/test_llamaindex_on_the_engine.py",
