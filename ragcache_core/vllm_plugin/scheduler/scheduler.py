@@ -102,7 +102,8 @@ class _TreeScheduling:
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Answer vLLM, which asks this when the model has begun to compute a step."""
         bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
-        self.on_forward_started()
+        if bitmask is None:  # else the step's tokens wait for it; what is not done now is done when it is needed
+            self.on_forward_started()
         return bitmask
 
     def on_forward_started(self) -> None:

@@ -6,8 +6,10 @@ import gc
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from ragcache_core.vllm_plugin.scheduler.block_pool import TreeFreeBlockQueue
 from tests.engine.vllm_plugin.scheduler_scene import Stage
 
 
@@ -76,6 +78,24 @@ def test_the_collector_does_not_stop_the_scheduler_for_every_hundredth_request()
         assert gc.get_threshold() == (10_000, 10, 10)
     finally:
         gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize("is_structured", [False, True])
+def test_the_tokens_of_a_structured_answer_do_not_wait_for_blocks_to_be_placed(
+    is_structured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage()
+    stage.ask("A", num_answers=1)
+    stage.step()
+    stage.ask("B")
+    placed: list[int] = []
+    place = TreeFreeBlockQueue.place_returned
+    monkeypatch.setattr(TreeFreeBlockQueue, "place_returned", lambda queue: (placed.append(1), place(queue))[1])
+    monkeypatch.setattr(Scheduler, "get_grammar_bitmask", lambda *args: object() if is_structured else None)
+    output = stage.scheduler.schedule()
+    placed.clear()
+    stage.scheduler.get_grammar_bitmask(output)
+    assert bool(placed) is not is_structured
 
 
 def test_what_a_step_has_to_tell_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
