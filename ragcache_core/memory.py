@@ -1,6 +1,6 @@
 """How much memory there is: the machine's, or less where a container or a service has a limit; whether a GPU is.
 
-And how often Python looks for objects that are not needed.
+And how often Python looks for objects that are not needed, and through which.
 """
 
 from __future__ import annotations
@@ -60,6 +60,18 @@ def collect_rarely() -> None:
     num_new, *others = gc.get_threshold()
     if 0 < num_new < _NEW_OBJECTS:
         gc.set_threshold(_NEW_OBJECTS, *others)
+
+
+def freeze_survivors() -> None:
+    """Collect what was made lately, and take what is left out of all further collections, if that are many objects.
+
+    Many are those of 11 collections of the youngest. Python goes through everything again when it has grown by a
+    quarter: 140 ms for a knowledge tree of 150,000 nodes, where this takes 10 ms for 11,000 new ones. A cycle that is
+    alive now is not found when it ends, so this is for a process whose objects have none: an engine core's own.
+    """
+    if gc.get_count()[2]:
+        gc.collect()
+        gc.freeze()
 
 
 def _limits() -> Iterator[tuple[int, int]]:

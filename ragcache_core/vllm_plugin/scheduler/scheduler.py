@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.memory import collect_rarely
+from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_utilities
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
@@ -69,6 +70,7 @@ class _TreeScheduling:
                 "'ragcache serve' do, or leave --scheduler-cls out"
             )
         collect_rarely()
+        self._has_own_process = parent_process() is not None
         self._controller = controller
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
@@ -123,6 +125,8 @@ class _TreeScheduling:
             scheduler_output, model_runner_output
         )
         self._controller.on_step(self._step_began_s, time.monotonic())
+        if self._has_own_process:
+            freeze_survivors()
         return outputs
 
     def confirm(self, speculation: str) -> dict[str, object] | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from ragcache_core.vllm_plugin.scheduler import scheduler
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeFreeBlockQueue
 from tests.engine.vllm_plugin.scheduler_scene import Stage
 
@@ -78,6 +80,34 @@ def test_the_collector_does_not_stop_the_scheduler_for_every_hundredth_request()
         assert gc.get_threshold() == (10_000, 10, 10)
     finally:
         gc.set_threshold(*thresholds)
+
+
+def test_what_an_engine_core_of_its_own_has_made_is_frozen_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_steps: list[int] = []
+    monkeypatch.setattr(scheduler, "freeze_survivors", lambda: num_steps.append(1))
+    stage = Stage()
+    stage.ask("A")
+    stage.finish_all()
+    assert not num_steps, "in an application's process are its objects, too"
+    monkeypatch.setattr(scheduler, "parent_process", object)
+    stage = Stage()
+    stage.ask("A")
+    stage.finish_all()
+    assert len(num_steps) == len(stage.steps)
+
+
+def test_a_request_that_has_ended_needs_no_collector() -> None:
+    """A cycle that was frozen while it lived would stay for good."""
+    stage = Stage()
+    request_id = stage.ask("A")
+    gc.collect()
+    gc.disable()
+    try:
+        stage.finish_all()
+        ended = weakref.ref(stage.requests.pop(request_id))
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_structured", [False, True])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from ragcache_core.memory import Memory, collect_rarely, read_memory
+from ragcache_core.memory import Memory, collect_rarely, freeze_survivors, read_memory
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712
@@ -112,3 +113,32 @@ def test_the_collector_waits_for_more_unless_somebody_set_it_to_wait_longer_or_o
         assert gc.get_threshold() == (after, 7, 5)
     finally:
         gc.set_threshold(*thresholds)
+
+
+class Linked:
+    """Something that may refer to itself."""
+
+    def __init__(self) -> None:
+        self.other: Linked | None = None
+
+
+def test_what_has_survived_is_frozen_now_and_then_without_the_cycles_that_nobody_needs() -> None:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100, 10, 1_000)
+    gc.collect()
+    before = gc.get_freeze_count()
+    try:
+        kept = [Linked() for _ in range(500)]
+        freeze_survivors()
+        assert gc.get_freeze_count() == before, "too few for the trouble"
+        gone = Linked()
+        gone.other, is_alive = gone, weakref.ref(gone)
+        kept += [Linked() for _ in range(1_000)]
+        del gone
+        freeze_survivors()
+        assert gc.get_freeze_count() >= before + len(kept)
+        assert is_alive() is None
+        assert not any(isinstance(found, Linked) for found in gc.get_objects())
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
