@@ -9,7 +9,8 @@ it resumes, find them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,6 @@ class _TreeScheduling:
     kv_holding_waiting: Any
     deferred_waiting: set[Request]
     max_num_scheduled_tokens: int
-    max_num_encoder_input_tokens: int
     need_mamba_block_aligned_split: bool
     _inflight_prefills: set[Request]
     _free_request_blocks: Callable[[Request], None]
@@ -185,8 +185,9 @@ class _TreeScheduling:
                 self._set_back(request)
             return None
         self.running = real + speculative  # when memory runs out, the last is preempted
-        queue.allow_speculative(self._controller.settings.max_prefill_bs - len(speculative) - len(loading))
-        if not self._may_cut_prefills:
+        num_allowed = max(self._controller.settings.max_prefill_bs - len(speculative) - len(loading), 0)
+        queue.allow_speculative(num_allowed)
+        if not self._may_cut_prefills((*speculative, *loading, *islice(queue, num_allowed))):
             return None
         num_answering = sum(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens for r in real)
         return int(num_answering) + (_TOKENS_BESIDE_ANSWERS if real else _TOKENS_ALONE)
@@ -233,13 +234,12 @@ class _TreeScheduling:
     def _is_speculative(self, request: Request) -> bool:
         return self._controller.is_speculative(request.request_id)
 
-    @property
-    def _may_cut_prefills(self) -> bool:
-        """Whether a step may end anywhere in a prompt; a Mamba state or an image is computed as a whole."""
+    def _may_cut_prefills(self, requests: Iterable[Request]) -> bool:
+        """Return whether a step may end anywhere in these prompts; a Mamba state or an image is computed as a whole."""
         return (
             self.scheduler_config.enable_chunked_prefill
             and not self.need_mamba_block_aligned_split
-            and self.max_num_encoder_input_tokens == 0
+            and not any(request.mm_features for request in requests)
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.config.vllm import set_current_vllm_config
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -125,10 +126,12 @@ class Stage:
         is_loaded: bool = False,
         metadata: Mapping[str, object] | None = None,
         salt: str | None = None,
+        image: tuple[int, int] | None = None,
     ) -> str:
         """Send a request over documents, each of ``num_tokens`` tokens; a question of its own unless one is given.
 
-        ``metadata`` replaces parts of what it says of itself. One with a ``salt`` shares no KV with others.
+        ``metadata`` replaces parts of what it says of itself. One with a ``salt`` shares no KV with others. An
+        ``image`` begins at the first of the two numbers, and is as many tokens as the second says.
         """
         number = next(self.numbers)
         tokens: list[int] = []
@@ -141,7 +144,10 @@ class Stage:
         kv_transfer_params: dict[str, Any] = encode_kv_transfer_params(segments, speculation=speculation)
         kv_transfer_params[KEY].update(metadata or {})
         params.extra_args = {"kv_transfer_params": kv_transfer_params}
-        request = Request(f"r{number}", tokens, params, None, cache_salt=salt, block_hasher=_block_hasher)
+        images = [] if image is None else [MultiModalFeatureSpec(None, "image", f"i{number}", PlaceholderRange(*image))]
+        request = Request(
+            f"r{number}", tokens, params, None, mm_features=images, cache_salt=salt, block_hasher=_block_hasher
+        )
         self.requests[request.request_id] = request
         self.answers[request.request_id] = []
         if is_loaded:

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
@@ -66,6 +67,22 @@ def test_a_step_of_speculation_alone_is_short_and_a_real_one_is_not() -> None:
     assert stage.step() == {real: 7 * 160 + 4}
     stage.finish_all()
     check_answers(stage, *guesses, real)
+
+
+def test_a_model_that_reads_images_speculates_on_text_in_short_steps_and_takes_an_image_whole() -> None:
+    stage = Stage()
+    scheduler = stage.scheduler
+    scheduler.max_num_encoder_input_tokens = 2048
+    scheduler.encoder_cache_manager = EncoderCacheManager(2048)
+    scheduler.scheduler_config.disable_chunked_mm_input = True  # as models have it whose images see all of themselves
+    text = stage.ask("ABCDE", speculation="text")
+    assert stage.step() == {text: 512}
+    stage.finish_all()
+    picture = stage.ask("FGHIJ", speculation="picture", image=(0, 700))
+    assert stage.step() == {picture: 804}, "a step of 512 would never come past it"
+    behind = stage.ask("KLMNO", speculation="behind")
+    stage.finish_all()
+    check_answers(stage, text, picture, behind)
 
 
 def test_no_more_speculation_runs_at_a_time_than_was_allowed() -> None:

@@ -129,7 +129,7 @@ def facts() -> dict[str, object]:
         "scheduler_queue": sets(
             compat.Scheduler,
             *("policy", "waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
-            *("_inflight_prefills", "max_num_scheduled_tokens", "max_num_encoder_input_tokens"),
+            *("_inflight_prefills", "max_num_scheduled_tokens"),
             *("need_mamba_block_aligned_split", "scheduler_config"),
         ),
         "cuts_prefills": "enable_chunked_prefill" in names(SchedulerConfig),
