@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 import vllm
@@ -20,8 +22,12 @@ from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-_NUM_SAMPLES = 512
+KIN = ("model_config", "parallel", "holds")
+"""What older identities of an engine have in common with its own: other weights of the model, another vLLM."""
+_NUM_SAMPLES = 2048
+_SAMPLES_OF_A_FILE = 512
 _SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 64 << 20
 _CHUNK_LAYOUT = 1  # of a page: layer by layer, K without RoPE and V
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CODE = ("*.py", "*processor_config.json")
@@ -30,7 +36,8 @@ _CODE = ("*.py", "*processor_config.json")
 def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
     """Return everything that a chunk's bytes depend on besides its key, for the engine that is being built.
 
-    The weights are known by their files: names, sizes, times of modification, and samples of their content.
+    The weights are known by their files: names, sizes, headers, and samples of their content. When they were written,
+    and where they lie, does not matter: a machine that downloads them anew has the same.
 
     Raises:
         ConfigError: the weights' files are not on this machine, so nothing tells them from others.
@@ -89,7 +96,7 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
         "platform": _platform(),
         "weights": _weights_digest(folder),
         "code": _code_digest(folder),
-        "model_config": _digest(_json(model.hf_config.to_dict()).encode()),
+        "model_config": _digest(_json({**model.hf_config.to_dict(), "_name_or_path": None}).encode()),
         "implementation": f"{model.model_impl} {_json(model.model_class_overrides)} {model.disable_sliding_window}",
         "context": "fitted" if model.original_max_model_len == -1 else str(model.max_model_len),
         "dtype": str(model.dtype),
@@ -155,21 +162,50 @@ def _weights_folder(model: ModelConfig, download_dir: str | None) -> Path:
 
 
 def _weights_digest(folder: Path) -> str:
+    """Return a digest of the weights' names, sizes, headers and samples: the end of each file, and at most 2048 more.
+
+    Of safetensors each tensor has a sample, as long as there are not too many of them.
+    """
     digest = hashlib.sha256()
     paths = _files(folder, _WEIGHTS)
     if not paths:
         raise ConfigError(f"{folder} holds no weights ({', '.join(_WEIGHTS)}): leave disk_bytes out")
+    places: list[tuple[Path, int]] = []
     for path in paths:
-        status = path.stat()
-        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-        step = max(status.st_size // _NUM_SAMPLES, _SAMPLE_BYTES)
-        with path.open("rb") as file:
-            for offset in range(0, status.st_size, step):
-                file.seek(offset)
-                digest.update(file.read(_SAMPLE_BYTES))
-            file.seek(max(status.st_size - _SAMPLE_BYTES, 0), os.SEEK_SET)
-            digest.update(file.read(_SAMPLE_BYTES))
+        with path.open("rb", buffering=0) as file:
+            size = path.stat().st_size
+            header, offsets = _read_header(file, size) if path.suffix == ".safetensors" else (b"", _spread(size))
+            digest.update(f"{path.name}\0{size}\0".encode() + header + _sample(file, max(size - _SAMPLE_BYTES, 0)))
+        places += [(path, offset) for offset in offsets]
+    step = max(-(-len(places) // _NUM_SAMPLES), 1)
+    for path, of_path in groupby(places[::step], key=itemgetter(0)):
+        with path.open("rb", buffering=0) as file:
+            for _, offset in of_path:
+                digest.update(_sample(file, offset))
     return digest.hexdigest()
+
+
+def _read_header(file: BinaryIO, size: int) -> tuple[bytes, list[int]]:
+    """Return the header of a file of safetensors, and where the middle of each tensor is."""
+    num_bytes = int.from_bytes(file.read(8), "little")
+    header = file.read(num_bytes) if num_bytes <= min(size, _MAX_HEADER_BYTES) else b""
+    first = 8 + num_bytes
+    try:
+        tensors = sorted(value["data_offsets"] for name, value in json.loads(header).items() if name != "__metadata__")
+        if any(not 0 <= begin <= end <= size - first for begin, end in tensors):
+            return header, _spread(size)
+    except (ValueError, TypeError, KeyError, AttributeError):  # vLLM could not load it either
+        return header, _spread(size)
+    return header, [first + max((begin + end - _SAMPLE_BYTES) // 2, begin) for begin, end in tensors]
+
+
+def _spread(size: int) -> list[int]:
+    return list(range(0, size, max(size // _SAMPLES_OF_A_FILE, _SAMPLE_BYTES)))
+
+
+def _sample(file: BinaryIO, offset: int) -> bytes:
+    file.seek(offset)
+    return file.read(_SAMPLE_BYTES)
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -84,7 +86,6 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
     "other weights": lambda it: touch(it.weights[1], lambda data: data.reverse()),
     "more weights": lambda it: touch(it.weights[0], lambda data: data.append(0)),
     "a last byte": lambda it: touch(it.weights[0], lambda data: data.__setitem__(-1, data[-1] ^ 1)),
-    "weights written again": lambda it: os.utime(it.weights[0], ns=(1, 1)),
     "weights that changed their names": lambda it: it.weights[0].rename(it.weights[0].with_name("x.safetensors")),
     "a file fewer": lambda it: it.weights[1].unlink(),
     "model configuration": lambda it: it.hf_config.update(rope_scaling={"factor": 2}),
@@ -192,6 +193,12 @@ def test_what_does_not_change_the_bytes_does_not_change_the_identity(tmp_path: P
     (tmp_path / "README.md").write_text("about this model")
     (tmp_path / "tokenizer.json").write_text("{}")
     assert engine.identity() == before
+    for path in engine.weights:
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(1, 1))
+    assert engine.identity() == before, "weights that were downloaded anew"
+    engine.hf_config["_name_or_path"] = "elsewhere"
+    assert engine.identity() == before, "transformers puts it there"
     assert all(type(value) in (str, int) for value in before.values())
 
 
@@ -201,6 +208,50 @@ def test_keys_that_another_start_does_not_find_again_are_refused(tmp_path: Path,
     engine.set("vllm.cache_config.prefix_caching_hash_algo", algorithm)
     with pytest.raises(ConfigError, match=f"prefix_caching_hash_algo is '{algorithm}'.*: use sha256"):
         engine.identity()
+
+
+def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
+    """Write tensors of bytes into a file, its header first."""
+    end, header = 0, {}
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
+
+
+@pytest.mark.parametrize("changed", ["norm", "experts", "names"])
+def test_each_tensor_of_the_weights_is_looked_at(tmp_path: Path, changed: str) -> None:
+    engine = Engine(tmp_path)
+    tensors = {"before": bytes(1 << 20), "norm": bytes(64), "experts": bytes(300_000), "after": bytes(1 << 20)}
+    safetensors(engine.weights[0], tensors)
+    before = engine.identity()
+    if changed == "names":
+        tensors["other"] = tensors.pop("after")
+    else:
+        tensors[changed] = bytes(byte ^ 1 for byte in tensors[changed])
+    safetensors(engine.weights[0], tensors)
+    assert engine.identity() != before
+
+
+def test_the_weights_of_many_files_are_not_read_for_long(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    for i in range(40):
+        with (tmp_path / f"model-{i}.safetensors").open("wb") as file:
+            file.truncate(32 << 20)
+    before = psutil.Process().io_counters().read_chars
+    engine.identity()
+    assert psutil.Process().io_counters().read_chars - before < 3000 * 4096
+
+
+@pytest.mark.parametrize("offsets", ["[-8, 4]", "[0, 1e99]", "[9, 1]", '"ab"', "[[], 3]", "7"])
+def test_a_header_that_cannot_be_is_no_reason_to_fail(tmp_path: Path, offsets: str) -> None:
+    engine = Engine(tmp_path)
+    text = f'{{"a": {{"data_offsets": {offsets}}}}}'.encode()
+    engine.weights[0].write_bytes(len(text).to_bytes(8, "little") + text + bytes(1 << 20))
+    before = engine.identity()
+    touch(engine.weights[0], lambda data: data.__setitem__(len(data) // 2, 1))
+    assert engine.identity() != before
 
 
 def test_weights_of_the_hub_are_found_where_they_were_downloaded_to(tmp_path: Path) -> None:
