@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,9 @@ FORMAT = 1
 Identity = Mapping[str, str | int]
 
 _IDENTITY_NAME = "identity.json"
-_LOCK_NAME = "writer.lock"
+LOCK_NAME = "writer.lock"
+_DIRECTORY_LOCK_NAME = "directory.lock"
+_PATIENCE_S = 60.0
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 
 
@@ -31,6 +35,8 @@ class Namespace:
     identity: Identity
     format: int
     num_bytes: int
+    used_s: float = 0.0
+    """When a file in it was changed last, in seconds since 1970; an engine's start changes one."""
 
 
 def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
@@ -43,10 +49,10 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
     for folder in folders:
         try:
             version, identity = _read_identity(folder)
-            num_bytes = _allocated_bytes(folder)
+            num_bytes, used_s = usage_of(folder)
         except OSError:  # another user's, or just deleted
-            version, identity, num_bytes = 0, {}, 0
-        found.append(Namespace(folder, identity, version, num_bytes))
+            version, identity, num_bytes, used_s = 0, {}, 0, time.time()
+        found.append(Namespace(folder, identity, version, num_bytes, used_s))
     return sorted(found, key=lambda namespace: (-namespace.num_bytes, namespace.path))
 
 
@@ -63,6 +69,32 @@ def namespace_path(directory: Path, identity: Identity) -> Path:
     return directory / hashlib.sha256(canonical.encode("ascii")).hexdigest()[:32]
 
 
+@contextmanager
+def changing(directory: Path) -> Iterator[None]:
+    """Hold a cache directory's lock, while namespaces are entered or deleted: none goes that somebody is entering.
+
+    Raises:
+        CacheDirectoryError, CacheLockedError
+    """
+    try:
+        make_private_folder(directory)
+        lock = filelock.FileLock(
+            directory / _DIRECTORY_LOCK_NAME, timeout=_PATIENCE_S, mode=FILE_MODE, fallback_to_soft=False
+        )
+        lock.acquire()
+    except filelock.Timeout:
+        raise CacheLockedError(
+            f"another engine has been busy with {directory}, the cache directory, for {_PATIENCE_S:g} s: start again "
+            "when it is done, or give each engine a directory of its own"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
+        raise directory_error(directory, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def enter(folder: Path) -> filelock.BaseFileLock:
     """Make a namespace's folder where it is missing, and return its lock, held. The system frees it on death.
 
@@ -71,13 +103,13 @@ def enter(folder: Path) -> filelock.BaseFileLock:
     """
     directory = folder.parent
     try:
-        make_private_folder(directory)
         make_private_folder(folder)
         # No lock by the file's existence where the system has none: it would outlive the engine.
         lock = filelock.FileLock(
-            folder / _LOCK_NAME, timeout=0, mode=FILE_MODE, thread_local=False, fallback_to_soft=False
+            folder / LOCK_NAME, timeout=0, mode=FILE_MODE, thread_local=False, fallback_to_soft=False
         )
         lock.acquire()
+        os.utime(folder / LOCK_NAME)
         for path in (folder, *folder.iterdir()):  # of a version that made them as the umask said
             make_private(path)
     except filelock.Timeout:
@@ -135,10 +167,10 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
     except OSError as error:
         raise directory_error(folder.parent, error) from error
     free_bytes = file_system.f_bavail * file_system.f_frsize
-    used_bytes = _allocated_bytes(folder)
+    used_bytes, _ = usage_of(folder)
     if capacity_bytes > free_bytes + used_bytes:
         others = [n for n in list_namespaces(folder.parent) if n.path != folder and n.num_bytes]
-        caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {_names(n.identity)}" for n in others[:3])
+        caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {names_of(n.identity)}" for n in others[:3])
         raise CacheCapacityError(
             f"capacity_bytes is {capacity_bytes:,} (it comes from disk_bytes), the file system of {folder.parent} has "
             f"{free_bytes:,} free and this cache {used_bytes:,}: lower it to their sum, or delete what is not needed"
@@ -168,15 +200,22 @@ def _read_identity(folder: Path) -> tuple[int, dict[str, str | int]]:
     return version, identity
 
 
-def _allocated_bytes(folder: Path) -> int:
-    total = 0
+def usage_of(folder: Path) -> tuple[int, float]:
+    """Return the bytes that a folder's files take on disk, and when one was changed last, in seconds since 1970.
+
+    Raises:
+        OSError
+    """
+    num_bytes, used_s = 0, folder.stat().st_mtime
     for path in folder.iterdir():
         try:
-            total += path.stat().st_blocks * 512
+            status = path.stat()
         except FileNotFoundError:  # a log that has just been merged
             continue
-    return total
+        num_bytes, used_s = num_bytes + status.st_blocks * 512, max(used_s, status.st_mtime)
+    return num_bytes, used_s
 
 
-def _names(identity: Identity) -> str:
+def names_of(identity: Identity) -> str:
+    """Return whose chunks they are, for a message."""
     return ", ".join(f"{name} {value!r:.60}" for name, value in identity.items()) or "unknown origin"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ from ragcache_core.chunkstore.chunks import (
 from ragcache_core.chunkstore.index import IndexDamagedError, write_error
 from ragcache_core.chunkstore.namespace import (
     Identity,
+    changing,
     check_capacity,
     directory_error,
     enter,
@@ -44,6 +45,7 @@ from ragcache_core.chunkstore.namespace import (
     namespace_path,
     write_identity,
 )
+from ragcache_core.chunkstore.old_namespaces import delete_old
 from ragcache_core.chunkstore.opening import open_index, start_empty
 from ragcache_core.chunkstore.readers import Readers
 from ragcache_core.chunkstore.slotfile import SlotFile
@@ -74,6 +76,7 @@ class ChunkStore:
         chunk_bytes: int,
         capacity_bytes: int,
         direct: bool | None = None,
+        kin: Collection[str] = (),
     ) -> None:
         """Open the store of ``identity`` in a cache directory, or make it. Damage there is a warning, and it is empty.
 
@@ -85,6 +88,8 @@ class ChunkStore:
             capacity_bytes: what the slots may take on disk; the index (some 120 bytes a chunk) is not counted. With
                 less than before, chunks are given up: the deepest first, of those the least valuable.
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
+            kin: entries of the identity that an engine's older identities share. Where there is too little room, these
+                are deleted; others only when they were not used for 30 days.
 
         Raises:
             CacheDirectoryError, CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
@@ -101,7 +106,10 @@ class ChunkStore:
         self._readers = Readers()
         self._num_damaged = self._num_read_errors = self._num_resets = 0
         with ExitStack() as opened:
-            opened.callback(enter(self.path).release)
+            with changing(directory):
+                opened.callback(enter(self.path).release)
+                if isinstance(capacity_bytes, int):  # else it is refused below
+                    delete_old(self.path, identity, wanted_bytes=capacity_bytes, kin=kin)
             try:
                 if not is_identity(self.path, identity):
                     self._num_resets += start_empty(self.path, "does not say whose chunks they are")

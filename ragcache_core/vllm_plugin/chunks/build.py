@@ -20,7 +20,7 @@ from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 from ragcache_core.vllm_plugin.chunks.storage.disk_store import DiskPlace
 from ragcache_core.vllm_plugin.chunks.storage.host_pool import ChunkMemory
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block
-from ragcache_core.vllm_plugin.identity import chunk_identity
+from ragcache_core.vllm_plugin.identity import KIN, chunk_identity
 from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
@@ -122,7 +122,7 @@ def build_execution(
     if disk_bytes:
         assert settings.directory is not None
         folder = settings.directory if num_workers == 1 else settings.directory / f"worker-{parallel.rank}"
-        disk = DiskPlace(folder, chunk_identity(vllm_config), disk_bytes // num_workers)
+        disk = DiskPlace(folder, chunk_identity(vllm_config), disk_bytes // num_workers, KIN)
     memory = ChunkMemory(
         layers=[LayerShape(layer.kv.num_kv_heads, layer.kv.head_dim) for layer in layers],
         dtype=layers[0].kv.cache.dtype,

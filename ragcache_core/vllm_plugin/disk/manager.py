@@ -39,7 +39,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.disk.io import DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import LoadJob, PendingChunk
-from ragcache_core.vllm_plugin.identity import kv_identity
+from ragcache_core.vllm_plugin.identity import KIN, kv_identity
 from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, is_adapted
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class DiskTier(SecondaryTierManager):
             kv_identity(offloading_spec.config),
             chunk_bytes=self.block_size_bytes,
             capacity_bytes=capacity_bytes,
+            kin=KIN,
         )
         self._io = DiskIO(store, primary_kv_view)
         self._path = store.path

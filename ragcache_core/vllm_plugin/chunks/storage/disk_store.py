@@ -46,6 +46,8 @@ class DiskPlace:
     directory: Path
     identity: Mapping[str, str | int]
     capacity_bytes: int
+    kin: tuple[str, ...] = ()
+    """Entries of the identity that older ones of the same engine share, whose chunks may be deleted for room."""
 
 
 class ChunkDisk:
@@ -79,7 +81,13 @@ class ChunkDisk:
     def _store(place: DiskPlace, holds: str, chunk_bytes: int, num_slots: int) -> ChunkStore:
         slot_bytes = -(-chunk_bytes // STATISTICS_BYTES) * STATISTICS_BYTES
         identity = {**place.identity, "holds": holds}
-        return ChunkStore(place.directory, identity, chunk_bytes=chunk_bytes, capacity_bytes=num_slots * slot_bytes)
+        return ChunkStore(
+            place.directory,
+            identity,
+            chunk_bytes=chunk_bytes,
+            capacity_bytes=num_slots * slot_bytes,
+            kin=place.kin,
+        )
 
     @property
     def path(self) -> Path:

@@ -1,0 +1,146 @@
+"""Which caches beside the own are deleted when a store is opened, and which never are."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ragcache_core.chunkstore import ChunkStore, list_namespaces, old_namespaces
+from ragcache_core.chunkstore.namespace import changing
+from ragcache_core.errors import CacheCapacityError
+
+from .conftest import CHUNK_BYTES, IDENTITY, keys, read, writes
+
+DAY_S = 86_400
+MIB = 1 << 20
+
+
+def opened(folder: Path, *, capacity_bytes: int = MIB, **identity: str) -> ChunkStore:
+    return ChunkStore(
+        folder, {**IDENTITY, **identity}, chunk_bytes=CHUNK_BYTES, capacity_bytes=capacity_bytes, kin=("model",)
+    )
+
+
+def closed(folder: Path, *, days: float = 0, **identity: str) -> Path:
+    """Return the folder of a cache with eight chunks that was used so many days ago."""
+    with opened(folder, **identity) as store:
+        store.write_many(writes(keys(8)))
+    then = time.time() - days * DAY_S
+    for path in (*store.path.iterdir(), store.path):
+        os.utime(path, (then, then))
+    return store.path
+
+
+@pytest.fixture
+def give_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that makes the file system have so many bytes for caches, what they hold now included."""
+
+    def give(num_bytes: int) -> None:
+        def statvfs(path: Any) -> Any:
+            used = sum(namespace.num_bytes for namespace in list_namespaces(folder))
+            return SimpleNamespace(f_bavail=(num_bytes - used) // 512, f_frsize=512)
+
+        monkeypatch.setattr(os, "statvfs", statvfs)
+
+    return give
+
+
+def test_a_cache_that_nobody_used_for_a_month_is_deleted_whose_ever_it_is(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = closed(folder, days=31, weights="old", model="other")
+    young = closed(folder, days=29, weights="young", model="other")
+    with opened(folder) as store:
+        assert {n.path for n in list_namespaces(folder)} == {young, store.path}
+    assert f"{old} is deleted, it was not used for 31 days" in caplog.text
+    assert "weights 'old'" in caplog.text
+
+
+def test_older_identities_of_the_same_model_make_room_the_longest_unused_first(
+    folder: Path, give_room: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = [closed(folder, days=days, weights=f"from {days} days ago") for days in (1, 3, 2)]
+    sizes = [n.num_bytes for n in list_namespaces(folder)]
+    give_room(MIB + sum(sizes) - min(sizes))  # one has to go, or two
+    with opened(folder):
+        assert not caches[1].exists()
+        assert caches[0].exists()
+    assert f"its room is needed for capacity_bytes, {MIB:,}" in caplog.text
+
+
+def test_caches_of_another_model_are_not_deleted_for_room(folder: Path, give_room: Callable[[int], None]) -> None:
+    other = closed(folder, days=3, model="other")
+    give_room(MIB)
+    with pytest.raises(CacheCapacityError, match=f"{other} holds"):
+        opened(folder)
+    assert other.exists()
+
+
+def test_a_cache_that_an_engine_has_open_is_never_deleted(folder: Path, give_room: Callable[[int], None]) -> None:
+    closed(folder, days=40, weights="in use")
+    with opened(folder, weights="in use") as store:
+        then = time.time() - 40 * DAY_S
+        for path in store.path.iterdir():
+            os.utime(path, (then, then))
+        os.utime(store.path, (then, then))
+        give_room(MIB)
+        with pytest.raises(CacheCapacityError):
+            opened(folder)
+        assert read(store, b"key 3") is not None
+
+
+def test_an_identity_that_comes_back_within_a_month_finds_its_chunks(folder: Path) -> None:
+    closed(folder, days=20)
+    closed(folder, weights="tried")
+    with opened(folder) as store:
+        assert len(store) == 8
+
+
+def test_what_a_newer_version_wrote_and_what_is_no_cache_stays(folder: Path) -> None:
+    newer = closed(folder, days=99, weights="newer")
+    (newer / "identity.json").write_text('{"format": 99, "identity": {}}')
+    os.utime(newer / "identity.json", (0, 0))
+    os.utime(newer, (0, 0))
+    documents = folder / "documents"
+    documents.mkdir()
+    os.utime(documents, (0, 0))
+    with opened(folder):
+        assert newer.exists()
+        assert documents.exists()
+
+
+def test_one_that_cannot_be_deleted_is_said_and_does_no_harm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = closed(folder, days=31, weights="old")
+
+    def fail(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(old_namespaces.shutil, "rmtree", fail)
+    with opened(folder):
+        assert f"{old}, an old cache, cannot be deleted" in caplog.text
+
+
+def test_nobody_enters_a_cache_while_another_engine_deletes_some(folder: Path) -> None:
+    closed(folder)
+    found: list[int] = []
+
+    def enter() -> None:
+        with opened(folder) as store:
+            found.append(len(store))
+
+    with changing(folder):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join(0.3)
+        assert found == []
+    thread.join(30)
+    assert found == [8]
