@@ -8,7 +8,8 @@ what each name is for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -76,6 +77,12 @@ if TYPE_CHECKING:
 
 SUPPORTED_VLLM = "0.32"
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
+_RESET_CACHES, _SLEEP, _COLLECTIVE_RPC = EngineCore._reset_caches, EngineCore.sleep, EngineCore.collective_rpc
+_LEAVES_WEIGHTS = (
+    *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+    *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),
+)
+"""Methods of vLLM's workers that its engine core and servers call."""
 
 __all__ = [
     "SUPPORTED_VLLM",
@@ -176,6 +183,49 @@ def attach_utilities() -> None:
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
     setattr(EngineCore, _REPORT, ragcache_report)
     setattr(EngineCore, _PATHS, ragcache_cached_paths)
+    _tell_of_weights()
+
+
+def _tell_of_weights() -> None:
+    """Let the engine core's resets say that the weights stay, and its calls that change them that they do not.
+
+    vLLM resets everything when it pauses or sleeps, as somebody might give it other weights then. Of what happens to
+    them it tells no scheduler.
+    """
+
+    @wraps(_RESET_CACHES)
+    def reset_caches(core: EngineCore, *args: Any, **kwargs: Any) -> None:
+        with core.scheduler.keeping_weights() if _is_ours(core) else nullcontext():
+            _RESET_CACHES(core, *args, **kwargs)
+
+    @wraps(_SLEEP)
+    def sleep(core: EngineCore, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level >= 2 and _is_ours(core):
+            core.scheduler.on_weights_changed(f"sleep level {level} discards the weights")
+        return _SLEEP(core, level, *args, **kwargs)
+
+    @wraps(_COLLECTIVE_RPC)
+    def collective_rpc(core: EngineCore, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(core) and may_change_weights(method, is_paused=core.is_scheduler_paused()):
+            core.scheduler.on_weights_changed(f"the workers are called with {method!r:.80}")
+        return _COLLECTIVE_RPC(core, method, *args, **kwargs)
+
+    for name, function in (("_reset_caches", reset_caches), ("sleep", sleep), ("collective_rpc", collective_rpc)):
+        setattr(EngineCore, name, function)
+
+
+def _is_ours(core: EngineCore) -> bool:
+    return hasattr(getattr(core, "scheduler", None), "keeping_weights")
+
+
+def may_change_weights(method: object, *, is_paused: bool) -> bool:
+    """Return whether a call of the workers may leave them with other weights.
+
+    While the engine is paused, which is when one changes them, any may that is not known to leave them alone; else
+    those whose names say so, for the caches are reset explicitly then.
+    """
+    says_so = isinstance(method, str) and ("weight" in method or method == "load_model")
+    return (is_paused or says_so) and method not in _LEAVES_WEIGHTS
 
 
 async def call_confirm(engine_client: Any, speculation_id: str) -> dict[str, Any] | None:

@@ -268,9 +268,13 @@ class ChunkReuse(KVConnectorBase_V1):
         return finished
 
     def reset_cache(self) -> bool | None:
-        self.scheduling.clear()
+        self.scheduling.stop_capturing()
         is_reset: bool | None = super().reset_cache()
         return is_reset
+
+    def forget_weights(self) -> None:
+        self.scheduling.clear()
+        super().forget_weights()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         found = [each for _, each in sorted(metadata.items()) if isinstance(each, StoredChunks)]

@@ -211,16 +211,22 @@ class ChunkScheduling:
 
     def clear(self) -> None:
         """Forget all stored chunks, and keep none of those that are being computed."""
+        self.stop_capturing()
+        self.library.clear()
+
+    def stop_capturing(self) -> None:
+        """Keep no chunk that is being computed: the blocks of requests are theirs no longer."""
         for request_id, request in list(self._requests.items()):
             if request.open:
                 self._forgotten.append(request_id)
+                for each in request.open.values():
+                    self.library.abandon(each.reservation)
                 request.open.clear()
             if not request.is_running:
                 request.offered = None
             if request.is_over:  # it only waited for its captures
                 self._forget(request_id, request)
         self._capturing.clear()
-        self.library.clear()
 
     # Steps
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,7 @@ class DocumentAware:
     controller: CacheController | None = None
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
+    _keeps_weights = False
 
     def _begin(self, controller: CacheController) -> None:
         self.controller = controller
@@ -122,6 +125,26 @@ class DocumentAware:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request, self._finish_below(request, block_ids))
+
+    def reset_cache(self) -> bool | None:
+        self._on_reset()
+        return True
+
+    @contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """Inside, a reset of the caches is for the memory alone: the weights are what they were."""
+        self._keeps_weights = True
+        try:
+            yield
+        finally:
+            self._keeps_weights = False
+
+    def forget_weights(self) -> None:
+        """Forget all KV that outlives a reset, and keep none from now on: the weights may be others."""
+
+    def _on_reset(self) -> None:
+        if not self._keeps_weights:
+            self.forget_weights()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what the server's process should know."""

@@ -105,11 +105,14 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
 
     def reset_cache(self) -> bool | None:
-        is_reset: bool | None = super().reset_cache()
+        is_reset: bool | None = OffloadingConnector.reset_cache(self)
+        self._on_reset()
+        return is_reset
+
+    def forget_weights(self) -> None:
         for tier in self.scheduler.manager.secondary_tiers:
             if isinstance(tier, DiskTier):
                 tier.clear()
-        return is_reset
 
     @property
     def _block_bytes(self) -> int:

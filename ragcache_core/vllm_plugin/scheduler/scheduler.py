@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,7 @@ class _TreeScheduling:
         self._controller = controller
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
+        self._has_other_weights = False
         self._speculates_beside_answers = not current_platform.is_cpu()
         self._tree_queue: TreeFreeBlockQueue | None = None
         if len(self.kv_cache_config.kv_cache_groups) == 1:
@@ -146,6 +148,18 @@ class _TreeScheduling:
     def cached_paths(self, cursor: str) -> dict[str, object]:
         """Return which documents are cached after which others, as far as that has changed since ``cursor``."""
         return self._controller.paths.changes(cursor)
+
+    def keeping_weights(self) -> AbstractContextManager[None]:
+        """Inside, resets of the caches leave alone what outlives them."""
+        context: AbstractContextManager[None] = self.connector.keeping_weights()
+        return context
+
+    def on_weights_changed(self, why: str) -> None:
+        """Forget all KV that outlives a reset of the caches: the model's weights are, or may be, others."""
+        if not self._has_other_weights:  # they may come in a hundred pieces
+            self._has_other_weights = True
+            logger.warning("RAGCache keeps nothing any more that outlives this engine, and empties its disk: %s", why)
+        self.connector.forget_weights()
 
     def has_room(self) -> bool:
         """Return whether a speculative request that arrived now would be admitted at once."""

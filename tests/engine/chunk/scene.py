@@ -179,7 +179,9 @@ class Scene:
         """Empty the exact prefix cache, in host memory too unless that ``keeps_host``; the chunks stay."""
         assert self.llm.reset_prefix_cache()
         if self._has_host and not keeps_host:
-            RAGCacheConnector.reset_cache(self.scheduler.connector)
+            with self.scheduler.keeping_weights():
+                RAGCacheConnector.reset_cache(self.scheduler.connector)
+            RAGCacheConnector.forget_weights(self.scheduler.connector)
 
 
 def answer_of(output: Any) -> Answer:

@@ -194,6 +194,19 @@ def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(vllm_facts: d
     )
 
 
+def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["weights"] == [
+        [
+            ["self", "reset_running_requests", "reset_connector"],
+            ["self", "level", "mode"],
+            ["self", "method", "timeout", "args", "kwargs"],
+        ],
+        True,
+        True,
+        [True, False],
+    ], "compat.attach_utilities() wraps them: a pause keeps what is on disk, other weights do not: find the new way"
+
+
 def test_the_kv_cache_says_how_large_its_blocks_are(vllm_facts: dict[str, object]) -> None:
     assert vllm_facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
         "compat.kv_bytes_per_block() reads them"

@@ -179,6 +179,17 @@ def test_a_prompt_longer_than_the_host_tier_reuses_what_fits(tiers: Engine, answ
     assert (again.num_host_tokens or 0) + (again.num_disk_tokens or 0) >= (NUM_HOST_BLOCKS - 2) * BLOCK
 
 
+def test_an_engine_that_slept_with_its_weights_finds_what_is_on_disk(tiers: Engine, answers: Answers) -> None:
+    answers.ask("slept")
+    assert until(lambda: answers.ask("slept").num_stored_bytes == 0, PATIENCE_S)
+    for route in ("sleep?level=1", "wake_up"):
+        httpx.post(f"{server(tiers)}/{route}", headers=authorized(tiers), timeout=30).raise_for_status()
+    stats = answers.ask("slept")
+    assert (stats.num_gpu_tokens, stats.num_host_tokens) == (0, 0)
+    assert (stats.num_disk_tokens or 0) >= stats.num_prompt_tokens - 2 * BLOCK
+    assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
+
+
 def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:
     for i in range(3):
         answers.ask(f"tier {i}")

@@ -175,6 +175,12 @@ def facts() -> dict[str, object]:
             sets(compat.EngineCore, "scheduler"),
             sets(AsyncLLM, "engine_core"),
         ],
+        "weights": [
+            [parameters(getattr(compat.EngineCore, name)) for name in ("_reset_caches", "sleep", "collective_rpc")],
+            "self._reset_caches()" in inspect.getsource(compat.EngineCore._finish_pause),
+            "self.pause_scheduler(" in inspect.getsource(compat.EngineCore.sleep),
+            [hasattr(compat.EngineCore, "is_scheduler_paused"), "_reset_caches" in vars(EngineCoreProc)],
+        ],
         "scheduler_cls": [
             parameters(SchedulerConfig.get_scheduler_cls),
             {"scheduler_cls", "async_scheduling"} <= set(names(SchedulerConfig)),
