@@ -144,6 +144,7 @@ __all__ = [
     "in_forward",
     "kv_bytes_per_block",
     "platform_worker",
+    "require_embeddings",
     "resolve_kv_cache_block_sizes",
     "sum_over_workers",
 ]
@@ -292,6 +293,23 @@ def platform_worker() -> type[Any]:
         from vllm.v1.worker.gpu_worker import Worker
     worker: type[Any] = Worker
     return worker
+
+
+def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
+    """Let a server take embeddings of images or sounds only if that ``is_enabled``, and then none that are left out.
+
+    vLLM takes every engine that loads KV for one whose prompts another has computed. There embeddings may be left out
+    of a message, whose prompt would be computed without them here: that ends the engine.
+    """
+    vllm_config, multimodal = engine_client.vllm_config, engine_client.model_config.multimodal_config
+    transfer, embeddings = vllm_config.kv_transfer_config, vllm_config.ec_transfer_config
+    is_ours = transfer is not None and (transfer.kv_connector_module_path or "").startswith("ragcache_core.")
+    if not is_ours or multimodal is None or (embeddings is not None and embeddings.is_ec_consumer):
+        return
+    multimodal.enable_mm_embeds, multimodal.allow_missing_mm_embeddings = is_enabled, False
+    if (processor := engine_client.renderer.mm_processor) is not None:  # it has read them already
+        vars(processor.info).pop("data_parser", None)
+        processor.data_parser = processor.info.data_parser
 
 
 def chat_template_of(serving: Any) -> tuple[str | None, bool] | None:

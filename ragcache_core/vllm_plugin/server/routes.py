@@ -16,7 +16,7 @@ from vllm import envs
 from vllm.logger import init_logger
 
 from ragcache_core.runtime.tokenizer_files import sha256_of
-from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, call_report
+from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, call_report, require_embeddings
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
@@ -166,6 +166,7 @@ class RAGCacheEndpoint:
         """
         state.ragcache_engine_client = engine_client
         model = engine_client.model_config
+        require_embeddings(engine_client, is_enabled=bool(getattr(args, "enable_mm_embeds", False)))
         state.ragcache_max_body_bytes = max_body_bytes(model.max_model_len, takes_files=model.is_multimodal_model)
         if received.engine() is not None:
             try:

@@ -124,7 +124,8 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], A
 
         engine_client = SimpleNamespace(
             engine_core=SimpleNamespace(call_utility_async=call_utility_async),
-            model_config=SimpleNamespace(max_model_len=2048, is_multimodal_model=False),
+            model_config=SimpleNamespace(max_model_len=2048, is_multimodal_model=False, multimodal_config=None),
+            vllm_config=SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None),
         )
         await RAGCacheEndpoint().init_state(engine_client, SimpleNamespace(), Namespace())
 

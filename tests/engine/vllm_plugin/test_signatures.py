@@ -207,6 +207,16 @@ def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(vllm
     ], "compat.attach_utilities() wraps them: a pause keeps what is on disk, other weights do not: find the new way"
 
 
+def test_a_server_takes_embeddings_as_we_tell_it(vllm_facts: dict[str, object]) -> None:
+    assert vllm_facts["embeddings"] == [
+        True,
+        True,
+        [["renderer", "vllm_config", "model_config"], ["mm_processor"]],
+        True,
+        True,
+    ], "compat.require_embeddings() sets them back, where a KV connector lets embeddings be left out: find the new way"
+
+
 def test_the_kv_cache_says_how_large_its_blocks_are(vllm_facts: dict[str, object]) -> None:
     assert vllm_facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
         "compat.kv_bytes_per_block() reads them"

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import vllm
@@ -13,13 +14,16 @@ from transformers import TokenizersBackend
 from vllm import plugins
 from vllm.config import (
     CacheConfig,
+    MultiModalConfig,
     SchedulerConfig,
+    VllmConfig,
 )
 from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
-from vllm.renderers import hf
+from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
+from vllm.renderers import BaseRenderer, hf
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -180,6 +184,13 @@ def facts() -> dict[str, object]:
             "self._reset_caches()" in inspect.getsource(compat.EngineCore._finish_pause),
             "self.pause_scheduler(" in inspect.getsource(compat.EngineCore.sleep),
             [hasattr(compat.EngineCore, "is_scheduler_paused"), "_reset_caches" in vars(EngineCoreProc)],
+        ],
+        "embeddings": [
+            "mm_config.allow_missing_mm_embeddings = " in inspect.getsource(VllmConfig._resolve_mm_embedding_inputs),
+            {"enable_mm_embeds", "allow_missing_mm_embeddings"} <= set(names(MultiModalConfig)),
+            [sets(AsyncLLM, "renderer", "vllm_config", "model_config"), sets(BaseRenderer, "mm_processor")],
+            "self.data_parser = self.info.get_data_parser()" in inspect.getsource(BaseMultiModalProcessor.__init__),
+            isinstance(inspect.getattr_static(BaseProcessingInfo, "data_parser"), cached_property),
         ],
         "scheduler_cls": [
             parameters(SchedulerConfig.get_scheduler_cls),

@@ -1,0 +1,84 @@
+"""A message whose embeddings are left out ends an engine that computes its prompt: it is refused at the server's door."""
+
+from __future__ import annotations
+
+import base64
+import io
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastapi import FastAPI
+from vllm.config import DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers import ChatParams, renderer_from_config
+
+from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
+from tests.engine.vllm_plugin.listening_model import write_listening_model
+
+NUM_TOKENS, HIDDEN_SIZE = 5, 64
+_OURS = "ragcache_core.vllm_plugin.connector"
+LEFT_OUT = {"audio_num_tokens": [NUM_TOKENS]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_listening_model(tmp_path_factory.mktemp("listening"))
+
+
+def engine_client(model: Path, connector: str = "RAGCacheConnector", module: str | None = _OURS) -> Any:
+    """Return what a server has of its engine, but for the engine."""
+    transfer = KVTransferConfig(
+        kv_connector=connector, kv_connector_module_path=module, kv_role="kv_both", engine_id="embeddings"
+    )
+    model_config = ModelConfig(model=str(model), dtype="float32")
+    config = VllmConfig(model_config=model_config, device_config=DeviceConfig("cpu"), kv_transfer_config=transfer)
+    return SimpleNamespace(
+        vllm_config=config, model_config=config.model_config, renderer=renderer_from_config(config), engine_core=None
+    )
+
+
+def embeddings() -> str:
+    """Return as many embeddings as :data:`LEFT_OUT` says, as a message holds them."""
+    file = io.BytesIO()
+    torch.save(torch.zeros(NUM_TOKENS, HIDDEN_SIZE), file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def render(client: Any, content: object) -> list[int]:
+    message: Any = {"role": "user", "content": [{"type": "audio_embeds", "audio_embeds": content}]}
+    _, (prompt,) = await client.renderer.render_chat_async([[message]], ChatParams())
+    ids: list[int] = prompt["prompt_token_ids"]
+    return ids
+
+
+async def enter(client: Any, *, is_enabled: bool) -> None:
+    state: Any = FastAPI().state
+    await RAGCacheEndpoint().init_state(client, state, Namespace(enable_mm_embeds=is_enabled))
+
+
+async def test_vllm_lets_embeddings_be_left_out_where_a_connector_loads_kv(model: Path) -> None:
+    assert len(await render(engine_client(model), LEFT_OUT)) >= NUM_TOKENS
+
+
+@pytest.mark.parametrize(("is_enabled", "said"), [(False, "--enable-mm-embeds"), (True, "audio_embeds")])
+async def test_embeddings_that_are_left_out_are_refused(model: Path, is_enabled: bool, said: str) -> None:
+    client = engine_client(model)
+    await enter(client, is_enabled=is_enabled)
+    with pytest.raises((ValueError, VLLMValidationError), match=said):
+        await render(client, LEFT_OUT)
+
+
+async def test_whole_embeddings_are_taken_where_they_are_enabled(model: Path) -> None:
+    client = engine_client(model)
+    await enter(client, is_enabled=True)
+    assert len(await render(client, {"audio_embeds": embeddings()})) >= NUM_TOKENS
+
+
+async def test_a_server_of_another_connector_stays_as_vllm_made_it(model: Path) -> None:
+    client = engine_client(model, "OffloadingConnector", module=None)
+    await enter(client, is_enabled=False)
+    assert len(await render(client, LEFT_OUT)) >= NUM_TOKENS
