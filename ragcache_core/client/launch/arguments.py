@@ -29,7 +29,7 @@ _RESERVED = {
     "host": "host=",
     "port": "port=",
     "api_key": "api_key=",
-    "kv_transfer_config": "cache=, which sets it",
+    "kv_transfer_config": "cache=, which sets it; no other connector (MultiConnector, NIXL, LMCache) works beside it",
     "scheduler_cls": "cache=, which sets it",
 }
 _REFUSED = {
@@ -47,6 +47,7 @@ _TOKENIZER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 """Where a model's configuration says how many positions it has."""
 _LONGER_CONTEXT_ENV = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+_ALLOCATOR_ENV = "PYTORCH_CUDA_ALLOC_CONF"
 _PLUGIN = "ragcache_core.vllm_plugin"
 
 
@@ -302,6 +303,21 @@ def check_worker(cache: CacheConfig | VLLMOffload | None, arguments: Sequence[st
     if is_needed and any(argument.split("=")[0].replace("_", "-") == "--worker-cls" for argument in arguments):
         raise ConfigError(
             "worker_cls cannot be set beside CacheConfig.chunk_reuse, which sets it: leave one of them out"
+        )
+
+
+def check_allocator(cache: CacheConfig | VLLMOffload | None, env: Mapping[str, str], arguments: Sequence[str]) -> None:
+    """Refuse an allocator with which vLLM takes no connector: what was copied by address may lie elsewhere later.
+
+    Raises:
+        ConfigError: with what to set instead.
+    """
+    allows = {"--enable-cumem-allocator", "--enable-sleep-mode"}
+    is_safe = any(argument.split("=")[0].replace("_", "-") in allows for argument in arguments)
+    if cache is not None and not is_safe and "expandable_segments:True" in env.get(_ALLOCATOR_ENV, ""):
+        raise ConfigError(
+            f"{_ALLOCATOR_ENV} is {env[_ALLOCATOR_ENV]!r:.80}: with expandable segments KV memory may move, and vLLM "
+            "takes no connector: unset it, set enable_cumem_allocator=True, or launch without RAGCache (cache=None)"
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from ragcache_core.chunk import AlphaPoint, choose_alpha
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
+    check_allocator,
     check_block_size,
     check_context,
     check_extra_args,
@@ -92,6 +93,7 @@ def launch_server(
     check_extra_args(extra_args)
     check_vllm()
     check_worker(cache, [*settings, *extra_args])
+    check_allocator(cache, {**os.environ, **(env or {})}, [*settings, *extra_args])
     check_model(model)
     check_tokenizer(tokenizer)
     check_context(model, [*settings, *extra_args], {**os.environ, **(env or {})})

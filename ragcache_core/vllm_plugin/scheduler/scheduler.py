@@ -22,6 +22,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_utilities
+from ragcache_core.vllm_plugin.refusals import check_engine
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 
@@ -49,7 +50,6 @@ class _TreeScheduling:
     kv_cache_config: Any
     kv_cache_manager: Any
     scheduler_config: Any
-    policy: Any
     requests: dict[str, Request]
     running: list[Request]
     waiting: Any
@@ -62,6 +62,7 @@ class _TreeScheduling:
     _handle_blocked_waiting_request: Callable[[Request], bool]
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        check_engine(vllm_config)
         with building(vllm_config, kv_cache_config, has_room=self.has_room) as context:
             super().__init__(vllm_config, kv_cache_config, *args, **kwargs)  # type: ignore[call-arg]
         controller = context.controller
@@ -178,11 +179,6 @@ class _TreeScheduling:
         self._controller.on_preempted(request.request_id, timestamp)
 
     def _take_over_queue(self) -> None:
-        if self.policy.value != "fcfs":
-            raise ConfigError(
-                f"--scheduling-policy is {self.policy.value!r}, but RAGCache orders the queue: leave it out, or set "
-                "queue='fifo' and max_prefill_bs=0 in the CacheConfig"
-            )
         self._queue = self.waiting = CacheAwareRequestQueue(self._controller.queue, self._is_speculative)
 
     def _make_room(self, queue: CacheAwareRequestQueue) -> int | None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
 from ragcache_core.vllm_plugin.compat import platform_worker
+from ragcache_core.vllm_plugin.refusals import check_engine
 from ragcache_core.vllm_plugin.rendezvous import MeetingInOwnFolder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class EarlyRefusal:
+    """What a platform's worker gets in addition: an engine that our scheduler refuses does not load its model first."""
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if str(vllm_config.scheduler_config.scheduler_cls).endswith(".RAGCacheScheduler"):
+            check_engine(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
 
 class SparingSeeds:
@@ -28,7 +41,7 @@ class SparingSeeds:
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
 
-class SeededWorker(MeetingInOwnFolder, SparingSeeds, platform_worker()):  # type: ignore[misc]
+class SeededWorker(EarlyRefusal, MeetingInOwnFolder, SparingSeeds, platform_worker()):  # type: ignore[misc]
     """The worker to name to ``--worker-cls``; with any other everything works, too, but seeds without a GPU."""
 
 

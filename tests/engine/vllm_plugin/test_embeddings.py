@@ -1,4 +1,4 @@
-"""A message whose embeddings are left out ends an engine that computes its prompt: it is refused at the server's door."""
+"""Embeddings that are left out of a message end an engine that computes its prompt: refused at the server's door."""
 
 from __future__ import annotations
 

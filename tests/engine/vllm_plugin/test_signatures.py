@@ -158,7 +158,7 @@ def test_the_scheduler_asks_its_queue_what_ours_answers(vllm_facts: dict[str, ob
 
 def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> None:
     assert vllm_facts["scheduler_queue"] == [
-        *("policy", "waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
+        *("waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
         *("_inflight_prefills", "max_num_scheduled_tokens"),
         *("need_mamba_block_aligned_split", "scheduler_config"),
     ], "_TreeScheduling takes over the queue, and preempts speculation: find their new names"

@@ -10,7 +10,6 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
-from ragcache_core.errors import ConfigError
 from tests.engine.vllm_plugin.scheduler_scene import Stage
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -365,8 +364,3 @@ def test_a_queue_without_order_or_speculation_stays_vllms_own() -> None:
     stage.scheduler.confirm("s")
     stage.finish_all()
     check_answers(stage, real)
-
-
-def test_vllms_own_priorities_are_refused_where_we_order_the_queue() -> None:
-    with pytest.raises(ConfigError, match="queue='fifo' and max_prefill_bs=0"):
-        Stage(policy="priority")

@@ -133,6 +133,12 @@ def empty_the_gpu(engine: Engine) -> None:
     assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200, PATIENCE_S)
 
 
+def sleep_and_wake_up(engine: Engine) -> None:
+    """Make the engine forget what it has in GPU and host memory, as its weights stay."""
+    for route in ("sleep?level=1", "wake_up"):
+        httpx.post(f"{server(engine)}/{route}", headers=authorized(engine), timeout=30).raise_for_status()
+
+
 def are_enabled(engine: Engine) -> dict[str, bool]:
     """Return which tiers the engine tells of, and whether they work; none while it starts again."""
     try:
@@ -182,12 +188,24 @@ def test_a_prompt_longer_than_the_host_tier_reuses_what_fits(tiers: Engine, answ
 def test_an_engine_that_slept_with_its_weights_finds_what_is_on_disk(tiers: Engine, answers: Answers) -> None:
     answers.ask("slept")
     assert until(lambda: answers.ask("slept").num_stored_bytes == 0, PATIENCE_S)
-    for route in ("sleep?level=1", "wake_up"):
-        httpx.post(f"{server(tiers)}/{route}", headers=authorized(tiers), timeout=30).raise_for_status()
+    sleep_and_wake_up(tiers)
     stats = answers.ask("slept")
     assert (stats.num_gpu_tokens, stats.num_host_tokens) == (0, 0)
     assert (stats.num_disk_tokens or 0) >= stats.num_prompt_tokens - 2 * BLOCK
     assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
+
+
+def test_a_tenant_finds_on_disk_what_was_stored_with_its_salt_and_nobody_else_does(
+    tiers: Engine, answers: Answers
+) -> None:
+    tenant = {"extra_body": {"cache_salt": "of tenant a"}}
+    answers.ask("tenant", **tenant)
+    assert until(lambda: answers.ask("tenant", **tenant).num_stored_bytes == 0, PATIENCE_S)
+    sleep_and_wake_up(tiers)
+    stats = answers.ask("tenant", **tenant)
+    assert (stats.num_disk_tokens or 0) >= stats.num_prompt_tokens - 2 * BLOCK
+    assert answers.ask("tenant", extra_body={"cache_salt": "of tenant b"}).num_cached_tokens == 0
+    assert answers.ask("tenant").num_cached_tokens < 2 * BLOCK, "no more than the static prefix, which has no salt"
 
 
 def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:

@@ -132,7 +132,7 @@ def facts() -> dict[str, object]:
         "queue_is_complete": sorted(CacheAwareRequestQueue.__abstractmethods__),
         "scheduler_queue": sets(
             compat.Scheduler,
-            *("policy", "waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
+            *("waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
             *("_inflight_prefills", "max_num_scheduled_tokens"),
             *("need_mamba_block_aligned_split", "scheduler_config"),
         ),

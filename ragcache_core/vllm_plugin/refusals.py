@@ -1,0 +1,41 @@
+"""Engines that RAGCache cannot serve: each is refused by the model's or setting's name, with the reason and the cure.
+
+``docs/refusals.md`` lists the lines, and those that are said elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.settings import PluginSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_engine(vllm_config: VllmConfig) -> None:
+    """Refuse an engine that our scheduler cannot work in.
+
+    Raises:
+        ConfigError
+    """
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    connector = None if transfer is None else transfer.kv_connector
+    if transfer is None or transfer.kv_connector_module_path is None:  # none, or one of vLLM's own
+        raise ConfigError(
+            f"kv_connector is {connector!r}, but RAGCacheScheduler needs a connector of RAGCache, and no other beside "
+            "it: set --kv-transfer-config as Engine.launch and 'ragcache serve' do, or leave --scheduler-cls out"
+        )
+    if model.is_encoder_decoder:
+        raise ConfigError(
+            f"{model.model!r} is an encoder-decoder model, for which vLLM has no KV connectors: serve it without "
+            "RAGCache (cache=None, 'ragcache serve --no-cache'), or choose a decoder-only model"
+        )
+    settings = PluginSettings.from_extra_config(transfer.kv_connector_extra_config)
+    policy = vllm_config.scheduler_config.policy
+    if policy != "fcfs" and (settings.queue == "cache_aware" or settings.max_prefill_bs > 0):
+        raise ConfigError(
+            f"--scheduling-policy is {policy!r}, but RAGCache orders the queue: leave it out, or set queue='fifo' and "
+            "max_prefill_bs=0 in the CacheConfig"
+        )

@@ -1,0 +1,151 @@
+"""What RAGCache refuses to serve: each line names the model or setting, the reason, and the cure.
+
+The table has a row for each refusal of a model, a setting or a machine; ``docs/refusals.md`` lists the same lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from vllm.config import DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
+
+from ragcache_core.client.launch.arguments import check_allocator, check_extra_args, vllm_arguments
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.chunks.worker import RAGCacheWorker
+from ragcache_core.vllm_plugin.refusals import check_engine
+from ragcache_core.vllm_plugin.scheduler.seeded_prefill import SeededWorker
+from tests.conftest import DEMO_MODEL, ROOT
+from tests.engine.vllm_plugin.scheduler_scene import Stage
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}
+_OURS: dict[str, Any] = {
+    "kv_connector": "RAGCacheConnector",
+    "kv_connector_module_path": "ragcache_core.vllm_plugin.connector",
+    "kv_connector_extra_config": {},
+}
+
+
+def engine(*, is_encoder_decoder: bool = False, policy: str = "fcfs", **transfer: Any) -> Any:
+    """Return of an engine's configuration what is looked at before it is built."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model="some/model", is_encoder_decoder=is_encoder_decoder),
+        scheduler_config=SimpleNamespace(
+            policy=policy, scheduler_cls="ragcache_core.vllm_plugin.scheduler.RAGCacheScheduler"
+        ),
+        kv_transfer_config=SimpleNamespace(**{**_OURS, **transfer}) if transfer != {"kv_connector": None} else None,
+    )
+
+
+def another(connector: str) -> Any:
+    """Return an engine with one of vLLM's own connectors."""
+    return engine(kv_connector=connector, kv_connector_module_path=None)
+
+
+class Refusal(NamedTuple):
+    """Something that is refused, and what its line has to say."""
+
+    ask: Callable[[], object]
+    setting: str
+    reason: str
+    cure: str
+
+
+REFUSALS = {
+    "priority scheduling": Refusal(
+        lambda: check_engine(engine(policy="priority")),
+        "--scheduling-policy is 'priority'",
+        "RAGCache orders the queue",
+        "leave it out, or set queue='fifo' and max_prefill_bs=0",
+    ),
+    "priority scheduling, as the scheduler is built": Refusal(
+        lambda: Stage(policy="priority"), "--scheduling-policy is 'priority'", "orders the queue", "leave it out"
+    ),
+    "an encoder-decoder model": Refusal(
+        lambda: check_engine(engine(is_encoder_decoder=True)),
+        "'some/model'",
+        "an encoder-decoder model, for which vLLM has no KV connectors",
+        "serve it without RAGCache (cache=None",
+    ),
+    "expandable segments": Refusal(
+        lambda: check_allocator(CacheConfig(), EXPANDABLE, []),
+        "PYTORCH_CUDA_ALLOC_CONF is 'max_split_size_mb:64,expandable_segments:True'",
+        "KV memory may move",
+        "unset it, set enable_cumem_allocator=True, or launch without RAGCache",
+    ),
+    "no connector": Refusal(
+        lambda: check_engine(engine(kv_connector=None)), "kv_connector is None", "needs a connector", "leave --sched"
+    ),
+    **{
+        f"{connector} instead of ours": Refusal(
+            lambda connector=connector: check_engine(another(connector)),  # type: ignore[misc]
+            f"kv_connector is '{connector}'",
+            "needs a connector of RAGCache, and no other beside it",
+            "set --kv-transfer-config as Engine.launch",
+        )
+        for connector in ("MultiConnector", "NixlConnector", "LMCacheConnectorV1", "OffloadingConnector")
+    },
+    "a connector for Engine.launch": Refusal(
+        lambda: vllm_arguments({"kv_transfer_config": {"kv_connector": "NixlConnector"}}),
+        "kv_transfer_config={'kv_connector': 'NixlConnector'}",
+        "no other connector (MultiConnector, NIXL, LMCache) works beside it",
+        "use cache=",
+    ),
+    "a connector for the command line": Refusal(
+        lambda: check_extra_args(["--kv-transfer-config"]),
+        "--kv-transfer-config cannot be passed",
+        "no other connector",
+        "use cache=",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_refusal_names_the_setting_the_reason_and_the_cure(what: str) -> None:
+    refusal = REFUSALS[what]
+    with pytest.raises(ConfigError) as caught:
+        refusal.ask()
+    line = str(caught.value)
+    for part in refusal[1:]:
+        assert part in line
+    assert "\n" not in line
+
+
+def test_what_can_be_served_is_not_refused() -> None:
+    check_engine(engine())
+    without_order = {"ragcache": {"queue": "fifo", "max_prefill_bs": 0}}
+    check_engine(engine(policy="priority", kv_connector_extra_config=without_order))
+    check_engine(engine(kv_connector="Mine", kv_connector_module_path="my.connectors"))
+    check_allocator(None, EXPANDABLE, [])
+    check_allocator(CacheConfig(), {}, [])
+    check_allocator(CacheConfig(), EXPANDABLE, ["--enable-sleep-mode"])
+    check_allocator(CacheConfig(), EXPANDABLE, ["--enable_cumem_allocator"])
+
+
+@pytest.mark.parametrize("worker", [SeededWorker, RAGCacheWorker])
+def test_an_engine_is_refused_before_its_model_is_loaded(worker: Any) -> None:
+    with pytest.raises(ConfigError, match="orders the queue"):
+        worker(vllm_config=engine(policy="priority"), local_rank=0, rank=0, distributed_init_method="")
+
+
+def test_vllm_still_takes_no_connector_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it does one day, so can we."""
+    for name, value in EXPANDABLE.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="expandable_segments:True"):
+        VllmConfig(
+            model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32"),
+            device_config=DeviceConfig("cpu"),
+            kv_transfer_config=KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both"),
+        )
+
+
+def test_the_page_on_refusals_has_each_line() -> None:
+    page = re.sub(r"\s+", " ", Path(ROOT / "docs" / "refusals.md").read_text())
+    for what, refusal in REFUSALS.items():
+        assert refusal.reason in page, what
