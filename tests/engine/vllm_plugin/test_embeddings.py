@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+import wave
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
@@ -16,7 +19,10 @@ from vllm.config import DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import ChatParams, renderer_from_config
 
+from ragcache_core import CacheConfig
+from ragcache_core.client import Engine
 from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
+from tests.conftest import ENGINE_ARGS
 from tests.engine.vllm_plugin.listening_model import write_listening_model
 
 NUM_TOKENS, HIDDEN_SIZE = 5, 64
@@ -82,3 +88,32 @@ async def test_a_server_of_another_connector_stays_as_vllm_made_it(model: Path) 
     client = engine_client(model, "OffloadingConnector", module=None)
     await enter(client, is_enabled=False)
     assert len(await render(client, LEFT_OUT)) >= NUM_TOKENS
+
+
+def sound() -> dict[str, object]:
+    """Return a part of a message: two seconds of a tone."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as tone:
+        tone.setparams((1, 2, 16_000, 0, "NONE", ""))
+        tone.writeframes((np.sin(np.arange(32_000) / 20) * 9_000).astype("<i2").tobytes())
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}}
+
+
+def test_an_engine_that_listens_survives_embeddings_that_are_left_out(model: Path, tmp_path: Path) -> None:
+    cache = CacheConfig(kv_cache_bytes="64MiB", block_size=32, host_bytes="64MiB")
+    settings: dict[str, Any] = {**ENGINE_ARGS, "cache": cache, "load_format": "dummy", "max_restarts": 0}
+    with Engine.launch(str(model), log_path=tmp_path / "log", **settings) as engine:
+
+        def ask(part: object) -> httpx.Response:
+            message = {"role": "user", "content": [{"type": "text", "text": "What is it? " * 20}, part]}
+            body = {"model": engine.model, "messages": [message], "max_tokens": 4, "temperature": 0}
+            headers = {"Authorization": f"Bearer {engine.api_key}"}
+            return httpx.post(f"{engine.base_url}/chat/completions", headers=headers, json=body, timeout=60)
+
+        heard, again = ask(sound()).json(), ask(sound()).json()
+        refused = ask({"type": "audio_embeds", "audio_embeds": LEFT_OUT})
+        last = ask(sound()).json()
+        assert heard["choices"][0]["message"] == again["choices"][0]["message"] == last["choices"][0]["message"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert (refused.status_code, "--enable-mm-embeds" in refused.text) == (400, True)
+        assert engine.stats().num_restarts == 0
