@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class EarlyRefusal:
     """What a platform's worker gets in addition: an engine that our scheduler refuses does not load its model first."""
 
-    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *, vllm_config: VllmConfig, **kwargs: Any) -> None:
         if str(vllm_config.scheduler_config.scheduler_cls).endswith(".RAGCacheScheduler"):
             check_engine(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
 
 
 class SparingSeeds:
