@@ -13,18 +13,22 @@
 A chunk that is lost, truncated or damaged is a miss, counted and logged once: never wrong bytes, never an error.
 """
 
+from ragcache_core.chunkstore.async_store import AsyncStore, Scratch, Transfer
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, ChunkStoreStats, ChunkWrite
 from ragcache_core.chunkstore.namespace import Namespace, list_namespaces
 from ragcache_core.chunkstore.slotfile import aligned_rows
 from ragcache_core.chunkstore.store import ChunkStore
 
 __all__ = [
+    "AsyncStore",
     "ChunkEntry",
     "ChunkNote",
     "ChunkStore",
     "ChunkStoreStats",
     "ChunkWrite",
     "Namespace",
+    "Scratch",
+    "Transfer",
     "aligned_rows",
     "list_namespaces",
 ]

@@ -6,27 +6,22 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from typing import Literal
+from functools import partial
 
 import numpy as np
 
-from ragcache_core.chunkstore import ChunkStore, ChunkWrite, aligned_rows
-from ragcache_core.errors import CacheTierError
-from ragcache_core.vllm_plugin.disk.jobs import LoadJob, Outcome, PendingChunk, StoreJob, WriteBatch
+from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch, aligned_rows, async_store
+from ragcache_core.vllm_plugin.disk.jobs import LoadJob, LoadPart, Outcome, PendingChunk, StoreJob, WriteBatch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _NUM_READERS = 4
+_READ_AT_ONCE_BYTES = 2 << 20
 _NUM_BUFFERED_BYTES = 256 << 20
 _PATIENCE_S = 10.0
 _SLOWEST_BYTES_PER_S = 64 << 20
-_CLOSE_TIMEOUT_S = 30.0
-_LOOKS_EVERY_S = 10.0
-
-
-_Kind = Literal["writes", "reads"]
 
 
 class DiskIO:
@@ -41,32 +36,18 @@ class DiskIO:
         self, store: ChunkStore, primary_kv_view: memoryview, *, num_buffered_bytes: int = _NUM_BUFFERED_BYTES
     ) -> None:
         self._store = store
+        self._disk = AsyncStore(store, "RAGCache's disk tier", num_readers=_NUM_READERS)
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
         self._num_free_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
         self._copied_at_once = min(self._num_free_buffers, store.chunks_per_batch)
         self._jobs: queue.SimpleQueue[StoreJob | Outcome | None] = queue.SimpleQueue()
         self._held: set[StoreJob] = set()
         self._has_been_slow = False
-        self._batches: queue.SimpleQueue[WriteBatch | None] = queue.SimpleQueue()
         self._copied: deque[int] = deque()
         self._written: deque[Outcome] = deque()
-        self._loads: queue.SimpleQueue[tuple[LoadJob, list[int]] | None] = queue.SimpleQueue()
-        self._num_pending: Counter[_Kind] = Counter()
         self._is_done = threading.Condition()
-        self.changing_since_s: float | None = None
-        """Since when the disk has been at what it was last asked to change; ``None`` if it is at nothing."""
-        self.lost: Exception | None = None
-        """Why the store is no longer where it was, if that was noticed while there was nothing to write."""
-        self._threads = [  # daemons: no disk that hangs keeps a process
-            threading.Thread(target=self._copy_jobs, name="ragcache-disk-copy", daemon=True),
-            threading.Thread(target=self._write_batches, name="ragcache-disk-write", daemon=True),
-            *(
-                threading.Thread(target=self._read_loads, name=f"ragcache-disk-read-{i}", daemon=True)
-                for i in range(_NUM_READERS)
-            ),
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._copier = threading.Thread(target=self._copy_jobs, name="ragcache-disk-copy", daemon=True)
+        self._copier.start()
 
     # The scheduler's side
 
@@ -88,7 +69,6 @@ class DiskIO:
         job = StoreJob(job_id, chunks, evicted, ends_s)
         with self._is_done:
             self._held.add(job)
-        self._begin("writes")
         self._jobs.put(job)
 
     def drop_unbuffered(self) -> None:
@@ -113,10 +93,18 @@ class DiskIO:
         """Have chunks forgotten that the store may still hold, before whatever is stored from now on."""
         self._write(WriteBatch(evicted=keys))
 
-    def load(self, load: LoadJob, chunk_ids: list[int]) -> None:
-        """Read the chunks of ``load`` into the rows ``chunk_ids`` of host memory."""
-        self._begin("reads")
-        self._loads.put((load, chunk_ids))
+    def load(self, job_id: int, keys: list[bytes], chunk_ids: list[int]) -> LoadJob:
+        """Begin to read chunks into the rows ``chunk_ids`` of host memory, and return the job.
+
+        It is cut into parts for all readers, none so small that it is not worth a call.
+        """
+        least = -(-_READ_AT_ONCE_BYTES // self._store.chunk_bytes)
+        size = min(max(-(-len(keys) // _NUM_READERS), least), self._store.chunks_per_batch)
+        starts = range(0, len(keys), size)
+        job = LoadJob(job_id, [LoadPart(keys[at : at + size], chunk_ids[at : at + size]) for at in starts])
+        for part in job.parts:
+            self._disk.read(part, partial(self._read, part))
+        return job
 
     def take_copied(self) -> Iterator[int]:
         """Yield the jobs whose chunks of host memory are free again."""
@@ -140,32 +128,43 @@ class DiskIO:
         self._finish_copies()
         self._write(WriteBatch(clears=True))
 
+    def read_s(self, num_chunks: int) -> float | None:
+        """Return how long the disk takes for so many chunks, by what it read lately; None where that is not known."""
+        bytes_per_s = self._disk.read_bytes_per_s()
+        return num_chunks * self._store.chunk_bytes / bytes_per_s if bytes_per_s else None
+
+    def why_down(self) -> str | None:
+        """Return why the disk is used no more; None while it is."""
+        return self._disk.why_down()
+
+    def take_down(self, why: str) -> None:
+        """Use the disk no more, and have host memory let go of."""
+        self._disk.take_down(why)
+        self.drop_unbuffered()
+
     def finish_reads(self, timeout_s: float) -> bool:
         """Let go of host memory, and wait until the disk has brought what was asked for; return whether it has in time.
 
         Whoever still waits for a read then abandons it.
         """
         self._finish_copies()
-        return self._wait_for("reads", timeout_s)
+        return self._disk.finish_reads(timeout_s)
 
     def finish_writes(self, timeout_s: float) -> bool:
         """Wait until the disk has what it was given; return whether it has in time."""
-        return self._wait_for("writes", timeout_s)
+        ends_s = time.monotonic() + timeout_s
+        with self._is_done:
+            is_copied = self._is_done.wait_for(lambda: not self._held, timeout_s)
+        return is_copied and self._disk.finish_changes(max(ends_s - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """End the threads after what they were asked for, and close the store. Idempotent.
-
-        A disk that does not answer is left as it is: what was written is found again, as after a crash.
-        """
-        ends_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        """End the threads after what they were asked to write, and close the store. Idempotent."""
+        ends_s = time.monotonic() + async_store.CLOSE_TIMEOUT_S
         self._jobs.put(None)
-        for _ in range(_NUM_READERS):
-            self._loads.put(None)
-        for thread in self._threads:
-            thread.join(max(ends_s - time.monotonic(), 0.0))
-        if any(thread.is_alive() for thread in self._threads):
-            logger.error("RAGCache leaves %s, which has not answered in %g s", self._store.path, _CLOSE_TIMEOUT_S)
+        self._copier.join(async_store.CLOSE_TIMEOUT_S)
+        if self._copier.is_alive():  # it waits for a disk that does not answer
             self._finish_copies()
+        self._disk.close(ends_s)
         self._rows = self._rows[:0].copy()  # vLLM cannot unmap host memory that somebody sees
 
     def _num_held(self) -> int:
@@ -178,21 +177,7 @@ class DiskIO:
             self._is_done.wait_for(lambda: not self._held)  # they wait for no disk any more
 
     def _write(self, batch: WriteBatch) -> None:
-        self._begin("writes")
-        self._batches.put(batch)
-
-    def _begin(self, kind: _Kind) -> None:
-        with self._is_done:
-            self._num_pending[kind] += 1
-
-    def _end(self, kind: _Kind) -> None:
-        with self._is_done:
-            self._num_pending[kind] -= 1
-            self._is_done.notify_all()
-
-    def _wait_for(self, kind: _Kind, timeout_s: float) -> bool:
-        with self._is_done:
-            return self._is_done.wait_for(lambda: not self._num_pending[kind], timeout_s)
+        self._disk.change(partial(self._apply, batch), partial(self._on_applied, batch), is_forced=batch.clears)
 
     # The threads' side
 
@@ -208,8 +193,7 @@ class DiskIO:
                 self._copied.append(job.job_id)
                 with self._is_done:
                     self._held.discard(job)
-                self._end("writes")
-        self._batches.put(None)
+                    self._is_done.notify_all()
 
     def _copy(self, job: StoreJob, dropped: set[bytes]) -> None:
         """Copy a job's chunks into buffers part by part; add to ``dropped`` what is not, and what stands on it."""
@@ -257,84 +241,46 @@ class DiskIO:
             self._num_free_buffers -= num_taken
             return num_taken
 
-    def _write_batches(self) -> None:
-        has_failed = False
-        while (batch := self._next_batch(looks=not has_failed)) is not None:
-            if self.lost is not None:
-                has_failed = True
-            keys = [chunk.key for chunk in batch.chunks]
-            try:
-                if batch.job is not None and batch.job.error is not None:
-                    raise batch.job.error
-                self.changing_since_s = time.monotonic()
-                if batch.clears:
-                    self._store.clear()
-                    logger.info("RAGCache has emptied %s", self._store.path)
-                self._store.delete_many(batch.evicted)
-                if batch.worths:
-                    self._store.update_notes(batch.worths)
-                if keys:
-                    self._store.write_many(
-                        [
-                            ChunkWrite(chunk.key, payload.data, chunk.note)
-                            for chunk, payload in zip(batch.chunks, batch.payloads, strict=True)
-                        ]
-                    )
-                    self._written.append(Outcome(keys))
-            except Exception as error:
-                if batch.clears:
-                    logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
-                elif not has_failed:  # at once: the scheduler hears of it with its next step, which may be far away
-                    logger.error("RAGCache's disk tier could not be written to: %s", error)
-                has_failed = True
-                if batch.job is not None:
-                    batch.job.error = error  # its later chunks would stand on nothing
-                self._written.append(Outcome(keys, error))
-            finally:
-                self.changing_since_s = None
-                batch.payloads.clear()
-                with self._is_done:
-                    self._num_free_buffers += len(keys)
-                self._end("writes")
-        self._store.close()
+    def _apply(self, batch: WriteBatch) -> None:
+        if batch.job is not None and batch.job.error is not None:
+            raise batch.job.error
+        if batch.clears:
+            self._store.clear()
+            logger.info("RAGCache has emptied %s", self._store.path)
+        self._store.delete_many(batch.evicted)
+        if batch.worths:
+            self._store.update_notes(batch.worths)
+        if batch.chunks:
+            pairs = zip(batch.chunks, batch.payloads, strict=True)
+            self._store.write_many([ChunkWrite(chunk.key, payload.data, chunk.note) for chunk, payload in pairs])
 
-    def _next_batch(self, *, looks: bool) -> WriteBatch | None:
-        """Wait for something to write; meanwhile look now and then whether the store is still there."""
-        while looks:
-            try:
-                return self._batches.get(timeout=_LOOKS_EVERY_S)
-            except queue.Empty:
-                pass
-            try:
-                self._store.check_in_place()
-            except CacheTierError as error:
-                logger.error("RAGCache's disk tier has lost its files: %s", error)
-                self.lost = error
-                break
-        return self._batches.get()
+    def _on_applied(self, batch: WriteBatch, error: Exception | None) -> None:
+        keys = [chunk.key for chunk in batch.chunks]
+        if keys or error is not None:
+            self._written.append(Outcome(keys, error))
+        if error is not None and batch.clears:
+            logger.error("RAGCache's disk tier still holds KV from before a reset: %s", error)
+        if error is not None and batch.job is not None:
+            batch.job.error = error  # its later chunks would stand on nothing
+        batch.payloads.clear()
+        with self._is_done:
+            self._num_free_buffers += len(keys)
+            self._is_done.notify_all()
 
-    def _read_loads(self) -> None:
-        while (job := self._loads.get()) is not None:
-            try:
-                self._read(*job)
-            except Exception:  # the scheduler gives up what is not delivered
-                logger.exception("A read of %s could not be delivered", self._store.path)
-            finally:
-                self._end("reads")
+    def _read(self, part: LoadPart, scratch: Scratch) -> int:
+        rows = scratch.rows(len(part.keys), self._store.chunk_bytes)
+        try:
+            found = self._store.read_many([(key, row.data) for key, row in zip(part.keys, rows, strict=True)])
+        except Exception:  # whatever it is, these chunks are misses
+            logger.exception("Chunks could not be read from %s", self._store.path)
+            found = part.found
 
-    def _read(self, load: LoadJob, chunk_ids: list[int]) -> None:
-        size = self._store.chunks_per_batch
-        for first in range(0, len(chunk_ids), size):
-            if load.is_abandoned:
-                return
-            load.progressed_s = time.monotonic()
-            keys, ids = load.keys[first : first + size], chunk_ids[first : first + size]
-            buffers = np.empty((0, self._store.chunk_bytes), dtype=np.uint8)
-            found = [False] * len(keys)
-            try:
-                buffers = aligned_rows(len(keys), self._store.chunk_bytes)
-                found = self._store.read_many([(key, row.data) for key, row in zip(keys, buffers, strict=True)])
-            except Exception:  # whatever it is, these chunks are misses
-                logger.exception("Chunks could not be read from %s", self._store.path)
-            if not load.deliver(self._rows, ids, buffers, found):
-                return
+        def deliver() -> None:
+            for i, is_found in enumerate(found):
+                if is_found:
+                    np.copyto(self._rows[part.chunk_ids[i]], rows[i])
+            part.found = found
+
+        part.move(deliver)
+        part.finish()
+        return sum(found) * self._store.chunk_bytes

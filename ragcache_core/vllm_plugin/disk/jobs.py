@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ragcache_core.chunkstore import ChunkNote
+from ragcache_core.chunkstore import ChunkNote, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +27,46 @@ class Outcome:
     is_dropped: bool = False
 
 
+class LoadPart(Transfer):
+    """Chunks of a job that a reader reads at once."""
+
+    def __init__(self, keys: list[bytes], chunk_ids: list[int]) -> None:
+        super().__init__()
+        self.keys = keys
+        self.chunk_ids = chunk_ids
+        self.found = [False] * len(keys)
+
+
 @dataclass(slots=True)
 class LoadJob:
-    """A batch of chunks on its way into host memory. Whoever gives up waiting abandons it: then nothing is written."""
+    """Chunks on their way into host memory, read in parts by several readers."""
 
     job_id: int
-    keys: list[bytes]
-    submitted_s: float
-    progressed_s: float | None = None
-    """When its latest part was begun; ``None`` while it waits for its turn."""
-    is_abandoned: bool = False
-    _found: list[bool] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    parts: list[LoadPart]
 
-    def is_finished(self) -> bool:
-        """Return whether the reader is done."""
-        return len(self._found) == len(self.keys)
+    @property
+    def keys(self) -> list[bytes]:
+        """All of them."""
+        return [key for part in self.parts for key in part.keys]
 
-    def abandon(self) -> bool:
-        """Give up; False if the reader was faster."""
-        with self._lock:
-            if not self.is_finished():
-                self.is_abandoned = True
-            return self.is_abandoned
+    @property
+    def submitted_s(self) -> float:
+        """When it was asked for."""
+        return self.parts[0].submitted_s
 
-    def outcome(self) -> list[bool]:
-        """Return for each key whether its bytes are in host memory."""
-        return self._found if self.is_finished() and not self.is_abandoned else [False] * len(self.keys)
+    @property
+    def is_begun(self) -> bool:
+        """Whether a reader has come to it."""
+        return any(part.progressed_s is not None for part in self.parts)
 
-    def deliver(self, rows: np.ndarray, chunk_ids: list[int], buffers: np.ndarray, found: list[bool]) -> bool:
-        """Copy what was found of the next chunks into host memory; False if nobody waits any more."""
-        with self._lock:
-            if self.is_abandoned:
-                return False
-            for i, is_found in enumerate(found):
-                if is_found:
-                    np.copyto(rows[chunk_ids[i]], buffers[i])
-            self._found += found
-            return True
+    def is_ended(self) -> bool:
+        """Return whether each part was read, or given up."""
+        return all(part.is_finished or part.is_abandoned for part in self.parts)
+
+    def abandon(self) -> None:
+        """Give up what is not read yet: from now on nothing is written to host memory."""
+        for part in self.parts:
+            part.abandon()
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vllm.logger import init_logger
 
-from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.regrowing import note_of, regrow
 from ragcache_core.tree import Location
 from ragcache_core.types import Tier
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
-_READ_TIMEOUT_S = 20.0
-_WRITE_TIMEOUT_S = 60.0
 _OUT_OF_SERVICE_PATIENCE_S = 1.0
 _NOTED_AT_ONCE = 64
 
@@ -123,36 +121,31 @@ class DiskTier(SecondaryTierManager):
         self._io.store(job_metadata.job_id, pending, evicted)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys = list(job_metadata.keys)
-        load = LoadJob(job_metadata.job_id, [get_offload_block_hash(key) for key in keys], time.monotonic())
-        for location in map(self._tree.locate, load.keys):
+        keys = [get_offload_block_hash(key) for key in job_metadata.keys]
+        for location in map(self._tree.locate, keys):
             if location is not None:
                 self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
-        self._loads[load.job_id] = load
-        self._io.load(load, [int(chunk_id) for chunk_id in job_metadata.chunk_ids])
+        chunk_ids = [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
+        self._loads[job_metadata.job_id] = self._io.load(job_metadata.job_id, keys, chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        self._notice_failure()
         self._take_in_written()
         results = [JobResult(job_id, success=True) for job_id in self._io.take_copied()]
-        overdue_s = time.monotonic() - _READ_TIMEOUT_S
+        overdue_s = time.monotonic() - async_store.READ_TIMEOUT_S
         for load in list(self._loads.values()):
-            is_overdue = (load.progressed_s or load.submitted_s) < overdue_s and load.abandon()
-            if is_overdue and load.progressed_s is not None:
-                self._disable(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
-            if load.is_abandoned or load.is_finished():
+            if not self._is_enabled or (not load.is_begun and load.submitted_s < overdue_s):
+                load.abandon()
+            if load.is_ended():
                 results.append(self._finish_load(load))
         return results
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Have it noted now and then how often stored documents were used, for the next start.
 
-        It is told of every step, so this is also where a write that does not end is noticed, and files that are gone.
+        It is told of every step, so this is also where it is noticed that the disk fails, hangs or is gone.
         """
-        if self._is_enabled and self._io.lost is not None:
-            self._disable(str(self._io.lost))
-        since_s = self._io.changing_since_s
-        if self._is_enabled and since_s is not None and since_s < time.monotonic() - _WRITE_TIMEOUT_S:
-            self._disable(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
+        self._notice_failure()
         if len(self._controller.retrieved) < _NOTED_AT_ONCE:
             return
         retrieved = self._controller.take_retrieved()
@@ -164,8 +157,9 @@ class DiskTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until nothing of the tier is at host memory; what the disk does not bring in time is given up."""
-        if not self._io.finish_reads(_READ_TIMEOUT_S if self._is_enabled else 0.0):
-            self._disable(f"a reset had to wait longer than {_READ_TIMEOUT_S:g} s for what was being read")
+        timeout_s = async_store.READ_TIMEOUT_S if self._is_enabled else 0.0
+        if not self._io.finish_reads(timeout_s):
+            self._disable(f"a reset had to wait longer than {timeout_s:g} s for what was being read")
         self._abandon_loads()
 
     def shutdown(self) -> None:
@@ -174,7 +168,7 @@ class DiskTier(SecondaryTierManager):
 
     def clear(self) -> None:
         """Forget everything, and store nothing until the next start: the model's weights may have changed."""
-        patience_s = _READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
+        patience_s = async_store.READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
         self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
         self._io.clear()
         if not self._io.finish_writes(patience_s):
@@ -254,25 +248,26 @@ class DiskTier(SecondaryTierManager):
 
     def _finish_load(self, load: LoadJob) -> JobResult:
         del self._loads[load.job_id]
+        loaded: list[OffloadKey] = []
         lost: list[Key] = []
-        for key, is_loaded in zip(load.keys, load.outcome(), strict=True):
-            location = self._tree.locate(key)
-            if location is not None:
-                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
-            if not is_loaded and not load.is_abandoned:
-                self._lose(key, location)
-                lost.append(key)
+        for part in load.parts:
+            for key, is_loaded in zip(part.keys, part.found, strict=True):
+                location = self._tree.locate(key)
+                if location is not None:
+                    self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
+                if is_loaded:
+                    loaded.append(OffloadKey(key + FIRST_GROUP))
+                elif not part.is_abandoned:
+                    self._lose(key, location)
+                    lost.append(key)
         if lost:
             self._io.delete(lost)  # the store keeps what it could not read, and its slot
-        keys = [
-            OffloadKey(key + FIRST_GROUP) for key, is_loaded in zip(load.keys, load.outcome(), strict=True) if is_loaded
-        ]
         return JobResult(
             load.job_id,
-            success=len(keys) == len(load.keys),
-            successful_keys=keys,
+            success=len(loaded) == len(load.keys),
+            successful_keys=loaded,
             transfer_time=time.monotonic() - load.submitted_s,
-            transfer_bytes=len(keys) * self.block_size_bytes,
+            transfer_bytes=len(loaded) * self.block_size_bytes,
         )
 
     def _lose(self, key: Key, location: Location | None) -> None:
@@ -283,12 +278,14 @@ class DiskTier(SecondaryTierManager):
         if location is not None:
             self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
 
+    def _notice_failure(self) -> None:
+        if self._is_enabled and (why := self._io.why_down()) is not None:
+            self._disable(why)
+
     def _disable(self, why: str) -> None:
         """Take the tier out of service; the tree forgets it, or host memory would be kept for what stands on it."""
-        if self._is_enabled:
-            logger.error("RAGCache's disk tier is out of service until the next start: %s", why)
         self._is_enabled = self._report.is_enabled = False
-        self._io.drop_unbuffered()
+        self._io.take_down(why)
         self._stored.clear()
         self._tree.clear_tier(Tier.DISK)
         self._controller.record_change()

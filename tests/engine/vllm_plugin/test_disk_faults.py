@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheWriteError
@@ -110,16 +110,16 @@ def test_a_directory_that_is_deleted_takes_the_tier_out_of_service_at_the_next_w
 def test_a_directory_that_is_deleted_is_noticed_while_nothing_is_written_and_what_was_read_is_right(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_io, "_LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(async_store, "_LOOKS_EVERY_S", 0.01)
     logged: list[str] = []
-    monkeypatch.setattr(disk_io.logger, "error", lambda text, *args: logged.append(text % args))
+    monkeypatch.setattr(async_store._log, "error", lambda text, *args: logged.append(text % args))
     scene = opening()
     stored = scene.store("B")
     scene.end_step()
     assert scene.controller.tiers[Tier.DISK].is_enabled
     shutil.rmtree(scene.directory)
     assert scene.load(stored) == set(stored), "the engine has its files open"
-    assert until(lambda: scene.tier._io.lost is not None)
+    assert until(lambda: scene.tier._io.why_down() is not None)
     scene.end_step()
     assert scene.controller.report()["tiers"][-1]["is_enabled"] is False
     assert scene.hits(stored) == []
@@ -204,7 +204,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     job = scene.submit_load(keys)
     assert is_reading.wait(10)
     time.sleep(0.1)  # the read is older than the time-out that comes next
-    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.05)
     result = scene.result(job)
     assert not result.success
     assert not result.successful_keys
@@ -225,12 +225,12 @@ def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_a
     scene = opening()
     keys = scene.store("B")
     is_reading, go_on = hanging(monkeypatch, "read")
-    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.05)
     job = scene.submit_load(keys)
     try:
         assert is_reading.wait(10)
         scene.tier.drain_jobs()
-        monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 30.0)
+        monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 30.0)
         (result,) = scene.tier.get_finished_jobs()  # vLLM asks once, and then wants none left
         assert (result.job_id, result.success, result.successful_keys) == (job, False, [])
     finally:
@@ -251,14 +251,14 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
         scene.end_step()
         assert scene.controller.tiers[Tier.DISK].is_enabled, "it is only slow so far"
         time.sleep(0.1)  # the write is older than the time-out that comes next
-        monkeypatch.setattr(disk, "_WRITE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(async_store, "_WRITE_TIMEOUT_S", 0.05)
         scene.end_step()
         assert not scene.controller.tiers[Tier.DISK].is_enabled
         assert scene.hits(stored) == []
         monkeypatch.setattr(disk, "_OUT_OF_SERVICE_PATIENCE_S", 0.05)
         scene.tier.clear()
         assert "has not answered in 0.05 s, and is emptied when it does" in plugin_log.text
-        monkeypatch.setattr(disk_io, "_CLOSE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(async_store, "CLOSE_TIMEOUT_S", 0.05)
         scene.tier.shutdown()
         assert f"leaves {scene.data_file.parent}, which has not answered in 0.05 s" in plugin_log.text
     finally:
@@ -276,7 +276,7 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs_while_it_is_emptied(
     stored = scene.store("B")
     go_on, truncate = threading.Event(), SlotFile.truncate
     monkeypatch.setattr(SlotFile, "truncate", lambda self, size: (go_on.wait(10), truncate(self, size))[1])
-    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.05)
     scene.tier.clear()
     assert not scene.tier._io.finish_writes(0.0), "it is still at it"
     assert scene.hits(stored) == []
@@ -287,16 +287,17 @@ def test_a_reset_does_not_wait_for_a_disk_that_hangs_while_it_is_emptied(
 
 
 def test_a_long_read_that_gets_on_is_waited_for(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_io, "_NUM_READERS", 1)
     scene = opening()
     keys = scene.store("D")
     monkeypatch.setattr(ChunkStore, "chunks_per_batch", 1)
-    monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 2.0)
     read = SlotFile.read
     # Six parts of half a second: more than the time-out together, and each far less.
     monkeypatch.setattr(SlotFile, "read", lambda self, *args: (time.sleep(0.5), read(self, *args))[1])
     since_s = time.monotonic()
     assert scene.load(keys) == set(keys)
-    assert time.monotonic() - since_s > disk._READ_TIMEOUT_S, "longer than one read may take"
+    assert time.monotonic() - since_s > async_store.READ_TIMEOUT_S, "longer than one read may take"
     assert scene.controller.tiers[Tier.DISK].is_enabled
 
 
@@ -384,7 +385,7 @@ def test_a_disk_that_hangs_with_jobs_open_lets_go_of_host_memory(
         assert is_writing.wait(10)
         assert list(scene.tier.get_finished_jobs()) == []
         time.sleep(0.1)  # the write is older than the time-out that comes next
-        monkeypatch.setattr(disk, "_WRITE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(async_store, "_WRITE_TIMEOUT_S", 0.05)
         scene.end_step()
         assert not scene.controller.tiers[Tier.DISK].is_enabled
         ended: list[int] = []
@@ -404,7 +405,7 @@ def test_a_reset_amid_a_store_lets_go_of_host_memory_at_once(opening: Opening, m
         scene.tier.drain_jobs()
         (result,) = scene.tier.get_finished_jobs()  # vLLM asks once, and then wants none left
         assert result.job_id == job
-        monkeypatch.setattr(disk, "_READ_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(async_store, "READ_TIMEOUT_S", 0.05)
         scene.tier.clear()
     finally:
         go_on.set()

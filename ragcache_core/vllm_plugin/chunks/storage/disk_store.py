@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
-from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, aligned_rows
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, Scratch, aligned_rows
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.vllm_plugin.chunks.messages import DropChunks, NoteUses, ReadChunk, StoredChunk, WriteChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import (
@@ -144,13 +144,13 @@ class ChunkDisk:
                 self.drop(DropChunks(((key, number, len(command.pages)),)))
             raise
 
-    def read(self, command: ReadChunk, deliver: Callable[[Sequence[int], np.ndarray], bool]) -> bool:
+    def read(self, command: ReadChunk, scratch: Scratch, deliver: Callable[[Sequence[int], np.ndarray], bool]) -> bool:
         """Return whether a variant was read as a whole; ``deliver`` copies rows into pages, until it returns False."""
         key, number = command.key, command.number
         if part_key(key, number, 0) not in self._statistics:
             return False
         for first, pages in self._batches(command.pages):
-            rows = aligned_rows(len(pages), self.page_bytes)
+            rows = scratch.rows(len(pages), self.page_bytes)
             wanted = [(part_key(key, number, first + i), row.data) for i, row in enumerate(rows)]
             if not all(self._pages.read_many(wanted)) or not deliver(pages, rows):
                 return False
@@ -176,6 +176,11 @@ class ChunkDisk:
         self._statistics.update_notes(
             (part_key(key, number, 0), frequency, worth) for key, number, frequency, worth in command.uses
         )
+
+    def check_in_place(self) -> None:
+        """Raise CacheWriteError if files of either are gone."""
+        self._pages.check_in_place()
+        self._statistics.check_in_place()
 
     def close(self) -> None:
         """Close both stores. Idempotent."""

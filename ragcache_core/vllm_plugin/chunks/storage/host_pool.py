@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
-from ragcache_core.errors import CacheCapacityError, CacheTierError
+from ragcache_core.chunkstore import AsyncStore, Scratch, Transfer
+from ragcache_core.errors import CacheTierError
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryCommand,
@@ -39,19 +38,7 @@ from ragcache_core.vllm_plugin.chunks.storage.disk_store import ChunkDisk, DiskP
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _NUM_READERS = 2
-_READ_TIMEOUT_S = 20.0
-_WRITE_TIMEOUT_S = 60.0
-_CLOSE_TIMEOUT_S = 30.0
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """A variant on its way into pages or out of them; once it is abandoned, they are somebody else's."""
-
-    command: ReadChunk | WriteChunk
-    started_s: float | None = None
-    is_abandoned: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
+_DRAIN_TIMEOUT_S = 60.0
 
 
 class ChunkMemory:
@@ -81,9 +68,9 @@ class ChunkMemory:
         self.tokens_per_page = tokens_per_page
         self.num_pages = num_pages
         self.page_bytes = page_bytes_of(layers, dtype.itemsize, tokens_per_page)
-        self._disk = (
-            None if disk is None else ChunkDisk(disk, page_bytes=self.page_bytes, tokens_per_page=tokens_per_page)
-        )
+        self._disk: ChunkDisk | None = None
+        if disk is not None:
+            self._disk = ChunkDisk(disk, page_bytes=self.page_bytes, tokens_per_page=tokens_per_page)
         num_elements = num_pages * self.page_bytes // dtype.itemsize
         self._arena = torch.empty(num_elements, dtype=dtype)
         self._is_page_locked = pin_memory and _page_lock(self._arena)
@@ -99,11 +86,10 @@ class ChunkMemory:
                 pair.append(part.view(shape))
                 self._bytes.append(part.view(torch.uint8).numpy().reshape(num_pages, -1))
             self._layers.append((pair[0], pair[1]))
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ragcache-chunk-write")
-        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ragcache-chunk-read")
-        self._under_way: dict[int, _Transfer] = {}
-        self._changing_since_s: float | None = None
-        self._pending: set[Future[None]] = set()
+        self._store: AsyncStore | None = None
+        if self._disk is not None:
+            self._store = AsyncStore(self._disk, "RAGCache's disk of chunks", num_readers=_NUM_READERS)
+        self._under_way: dict[int, Transfer] = {}
         self._lock = threading.Lock()
         self._report = _Tally()
         self._is_down = False
@@ -145,43 +131,47 @@ class ChunkMemory:
     def run(self, commands: Iterable[MemoryCommand]) -> None:
         """Begin what the library asks for. Writes and deletions keep their order, reads overtake them."""
         for command in commands:
+            if self._disk is None or self._store is None:
+                if isinstance(command, ReadChunk | WriteChunk):
+                    self._report.failed[command.command_id] += 1
+                continue
             match command:
-                case ReadChunk() | WriteChunk():
-                    transfer = self._under_way[command.command_id] = _Transfer(command)
-                    if isinstance(command, ReadChunk):
-                        future = self._readers.submit(self._read, transfer, command)
-                    else:
-                        future = self._writer.submit(self._write, transfer, command)
-                case DropChunks() | NoteUses():
-                    future = self._writer.submit(self._change, command)
-            self._pending.add(future)
-            future.add_done_callback(self._pending.discard)
+                case ReadChunk():
+                    transfer = self._under_way[command.command_id] = Transfer()
+                    self._store.read(transfer, partial(self._read, self._disk, command, transfer))
+                case WriteChunk():
+                    transfer = self._under_way[command.command_id] = Transfer()
+                    self._store.change(
+                        partial(self._write, self._store, self._disk, command, transfer),
+                        partial(self._on_written, command.command_id, transfer),
+                    )
+                case DropChunks():
+                    for dropped in command.dropped:
+                        self._store.change(partial(self._disk.drop, DropChunks((dropped,))))
+                case NoteUses():
+                    self._store.change(partial(self._disk.note, command))
 
     def take_report(self) -> MemoryReport:
         """Return what has been done since the last report; what takes too long has failed."""
-        self._abandon_overdue()
+        is_down = self._store is not None and self._store.why_down() is not None
+        for command_id, transfer in list(self._under_way.items()) if is_down else ():
+            if transfer.abandon():
+                self._end(command_id, is_done=False)
         with self._lock:
             report, self._report = self._report, _Tally()
-            return MemoryReport(report.done, report.failed, report.num_corrupt, report.is_disk_down)
+        is_news, self._is_down = is_down and not self._is_down, is_down
+        return MemoryReport(report.done, report.failed, report.num_corrupt, is_news)
 
     def drain(self) -> None:
         """Wait until everything that was asked for has been done."""
-        wait(list(self._pending))
+        if self._store is not None:
+            self._store.finish_reads(_DRAIN_TIMEOUT_S)
+            self._store.finish_changes(_DRAIN_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the threads after what they were asked to write, and close the stores. Idempotent.
-
-        A disk that does not answer is left as it is: what was written is found again, as after a crash.
-        """
-        self._readers.shutdown(wait=False, cancel_futures=True)
-        self._writer.shutdown(wait=False)
-        if wait(list(self._pending), _CLOSE_TIMEOUT_S).not_done:
-            logger.error("RAGCache leaves its chunks' disk, which has not answered in %g s", _CLOSE_TIMEOUT_S)
+        """End the threads after what they were asked to write, and close the stores. Idempotent."""
+        if self._store is not None and not self._store.close():
             return
-        self._readers.shutdown()
-        self._writer.shutdown()
-        if self._disk is not None:
-            self._disk.close()
         if self._is_page_locked:
             self._is_page_locked = False
             torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
@@ -215,83 +205,36 @@ class ChunkMemory:
             part[index] = rows[:, start : start + part.shape[1]]
             start += part.shape[1]
 
-    def _write(self, transfer: _Transfer, command: WriteChunk) -> None:
+    def _write(self, store: AsyncStore, disk: ChunkDisk, command: WriteChunk, transfer: Transfer) -> None:
         def gather(pages: Sequence[int], rows: np.ndarray) -> None:
-            with transfer.lock:
-                if transfer.is_abandoned:
-                    raise CacheTierError("it has taken so long that its pages hold something else")
-                self._gather(pages, rows)
-            self._changing_since_s = time.monotonic()  # a large chunk is written in several parts
+            if not transfer.move(lambda: self._gather(pages, rows)):
+                raise CacheTierError("it has taken so long that its pages hold something else")
+            store.record_progress()  # a large chunk is written in several parts
 
-        self._finish(transfer, is_done=self._try("written", lambda disk: disk.write(command, gather)))
+        disk.write(command, gather)
 
-    def _change(self, command: DropChunks | NoteUses) -> None:
-        if isinstance(command, DropChunks):
-            for dropped in command.dropped:
-                self._try("deleted", partial(ChunkDisk.drop, command=DropChunks((dropped,))))
-        else:
-            self._try("noted", lambda disk: disk.note(command))
+    def _on_written(self, command_id: int, transfer: Transfer, error: Exception | None) -> None:
+        if transfer.finish():
+            self._end(command_id, is_done=error is None)
 
-    def _try(self, what: str, change: Callable[[ChunkDisk], None]) -> bool:
-        """Return whether a change was made; one that fails takes the disk out of service, unless it was only full."""
-        if self._is_down or self._disk is None:
-            return False
-        self._changing_since_s = time.monotonic()
-        try:
-            change(self._disk)
-        except CacheCapacityError as error:
-            logger.debug("a chunk was not %s: %s", what, error)
-            return False
-        except Exception as error:  # whatever it is, nobody waits for this thread
-            self._take_down(f"a chunk could not be {what}: {error}")
-            return False
-        finally:
-            self._changing_since_s = None
-        return True
-
-    def _read(self, transfer: _Transfer, command: ReadChunk) -> None:
-        transfer.started_s = time.monotonic()
-
+    def _read(self, disk: ChunkDisk, command: ReadChunk, transfer: Transfer, scratch: Scratch) -> int:
         def deliver(pages: Sequence[int], rows: np.ndarray) -> bool:
-            with transfer.lock:
-                if not transfer.is_abandoned:
-                    self._scatter(pages, rows)
-                return not transfer.is_abandoned
+            return transfer.move(lambda: self._scatter(pages, rows))
 
-        is_found, was_tried = False, self._disk is not None and not self._is_down
+        is_found = False
         try:
-            is_found = was_tried and self._disk is not None and self._disk.read(command, deliver)
+            is_found = disk.read(command, scratch, deliver)
         except Exception:  # whatever it is, this chunk is a miss
             logger.exception("A chunk could not be read")
-        self._finish(transfer, is_done=is_found, is_corrupt=was_tried and not is_found)
+        if transfer.finish():
+            self._end(command.command_id, is_done=is_found, is_corrupt=not is_found)
+        return len(command.pages) * self.page_bytes if is_found else 0
 
-    def _finish(self, transfer: _Transfer, *, is_done: bool, is_corrupt: bool = False) -> None:
-        command_id = transfer.command.command_id
-        with transfer.lock, self._lock:
-            if not transfer.is_abandoned:
-                del self._under_way[command_id]
-                (self._report.done if is_done else self._report.failed)[command_id] += 1
-                self._report.num_corrupt += is_corrupt
-
-    def _abandon_overdue(self) -> None:
-        """Wait no more for a disk that does not answer; one that is only slow is waited for."""
-        now_s, changing_since_s = time.monotonic(), self._changing_since_s
-        transfers = list(self._under_way.values())
-        if any(each.started_s is not None and each.started_s < now_s - _READ_TIMEOUT_S for each in transfers):
-            self._take_down(f"a read takes longer than {_READ_TIMEOUT_S:g} s")
-        if changing_since_s is not None and changing_since_s < now_s - _WRITE_TIMEOUT_S:
-            self._take_down(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
-        for transfer in transfers if self._is_down else ():
-            with transfer.lock, self._lock:
-                if self._under_way.pop(transfer.command.command_id, None) is not None:
-                    transfer.is_abandoned = True
-                    self._report.failed[transfer.command.command_id] += 1
-
-    def _take_down(self, why: str) -> None:
+    def _end(self, command_id: int, *, is_done: bool, is_corrupt: bool = False) -> None:
         with self._lock:
-            if not self._is_down:
-                logger.error("RAGCache keeps chunks on disk no more until the next start: %s", why)
-            self._is_down = self._report.is_disk_down = True
+            del self._under_way[command_id]
+            (self._report.done if is_done else self._report.failed)[command_id] += 1
+            self._report.num_corrupt += is_corrupt
 
 
 def _page_lock(memory: torch.Tensor) -> bool:
@@ -309,4 +252,3 @@ class _Tally:
     done: Counter[int] = field(default_factory=Counter)
     failed: Counter[int] = field(default_factory=Counter)
     num_corrupt: int = 0
-    is_disk_down: bool = False

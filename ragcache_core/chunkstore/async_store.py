@@ -1,0 +1,314 @@
+"""A store behind threads: its user waits for no disk, and one that fails or does not answer in time is used no more."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from ragcache_core.chunkstore.slotfile import aligned_rows
+from ragcache_core.errors import CacheCapacityError, CacheTierError
+
+_log = logging.getLogger(__name__)
+
+READ_TIMEOUT_S = 20.0
+_WRITE_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 30.0
+_LOOKS_EVERY_S = 10.0
+_KEPT_OF_RATE = 0.9
+_RATE_LASTS_S = 60.0
+
+_Kind = Literal["changes", "reads"]
+
+
+class Store(Protocol):
+    """A ``ChunkStore``, or several as one. Changes come from one thread, reads from any."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        ...
+
+    def check_in_place(self) -> None:
+        """Raise CacheTierError if its files are gone."""
+        ...
+
+    def close(self) -> None:
+        """Close it when the reads in flight are done."""
+        ...
+
+
+class Transfer:
+    """Bytes on their way between the disk and host memory. Whoever gives up waiting abandons it.
+
+    From then on that memory is left alone, for it belongs to something else.
+    """
+
+    def __init__(self) -> None:
+        self.submitted_s = time.monotonic()
+        self.progressed_s: float | None = None
+        """When its latest part was begun; ``None`` while it waits for its turn."""
+        self.is_abandoned = False
+        self.is_finished = False
+        self._lock = threading.Lock()
+
+    def move(self, copy: Callable[[], object]) -> bool:
+        """Copy from or to host memory, and return True; do nothing where it was abandoned."""
+        with self._lock:
+            if not self.is_abandoned:
+                copy()
+                self.progressed_s = time.monotonic()
+            return not self.is_abandoned
+
+    def finish(self) -> bool:
+        """End it; False if it was abandoned before."""
+        with self._lock:
+            self.is_finished = not self.is_abandoned
+            return self.is_finished
+
+    def abandon(self) -> bool:
+        """Give up; False if it has ended before."""
+        with self._lock:
+            self.is_abandoned = not self.is_finished
+            return self.is_abandoned
+
+
+class Scratch:
+    """Page-aligned memory that a reader keeps: to take fresh memory for each read costs more than to copy out of it."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty((1, 0), dtype=np.uint8)
+
+    def rows(self, num_rows: int, num_bytes: int) -> np.ndarray:
+        """Return ``[num_rows, num_bytes]`` bytes, the same ones every time."""
+        needed = num_rows * num_bytes
+        if needed > self._memory.size:
+            self._memory = aligned_rows(1, needed)
+        return self._memory[0, :needed].reshape(num_rows, num_bytes)
+
+
+class ReadRate:
+    """How fast readers read together: a running average over the time in which any of them does."""
+
+    def __init__(self) -> None:
+        self._num_reading = 0
+        self._since_s = 0.0
+        self._num_bytes = self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self, now_s: float) -> None:
+        """Take note that a reader begins."""
+        with self._lock:
+            if not self._num_reading:
+                self._since_s = now_s
+            self._num_reading += 1
+
+    def end(self, now_s: float, num_bytes: int) -> None:
+        """Take note that a reader has read ``num_bytes``."""
+        with self._lock:
+            self._num_reading -= 1
+            self._num_bytes = _KEPT_OF_RATE * self._num_bytes + num_bytes
+            self._seconds = _KEPT_OF_RATE * self._seconds + now_s - self._since_s
+            self._since_s = now_s
+
+    def bytes_per_s(self, now_s: float) -> float | None:
+        """Return the average; None where nothing was read for a minute, so that it is measured again."""
+        with self._lock:
+            is_recent = self._num_reading > 0 or now_s - self._since_s < _RATE_LASTS_S
+            return self._num_bytes / self._seconds if self._seconds and is_recent else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    make: Callable[[], object]
+    ended: Callable[[Exception | None], object] | None
+    is_forced: bool
+
+
+class AsyncStore:
+    """Owns a store and its threads: one makes the changes in their order, others read and overtake them.
+
+    A change that fails, files that are gone, a read of more than 20 s or a write of more than 60 s take the store out
+    of service until the next start: it is left as it is, which is as after a crash, and changes fail from then on.
+    Whoever waits for a transfer then abandons it.
+    """
+
+    def __init__(self, store: Store, what: str, *, num_readers: int) -> None:
+        """Begin; ``what`` the store is, for messages."""
+        self._store = store
+        self._what = what
+        self._changes: queue.SimpleQueue[_Change | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[tuple[Transfer, Callable[[Scratch], int]] | None] = queue.SimpleQueue()
+        self._reading: set[Transfer] = set()
+        self._changing_since_s: float | None = None
+        self._num_open: Counter[_Kind] = Counter()
+        self._is_done = threading.Condition()
+        self._rate = ReadRate()
+        self._why_down: str | None = None
+        self._is_closing = False
+        name = self._store.path.name[:8]
+        self._readers = [
+            threading.Thread(target=self._run_reads, name=f"ragcache-read-{name}-{i}", daemon=True)
+            for i in range(num_readers)
+        ]  # daemons: no disk that hangs keeps a process
+        self._writer = threading.Thread(target=self._run_changes, name=f"ragcache-write-{name}", daemon=True)
+        for thread in (*self._readers, self._writer):
+            thread.start()
+
+    # Its user's side
+
+    def change(
+        self,
+        make: Callable[[], object],
+        ended: Callable[[Exception | None], object] | None = None,
+        *,
+        is_forced: bool = False,
+    ) -> None:
+        """Have a thread change the store, and then call ``ended`` with what went wrong.
+
+        One that ``is_forced`` is tried out of service as well.
+        """
+        self._begin("changes")
+        self._changes.put(_Change(make, ended, is_forced))
+
+    def read(self, transfer: Transfer, fetch: Callable[[Scratch], int]) -> None:
+        """Have a thread read for a transfer.
+
+        ``fetch`` finishes the transfer and returns how many bytes it has read; an error in it abandons the transfer.
+        """
+        self._begin("reads")
+        self._reads.put((transfer, fetch))
+
+    def record_progress(self) -> None:
+        """Take note, amid a change, that a further part of it begins."""
+        self._changing_since_s = time.monotonic()
+
+    def read_bytes_per_s(self) -> float | None:
+        """Return how fast all readers together have read lately; None where that is not known."""
+        return self._rate.bytes_per_s(time.monotonic())
+
+    def why_down(self) -> str | None:
+        """Return why the store is out of service, as one is that does not answer in time; None while it serves."""
+        now_s, changing_since_s = time.monotonic(), self._changing_since_s
+        with self._is_done:
+            begun_s = [each.progressed_s for each in self._reading]
+        if any(since_s is not None and since_s < now_s - READ_TIMEOUT_S for since_s in begun_s):
+            self.take_down(f"a read takes longer than {READ_TIMEOUT_S:g} s")
+        if changing_since_s is not None and changing_since_s < now_s - _WRITE_TIMEOUT_S:
+            self.take_down(f"a write takes longer than {_WRITE_TIMEOUT_S:g} s")
+        return self._why_down
+
+    def take_down(self, why: str) -> None:
+        """Take the store out of service, and log it at once."""
+        with self._is_done:
+            is_first = self._why_down is None
+            self._why_down = self._why_down or why
+        if is_first:
+            _log.error("%s is out of service until the next start: %s", self._what, why)
+
+    def finish_reads(self, timeout_s: float) -> bool:
+        """Wait until what was asked for is read; return whether it is in time."""
+        return self._wait_for("reads", timeout_s)
+
+    def finish_changes(self, timeout_s: float) -> bool:
+        """Wait until what was asked for is changed; return whether it is in time."""
+        return self._wait_for("changes", timeout_s)
+
+    def close(self, ends_s: float | None = None) -> bool:
+        """End the threads after the changes that they were asked for, and close the store; return whether they ended.
+
+        Idempotent. A disk that has not answered by ``ends_s``, or in 30 s, is left as it is: what was written is found again, as
+        after a crash.
+        """
+        if ends_s is None:
+            ends_s = time.monotonic() + CLOSE_TIMEOUT_S
+        self._is_closing = True
+        self._changes.put(None)
+        for _ in self._readers:
+            self._reads.put(None)
+        for thread in (*self._readers, self._writer):
+            thread.join(max(ends_s - time.monotonic(), 0.0))
+            if thread.is_alive():
+                _log.error("RAGCache leaves %s, which has not answered in %g s", self._store.path, CLOSE_TIMEOUT_S)
+                return False
+        return True
+
+    def _begin(self, kind: _Kind) -> None:
+        with self._is_done:
+            self._num_open[kind] += 1
+
+    def _end(self, kind: _Kind) -> None:
+        with self._is_done:
+            self._num_open[kind] -= 1
+            self._is_done.notify_all()
+
+    def _wait_for(self, kind: _Kind, timeout_s: float) -> bool:
+        with self._is_done:
+            return self._is_done.wait_for(lambda: not self._num_open[kind], timeout_s)
+
+    # The threads' side
+
+    def _run_changes(self) -> None:
+        while (change := self._next_change()) is not None:
+            error: Exception | None = None
+            try:
+                if self._why_down is not None and not change.is_forced:
+                    raise CacheTierError(self._why_down)
+                self.record_progress()
+                change.make()
+            except CacheCapacityError as full:
+                error = full
+            except Exception as failure:  # whatever it is, nobody waits for this thread
+                error = failure
+                self.take_down(f"it could not be written to: {error}")
+            finally:
+                self._changing_since_s = None
+                if change.ended is not None:
+                    change.ended(error)
+                self._end("changes")
+        self._store.close()
+
+    def _next_change(self) -> _Change | None:
+        """Wait for something to change; meanwhile look now and then whether the store is still there."""
+        while self._why_down is None:
+            try:
+                return self._changes.get(timeout=_LOOKS_EVERY_S)
+            except queue.Empty:
+                pass
+            try:
+                self._store.check_in_place()
+            except CacheTierError as error:
+                self.take_down(str(error))
+        return self._changes.get()
+
+    def _run_reads(self) -> None:
+        scratch = Scratch()
+        while (job := self._reads.get()) is not None:
+            transfer, fetch = job
+            if self._why_down is None and not self._is_closing and not transfer.is_abandoned:
+                self._fetch(transfer, fetch, scratch)
+            self._end("reads")
+
+    def _fetch(self, transfer: Transfer, fetch: Callable[[Scratch], int], scratch: Scratch) -> None:
+        transfer.progressed_s = time.monotonic()
+        with self._is_done:
+            self._reading.add(transfer)
+        self._rate.begin(transfer.progressed_s)
+        num_bytes = 0
+        try:
+            num_bytes = fetch(scratch)
+        except Exception:  # whatever it is, what was to be read is a miss
+            _log.exception("%s could not be read from", self._store.path)
+            transfer.abandon()
+        finally:
+            self._rate.end(time.monotonic(), num_bytes)
+            with self._is_done:
+                self._reading.discard(transfer)
