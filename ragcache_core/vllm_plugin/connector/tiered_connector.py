@@ -132,8 +132,13 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             request.kv_transfer_params = params
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._policy is not None and self._policy.is_awaited(request.request_id, num_computed_tokens):
+            return None, False
+        return self._look_up_below(request, num_computed_tokens)
+
+    def _look_up_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._policy is not None:
-            self._policy.begin_lookup(request.request_id)
+            self._policy.begin_lookup(request.request_id, num_computed_tokens)
         try:
             matched: tuple[int | None, bool] = OffloadingConnector.get_num_new_matched_tokens(
                 self, request, num_computed_tokens

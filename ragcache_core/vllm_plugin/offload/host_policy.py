@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
@@ -45,6 +46,15 @@ def is_adapted(req_context: ReqContext) -> bool:
     return bool((req_context.kv_transfer_params or {}).get(ADAPTED))
 
 
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """What a waiting request was promised when it was looked up, and how much of that is still on its way."""
+
+    num_local_tokens: int
+    promised: set[OffloadKey] = field(default_factory=set)
+    num_awaited: int = 0
+
+
 class TreeCachePolicy(CachePolicy):
     """Chunks of host memory by key; a chunk is one block of KV.
 
@@ -60,9 +70,10 @@ class TreeCachePolicy(CachePolicy):
         self.controller = controller
         self.journal: HostIndex | None = None
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
-        self._promised: dict[str, set[OffloadKey]] = {}
+        self._lookups: dict[str, _Lookup] = {}
         self._num_promises: Counter[OffloadKey] = Counter()
-        self._looking_up: set[OffloadKey] | None = None
+        self._awaited: dict[OffloadKey, list[_Lookup]] = {}
+        self._looking_up: _Lookup | None = None
         self._unknown: dict[OffloadKey, None] = {}
         self._fleeting: dict[OffloadKey, None] = {}
         self._max_fleeting = _MAX_FLEETING + cache_capacity
@@ -123,18 +134,34 @@ class TreeCachePolicy(CachePolicy):
 
     # Promises to waiting requests
 
-    def begin_lookup(self, request_id: str) -> None:
-        """Promise what is looked up from now on to a request, instead of what it was promised before."""
+    def begin_lookup(self, request_id: str, num_local_tokens: int) -> None:
+        """Promise what is looked up from now on to a request, instead of what it was promised before.
+
+        ``num_local_tokens`` are those before it, which the GPU holds.
+        """
         self.forget_promises(request_id)
-        self._looking_up = self._promised[request_id] = set()
+        self._looking_up = self._lookups[request_id] = _Lookup(num_local_tokens)
 
     def end_lookup(self) -> None:
         """End :meth:`begin_lookup`."""
         self._looking_up = None
 
+    def is_looked_up(self, request_id: str) -> bool:
+        """Return whether a request has been looked up, and is promised what was found."""
+        return request_id in self._lookups
+
+    def is_awaited(self, request_id: str, num_local_tokens: int) -> bool:
+        """Return whether to look a request up again says the same: what it was promised has not all arrived yet."""
+        lookup = self._lookups.get(request_id)
+        return lookup is not None and lookup.num_awaited > 0 and lookup.num_local_tokens == num_local_tokens
+
     def forget_promises(self, request_id: str) -> None:
         """Let go what a request was promised: it has been loaded, or is not wanted any more."""
-        for key in self._promised.pop(request_id, ()):
+        if (lookup := self._lookups.pop(request_id, None)) is None:
+            return
+        for key in lookup.promised:
+            if lookup in (waiting := self._awaited.get(key, [])):
+                waiting.remove(lookup)
             self._num_promises[key] -= 1
             if not self._num_promises[key]:
                 del self._num_promises[key]
@@ -145,7 +172,7 @@ class TreeCachePolicy(CachePolicy):
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         chunk = self._chunks.get(key)
         if chunk is not None and self._looking_up is not None:
-            self._promise(key)
+            self._promise(key, chunk)
         return chunk
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
@@ -157,7 +184,7 @@ class TreeCachePolicy(CachePolicy):
         else:
             self._add(location.node, 1 << location.unit)
         if self._looking_up is not None:
-            self._promise(key)
+            self._promise(key, chunk)
 
     def remove(self, key: OffloadKey) -> None:
         self._give_up(key)
@@ -210,8 +237,9 @@ class TreeCachePolicy(CachePolicy):
         for key in list(self._chunks):
             self._give_up(key)
         self._unknown.clear()
-        self._promised.clear()
+        self._lookups.clear()
         self._num_promises.clear()
+        self._awaited.clear()
         self._fleeting.clear()
         if self.journal is not None:
             self.journal.close()
@@ -219,6 +247,7 @@ class TreeCachePolicy(CachePolicy):
         self.controller.tree.clear_tier(Tier.HOST)
 
     def mark_evictable(self, key: OffloadKey) -> None:
+        self._settle(key)
         if self.journal is not None and key not in self._fleeting and (location := self._locate(key)) is not None:
             chunk = self._chunks[key]
             self.journal.seal(chunk.chunk_id, get_offload_block_hash(key), note_of(self.controller.tree, location))
@@ -244,16 +273,26 @@ class TreeCachePolicy(CachePolicy):
 
     def _give_up(self, key: OffloadKey) -> ChunkStatus:
         chunk = self._chunks.pop(key)
+        self._settle(key)
         if self.journal is not None:
             self.journal.unseal(chunk.chunk_id)
         return chunk
 
-    def _promise(self, key: OffloadKey) -> None:
-        assert self._looking_up is not None
-        if key not in self._looking_up:
-            self._looking_up.add(key)
+    def _promise(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+        lookup = self._looking_up
+        assert lookup is not None
+        if key not in lookup.promised:
+            lookup.promised.add(key)
             self._num_promises[key] += 1
             self.mark_non_evictable(key)
+            if not chunk.is_ready:
+                self._awaited.setdefault(key, []).append(lookup)
+                lookup.num_awaited += 1
+
+    def _settle(self, key: OffloadKey) -> None:
+        """Take note that a chunk has arrived, or will not."""
+        for lookup in self._awaited.pop(key, ()):
+            lookup.num_awaited -= 1
 
     def _let_go(self, key: OffloadKey) -> None:
         chunk, location = self._chunks.get(key), self._locate(key)

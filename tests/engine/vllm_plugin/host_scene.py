@@ -63,6 +63,7 @@ class Host:
     writing: set[OffloadKey] = field(default_factory=set)
     refs: dict[OffloadKey, int] = field(default_factory=dict)
     promised: dict[str, set[OffloadKey]] = field(default_factory=dict)
+    awaited: dict[str, set[OffloadKey]] = field(default_factory=dict)
     unknown: set[OffloadKey] = field(default_factory=set)
     before: dict[OffloadKey, OffloadKey | None] = field(default_factory=dict)
     num_requests: int = 0
@@ -174,6 +175,8 @@ class Host:
     def complete_store(self, asker: Asker, keys: list[OffloadKey], success: bool) -> None:
         self.manager.complete_store(keys, asker.context, success)
         self.writing.difference_update(keys)
+        for awaited in self.awaited.values():
+            awaited.difference_update(keys)
         if success:
             self.refs.update(dict.fromkeys(keys, 0))
         else:
@@ -182,7 +185,7 @@ class Host:
     def look_up(self, asker: Asker, *, promotes: int = 0) -> list[OffloadKey]:
         """Look a request's chunks up as the connector does, promoting some that are missing; return those ready."""
         name = asker.context.req_id
-        self.policy.begin_lookup(name)
+        self.policy.begin_lookup(name, 0)
         self.promised[name] = set()
         ready, is_prefix = [], True
         for key in asker.keys:
@@ -199,11 +202,13 @@ class Host:
             if is_prefix:
                 ready.append(key)
         self.policy.end_lookup()
+        self.awaited[name] = self.promised[name] & self.writing
         return ready
 
     def forget(self, asker: Asker) -> None:
         self.policy.forget_promises(asker.context.req_id)
         self.promised.pop(asker.context.req_id, None)
+        self.awaited.pop(asker.context.req_id, None)
 
     def prepare_load(self, asker: Asker, keys: list[OffloadKey]) -> None:
         self.manager.prepare_load(keys, asker.context)
@@ -226,6 +231,10 @@ class Host:
         assert set(chunks) == self.resident
         assert {key for key, chunk in chunks.items() if not chunk.is_ready} == self.writing
         assert {key: chunk.ref_cnt for key, chunk in chunks.items() if chunk.is_ready} == self.refs
+        for name, awaited in self.awaited.items():
+            assert self.policy.is_looked_up(name)
+            assert self.policy.is_awaited(name, 0) == bool(awaited)
+            assert not self.policy.is_awaited(name, BLOCK), "the GPU has more of it than before"
         chunk_ids = [chunk.chunk_id for chunk in chunks.values()]
         assert len(set(chunk_ids)) == len(chunk_ids) <= self.num_chunks
         assert all(0 <= chunk_id < self.num_chunks for chunk_id in chunk_ids)

@@ -74,6 +74,7 @@ class HostPolicyMachine(RuleBasedStateMachine):
         self.it.writing.clear()
         self.it.refs.clear()
         self.it.promised.clear()
+        self.it.awaited.clear()
         self.it.unknown.clear()
         self.stores.clear()
         self.loads.clear()
