@@ -91,6 +91,19 @@ class KnowledgeTree(TieredTree):
         """Return the tokens of the longest beginning of ``node`` that lies in any tiers, whatever stands before it."""
         return node.num_tokens_of(_num_leading(self._resident_anywhere(node)))
 
+    def num_leading_units(self, node: TreeNode, tiers: Sequence[Tier]) -> int:
+        """Return the units of the longest prefix of the path to ``node`` that lies in any of ``tiers``; O(height)."""
+        num_units = 0
+        for step in node.path():
+            mask = 0
+            for tier in tiers:
+                mask |= self.tiers[tier].resident[step.id]
+            num_own_units = _num_leading(mask)
+            num_units += num_own_units
+            if num_own_units < len(step.keys):
+                break
+        return num_units
+
     # Growing
 
     def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:

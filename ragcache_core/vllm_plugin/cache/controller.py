@@ -236,6 +236,20 @@ class CacheController:
         """Return the queued requests whose :meth:`order_priority` may have changed since the last call."""
         return self._queued.take_touched()
 
+    def blocks_below(self, request_id: str) -> tuple[int, int]:
+        """Return how many leading blocks of a queued request the GPU holds, and how many behind them lower tiers do.
+
+        0 of those where none would have to be read from disk.
+        """
+        state = self._requests[request_id]
+        last = None if state.retained is None else self.tree.locate(state.retained)
+        if last is None:
+            return 0, 0
+        num_gpu = self.tree.num_leading_units(last.node, (Tier.GPU,))
+        num_fast = self.tree.num_leading_units(last.node, (Tier.GPU, Tier.HOST))
+        num_all = self.tree.num_leading_units(last.node, tuple(Tier))
+        return num_gpu, num_all - num_gpu if num_all > num_fast else 0
+
     @property
     def num_pending_prefills(self) -> int:
         """Real requests that have had no token yet."""

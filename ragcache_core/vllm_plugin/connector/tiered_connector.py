@@ -18,6 +18,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, DocumentConnector
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
     host_policy_of,
     needs_steps,
@@ -52,6 +53,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     Where the host tier has its default size and holds no block, a :class:`DocumentConnector` is made instead.
     """
 
+    _prefetcher: DiskPrefetcher | None = None
     _waits_for: int | None = None
     _waits_since_s = 0.0
 
@@ -78,14 +80,23 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             policy = host_policy_of(self.scheduler.manager)
             self._policy = policy if isinstance(policy, TreeCachePolicy) else None
             self._begin(context.controller)
+            if self._policy is not None and self.scheduler.manager.secondary_tiers:
+                self._prefetcher = DiskPrefetcher(context.controller, self._policy, self._look_up_below)
 
     def shutdown(self) -> None:
         if self._policy is not None and self._policy.journal is not None:
             self._policy.journal.close()
         super().shutdown()
 
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        if self._prefetcher is not None:
+            self._prefetcher.add(request)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what workers have to copy, and count what they store."""
+        if self._prefetcher is not None:
+            self._prefetcher.begin_reads()  # with which vLLM's offloading goes on below
         metadata: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
         assert self.controller is not None
         for job in metadata.store_jobs.values():
@@ -153,6 +164,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def _forget_promises(self, request: Request) -> None:
         if self._policy is not None:
             self._policy.forget_promises(request.request_id)
+        if self._prefetcher is not None:
+            self._prefetcher.remove(request.request_id)
 
     def _load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> dict[Tier, int]:
         OffloadingConnector.update_state_after_alloc(self, request, blocks, num_external_tokens)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from vllm.config import (
     CacheConfig,
@@ -52,6 +54,7 @@ def host_scheduler(
     *,
     files: EngineFiles | None = None,
     most_host_bytes: int | None = None,
+    profile: Path | None = None,
     **tiers: Any,
 ) -> Iterator[Any]:
     """Yield our scheduler over GPU and host memory, with nobody to run its steps.
@@ -75,7 +78,7 @@ def host_scheduler(
         ),
         kv_transfer_config=KVTransferConfig(
             **arguments._transfer_config(
-                Tiers(host_bytes=host_bytes, **tiers).resolved(), own.engine_id, None, (), most_host_bytes
+                Tiers(host_bytes=host_bytes, **tiers).resolved(), own.engine_id, profile, (), most_host_bytes
             )
         ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
@@ -108,6 +111,30 @@ def request(name: str, tokens: list[int], num_answers: int, *, params: dict[str,
     return Request(name, tokens, sampling, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
+class _HostRows:
+    """Host memory, whose bytes go to disk and come back: a row holds the number of some tokens, over and over."""
+
+    numbers: ClassVar[dict[tuple[int, ...], int]] = {}
+    tokens: ClassVar[list[tuple[int, ...]]] = []
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def write(self, chunk: int, tokens: tuple[int, ...]) -> None:
+        if tokens not in self.numbers:
+            self.numbers[tokens] = len(self.tokens)
+            self.tokens.append(tokens)
+        self._row(chunk)[:] = self.numbers[tokens]
+
+    def read(self, chunk: int) -> tuple[int, ...]:
+        (number,) = set(self._row(chunk).tolist())
+        return self.tokens[number]
+
+    def _row(self, chunk: int) -> np.ndarray:
+        """Return a view that is dropped at once: vLLM cannot unmap host memory that somebody sees."""
+        return np.frombuffer(self._view, np.uint8).reshape(self._view.shape)[chunk].view(np.int64)
+
+
 @dataclass
 class Steps:
     """vLLM's ``EngineCore.step``, or ``step_with_batch_queue`` with two steps in flight, over workers that copy late.
@@ -129,11 +156,13 @@ class Steps:
     _storing: dict[int, int] = field(default_factory=dict)
     _copies: dict[int, Any] = field(default_factory=dict)
     _engine: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _host: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _tokens_of: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    _host: _HostRows = field(init=False)
+    _tokens_of: ClassVar[dict[bytes, tuple[int, ...]]] = {}
+    """Of every engine of this process: what one computed, another finds on disk."""
 
     def __post_init__(self) -> None:
         tier = self.scheduler.connector.scheduler.manager.primary_tier
+        self._host = _HostRows(tier.get_kv_memoryview())
         tier.complete_store = partial(self._on_stored, tier, tier.complete_store)
 
     def step(self) -> bool:
@@ -172,7 +201,7 @@ class Steps:
         self._compute(output)
         for job in meta.load_jobs.values():
             for chunk, block in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
-                self._engine[block] = self._host[chunk]
+                self._engine[block] = self._host.read(chunk)
         due = [job for job, last in self._storing.items() if last <= self.num]
         self._store(due)
         ended += due
@@ -212,12 +241,12 @@ class Steps:
             del self._storing[number]
             job = self._copies.pop(number)
             for block, chunk in zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True):
-                self._host[chunk] = self._engine[block]
+                self._host.write(chunk, self._engine[block])
 
     def _on_stored(self, tier: Any, complete: Callable[..., None], keys: Any, *context: Any, **success: bool) -> None:
         for key in keys:
             if (chunk := tier._policy._chunks.get(key)) is not None:  # a reset may have dropped it
-                stored = self._host.get(chunk.chunk_id)
+                stored = self._host.read(chunk.chunk_id)
                 assert stored == self._tokens_of[get_offload_block_hash(key)], "a chunk is not what it is said to be"
                 self.num_stored += 1
         complete(keys, *context, **success)

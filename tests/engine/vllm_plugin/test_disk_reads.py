@@ -1,0 +1,172 @@
+"""When reads from disk begin, and what waits for them: our scheduler over all three tiers."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
+from vllm.v1.request import RequestStatus
+
+from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.types import Tier
+from ragcache_core.wire import KEY
+from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("identity")
+NUM_BLOCKS = 400
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 900), k=count)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds every read of the disk until it is set."""
+    go_on, read = threading.Event(), SlotFile.read
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(30), read(self, *args))[1])
+    yield go_on
+    go_on.set()
+
+
+def stored(directory: Path, *prompts: list[int]) -> dict[str, Any]:
+    """Compute prompts on an engine whose disk keeps them, and return the settings of the next engine on it."""
+    tiers = {"disk_bytes": "4MiB", "directory": directory}
+    with host_scheduler(NUM_BLOCKS, "1MiB", **tiers) as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        for number, words in enumerate(prompts):
+            scheduler.add_request(request(f"first{number}", words, 1))
+        assert until(partial(rests, steps), 30.0)
+    return tiers
+
+
+def keep_busy(scheduler: Any, steps: Steps, num_requests: int = 8) -> None:
+    """Let as many requests run as may, for long."""
+    for number in range(num_requests):
+        scheduler.add_request(request(f"busy{number}", tokens(1000 + number, 20), 900))
+    while len(scheduler.running) < num_requests:
+        steps.step()
+
+
+def num_host_blocks(scheduler: Any, name: str) -> int:
+    """Return how many leading blocks of a request lie in host memory, or are on their way there."""
+    tree = scheduler._controller.tree
+    last = tree.locate(scheduler._controller.state_of(name).retained)
+    num_units: int = tree.num_leading_units(last.node, (Tier.HOST,))
+    return num_units
+
+
+def rests(steps: Steps) -> bool:
+    return not steps.step()
+
+
+def end(scheduler: Any, name: str) -> None:
+    scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+
+def test_what_a_request_needs_is_read_while_it_is_queued(tmp_path: Path) -> None:
+    words = tokens(1, 100)
+    with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, words)) as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        keep_busy(scheduler, steps)
+        late = request("late", words, 2)
+        scheduler.add_request(late)
+        assert num_host_blocks(scheduler, "late") == 0
+        steps.step()
+        assert num_host_blocks(scheduler, "late") == 6
+        assert late.status == RequestStatus.WAITING
+        end(scheduler, "busy0")
+        assert until(lambda: steps.step() and late.num_output_tokens > 0, 30.0)
+        assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == 96
+
+
+def test_reads_ahead_leave_half_of_host_memory_to_others_and_guesses_a_quarter(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    prompts = [tokens(number, 100) for number in range(8)]  # six blocks each
+    with host_scheduler(NUM_BLOCKS, "128KiB", **stored(tmp_path, *prompts)) as scheduler:
+        num_host = scheduler._controller.tiers[Tier.HOST].num_blocks
+        steps = Steps(scheduler, is_async=False)
+        keep_busy(scheduler, steps)
+        guess = {KEY: {"version": 1, "speculation": "s"}}
+        for number, words in enumerate(prompts):
+            scheduler.add_request(request(f"guess{number}", words, 2, params=guess))
+        assert [scheduler._controller.is_speculative(f"guess{number}") for number in range(8)] == [True] * 8
+        steps.step()
+        assert promised(scheduler, "guess") * 6 <= num_host // 4
+        assert promised(scheduler, "guess") >= 1
+        for number, words in enumerate(prompts):
+            scheduler.add_request(request(f"real{number}", words, 2))
+        steps.step()
+        num_ahead = promised(scheduler, "guess") + promised(scheduler, "real")
+        assert num_host // 2 - 6 < num_ahead * 6 <= num_host // 2
+        assert promised(scheduler, "real") >= 1
+
+
+def promised(scheduler: Any, name: str) -> int:
+    """Return to how many requests that are queued host memory was promised."""
+    return sum(scheduler.connector._policy.is_looked_up(f"{name}{number}") for number in range(8))
+
+
+def test_a_request_that_waits_for_the_disk_is_not_looked_up_again(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tokens(1, 100)
+    asked: list[object] = []
+    look_up = TieringOffloadingManager.lookup
+    monkeypatch.setattr(
+        TieringOffloadingManager, "lookup", lambda self, key, *args: (asked.append(key), look_up(self, key, *args))[1]
+    )
+    with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, words)) as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        asked.clear()
+        waiting = request("waiting", words, 2)
+        scheduler.add_request(waiting)
+        for _ in range(50):
+            steps.step()
+        assert len(asked) == 6
+        gate.set()
+        assert until(lambda: steps.step() and waiting.num_output_tokens > 0, 30.0)
+        assert len(asked) == 12
+        assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == 96
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+@pytest.mark.parametrize("host_bytes", ["32KiB", "64KiB", "1MiB"])
+def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
+    tmp_path: Path, host_bytes: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = SlotFile.read
+    pauses = random.Random(1)
+    monkeypatch.setattr(
+        SlotFile, "read", lambda self, *args: (time.sleep(pauses.choice((0, 0, 0.002, 0.01))), read(self, *args))[1]
+    )
+    num_from_disk = 0
+    documents = [tokens(100 + i, 20 + 9 * i) for i in range(6)]
+    for seed in range(3):
+        dice = random.Random(seed)
+        tiers = {"disk_bytes": "256KiB", "directory": tmp_path}
+        with host_scheduler(24, host_bytes, is_async=is_async, **tiers) as scheduler:
+            steps = Steps(scheduler, is_async, store_steps=dice.choice((1, 2, 5)))
+            for number in range(120):
+                words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
+                guess = {KEY: {"version": 1, "speculation": "s"}} if number % 5 == 2 else None
+                scheduler.add_request(request(f"r{number}", words, dice.randrange(1, 30), params=guess))
+                for _ in range(dice.randrange(6)):
+                    steps.step()
+                if number % 7 == 3 and scheduler.requests:
+                    end(scheduler, dice.choice(list(scheduler.requests)))
+            assert until(partial(rests, steps), 60.0)
+            assert not scheduler.requests
+            assert not any(chunk.ref_cnt for chunk in scheduler.connector._policy._chunks.values())
+            assert not scheduler._controller.tree.tiers[Tier.HOST].in_use, "nothing is promised for ever"
+            num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Tier.DISK]
+    assert num_from_disk > 0
