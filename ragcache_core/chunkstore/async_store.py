@@ -225,8 +225,8 @@ class AsyncStore:
     def close(self, ends_s: float | None = None) -> bool:
         """End the threads after the changes that they were asked for, and close the store; return whether they ended.
 
-        Idempotent. A disk that has not answered by ``ends_s``, or in 30 s, is left as it is: what was written is found again, as
-        after a crash.
+        Idempotent. A disk that has not answered by ``ends_s``, or in 30 s, is left as it is: what was written is found
+        again, as after a crash.
         """
         if ends_s is None:
             ends_s = time.monotonic() + CLOSE_TIMEOUT_S

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block, resolve_kv_cache_block_sizes
@@ -58,11 +59,13 @@ class BuildContext:
         tiers = {Tier.GPU: TierReport(num_blocks * block_bytes, block_bytes)}
         if host is not None:
             tiers[Tier.HOST] = host
+        measured = settings.measured_prefill_cost()
         self.controller = CacheController(
             settings,
             tokens_per_block=tokens_per_hash,
             shadow_blocks=max(num_blocks, 0 if host is None else host.num_blocks),
-            prefill_cost=settings.prefill_cost(),
+            prefill_cost=measured or PrefillCostModel.default(),
+            is_profiled=measured is not None,
             tiers=tiers,
             max_protected_units=num_blocks // 2,
             has_room=self.has_room,

@@ -81,12 +81,16 @@ class PluginSettings(CacheConfig):
         except ConfigError:
             return None
 
-    def prefill_cost(self) -> PrefillCostModel:
-        """Return the measured profile, or the default where there is none; a damaged one is logged."""
+    def measured_prefill_cost(self) -> PrefillCostModel | None:
+        """Return the measured profile; None where there is none, or a damaged one, which is logged."""
         if self.profile is None:
-            return PrefillCostModel.default()
+            return None
         try:
             return load_profile(self.profile)
         except ConfigError as error:
             logger.warning("RAGCache estimates the cost of a prefill by default: %s", error)
-            return PrefillCostModel.default()
+            return None
+
+    def prefill_cost(self) -> PrefillCostModel:
+        """Return the measured profile, or the default where there is none."""
+        return self.measured_prefill_cost() or PrefillCostModel.default()

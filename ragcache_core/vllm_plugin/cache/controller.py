@@ -49,12 +49,14 @@ class CacheController:
         tokens_per_block: tokens that one key stands for.
         shadow_blocks: blocks of the larger tier, GPU or host, which a tournament's shadows imitate.
         prefill_cost: seconds of a prefill.
+        is_profiled: whether they were measured.
         tiers: the GPU's and the host's; a disk is told of by :meth:`add_tier` when its store is open.
         max_protected_units: blocks that are protected from eviction for queued requests.
         has_room: whether a speculative request would be admitted at once; never by default.
         chunks: which chunks are stored, with chunk reuse.
 
     Attributes:
+        is_profiled: whether the seconds of a prefill were measured.
         queue: of real requests in vLLM's scheduler, by their ``request_id``.
         last_step: the first and the last moment of the engine's last step.
     """
@@ -66,6 +68,7 @@ class CacheController:
         tokens_per_block: int,
         shadow_blocks: int,
         prefill_cost: PrefillCostModel,
+        is_profiled: bool = False,
         tiers: Mapping[Tier, TierReport] | None = None,
         max_protected_units: int = 0,
         has_room: Callable[[], bool] | None = None,
@@ -94,6 +97,7 @@ class CacheController:
             window=settings.queue_window if is_cache_aware else 0,
         )
         self._prefill_cost = prefill_cost
+        self.is_profiled = is_profiled
         self._requests: dict[str, RequestState] = {}
         self._num_pending_prefills = 0
         self._finished: dict[str, dict[str, object]] = {}
@@ -249,6 +253,12 @@ class CacheController:
         num_fast = self.tree.num_leading_units(last.node, (Tier.GPU, Tier.HOST))
         num_all = self.tree.num_leading_units(last.node, tuple(Tier))
         return num_gpu, num_all - num_gpu if num_all > num_fast else 0
+
+    def saved_s(self, state: RequestState, first_block: int, num_blocks: int) -> float:
+        """Return how much faster a request is prefilled with ``num_blocks`` cached from ``first_block`` on."""
+        first, last = first_block * self.tokens_per_block, (first_block + num_blocks) * self.tokens_per_block
+        whole_s = self._prefill_cost.estimate_s(first, max(state.num_prompt_tokens - first, 1))
+        return whole_s - self._prefill_cost.estimate_s(last, max(state.num_prompt_tokens - last, 1))
 
     @property
     def num_pending_prefills(self) -> int:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vllm.logger import init_logger
@@ -43,13 +45,25 @@ from ragcache_core.vllm_plugin.identity import KIN, kv_identity
 from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, is_adapted
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.cache.request_state import Key
+    from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
     from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
 _OUT_OF_SERVICE_PATIENCE_S = 1.0
 _NOTED_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Blocks of a request that lie on disk, one behind the other, and how many of them have to be read.
+
+    They are a miss unless that ``pays``.
+    """
+
+    blocks: set[Key]
+    pays: bool
+    num_read: int = 0
 
 
 class DiskTier(SecondaryTierManager):
@@ -89,6 +103,8 @@ class DiskTier(SecondaryTierManager):
         self._stored: set[Key] = set()
         self._writing: set[Key] = set()
         self._loads: dict[int, LoadJob] = {}
+        self._num_reading = 0
+        self._found: dict[str, _Found] = {}
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
         self._controller.add_tier(Tier.DISK, self._report)
@@ -104,8 +120,9 @@ class DiskTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        is_here = self._is_enabled and get_offload_block_hash(key) in self._stored
-        return LookupResult.HIT if is_here else LookupResult.MISS
+        block = get_offload_block_hash(key)
+        is_here = self._is_enabled and block in self._stored
+        return LookupResult.HIT if is_here and self._pays(block, key, req_context) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         pending = []
@@ -125,6 +142,7 @@ class DiskTier(SecondaryTierManager):
         for location in map(self._tree.locate, keys):
             if location is not None:
                 self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
+        self._num_reading += len(keys)
         chunk_ids = [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
         self._loads[job_metadata.job_id] = self._io.load(job_metadata.job_id, keys, chunk_ids)
 
@@ -146,6 +164,7 @@ class DiskTier(SecondaryTierManager):
         It is told of every step, so this is also where it is noticed that the disk fails, hangs or is gone.
         """
         self._notice_failure()
+        self._found.clear()  # what pays is being read by now
         if len(self._controller.retrieved) < _NOTED_AT_ONCE:
             return
         retrieved = self._controller.take_retrieved()
@@ -181,6 +200,34 @@ class DiskTier(SecondaryTierManager):
         self._take_in_written()
 
     # Inside
+
+    def _pays(self, block: Key, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether a block, with what is on disk behind it, is read in less time than it is computed.
+
+        By the measured times of both; where one of them is not known, it is.
+        """
+        if not self._controller.is_profiled:
+            return True
+        found = self._found.get(req_context.req_id)
+        if found is None or block not in found.blocks:
+            state, end = self._controller.state_of(req_context.req_id), req_context.get_offload_key_position(key)
+            if state is None or end is None:
+                return True
+            found = self._found[req_context.req_id] = self._find(state, end // self._controller.tokens_per_block - 1)
+        return found.pays
+
+    def _find(self, state: RequestState, first: int) -> _Found:
+        """Return what of a request is on disk from its block ``first`` on, without a gap."""
+        blocks = set(takewhile(self._stored.__contains__, islice(state.keys, first, None)))
+        num_read = sum(1 for block in blocks if not self._is_in_host(block))
+        num_before = self._num_reading + sum(found.num_read for found in self._found.values())
+        read_s = self._io.read_s(num_before + num_read)
+        pays = read_s is None or read_s < self._controller.saved_s(state, first, len(blocks))
+        return _Found(blocks, pays, num_read if pays else 0)
+
+    def _is_in_host(self, block: Key) -> bool:
+        at = self._tree.locate(block)
+        return at is not None and bool(self._tree.resident_mask(at.node, Tier.HOST) >> at.unit & 1)
 
     def _abandon_loads(self) -> None:
         for load in self._loads.values():
@@ -248,6 +295,7 @@ class DiskTier(SecondaryTierManager):
 
     def _finish_load(self, load: LoadJob) -> JobResult:
         del self._loads[load.job_id]
+        self._num_reading -= len(load.keys)
         loaded: list[OffloadKey] = []
         lost: list[Key] = []
         for part in load.parts:

@@ -1,4 +1,4 @@
-"""When reads from disk begin, and what waits for them: our scheduler over all three tiers."""
+"""When reads from disk begin, what waits for them, and when computing is faster: our scheduler over all three tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import pytest
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.request import RequestStatus
 
+from ragcache_core.chunkstore import async_store
 from ragcache_core.chunkstore.slotfile import SlotFile
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.profiles.prefill import Profile, save_profile
 from ragcache_core.types import Tier
 from ragcache_core.wire import KEY
 from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request
@@ -137,6 +140,41 @@ def test_a_request_that_waits_for_the_disk_is_not_looked_up_again(
         assert until(lambda: steps.step() and waiting.num_output_tokens > 0, 30.0)
         assert len(asked) == 12
         assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == 96
+
+
+def profile(path: Path, seconds_per_token: float) -> Path:
+    """Write the profile of an engine that computes so fast."""
+    cost = PrefillCostModel((0, 2048), (1, 2048), ((seconds_per_token, 2048 * seconds_per_token),) * 2)
+    save_profile(Profile("model", "hardware", "2026-01-01T00:00:00", "0.32", "float32", 1, 0.0, cost), path)
+    return path
+
+
+@pytest.mark.parametrize("is_engine_slow", [False, True])
+def test_what_is_computed_faster_than_it_was_read_lately_is_a_miss(
+    tmp_path: Path, is_engine_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [tokens(number, 100) for number in range(3)]
+    settings = {
+        **stored(tmp_path / "kv", *prompts),
+        "profile": profile(tmp_path / "profile.json", 1.0 if is_engine_slow else 1e-9),
+    }
+    with host_scheduler(NUM_BLOCKS, "1MiB", **settings) as scheduler:
+        steps = Steps(scheduler, is_async=False)
+
+        def ask(number: int) -> int:
+            """Return how many tokens came from disk."""
+            before: int = scheduler._controller.counters.num_tokens_by_tier[Tier.DISK]
+            asked = request(f"r{number}", prompts[number], 2)
+            scheduler.add_request(asked)
+            assert until(partial(rests, steps), 30.0)
+            assert asked.num_output_tokens == 2
+            num_read: int = scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] - before
+            return num_read
+
+        assert ask(0) == 96, "nobody knows yet how fast the disk is"
+        assert ask(1) == (96 if is_engine_slow else 0)
+        monkeypatch.setattr(async_store, "_RATE_LASTS_S", 0.0)
+        assert ask(2) == 96, "it is measured again now and then"
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])

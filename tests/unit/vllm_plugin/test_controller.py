@@ -85,6 +85,19 @@ def test_what_of_a_queued_request_lies_below_the_gpu_counts_where_some_of_it_is_
     assert it.blocks_below("r") == (1, 5)
 
 
+def test_what_cached_blocks_save_is_what_the_prefill_takes_longer_without_them() -> None:
+    it = controller()
+    cost = PrefillCostModel.default()
+    it.on_new_request("r", RequestMetadata(segments((None, 26))), keys(6), 26, 10.0)
+    state = it.state_of("r")
+    assert state is not None
+    assert it.saved_s(state, 1, 3) == cost.estimate_s(4, 22) - cost.estimate_s(16, 10)
+    it.on_new_request("whole", RequestMetadata(segments((None, 24))), keys(6, "w"), 24, 10.0)
+    whole = it.state_of("whole")
+    assert whole is not None
+    assert it.saved_s(whole, 0, 6) == cost.estimate_s(0, 24) - cost.estimate_s(24, 1), "a token is always computed"
+
+
 def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
     it = controller()
     metadata = RequestMetadata(segments(("a", 8), (None, 10)), "s", True)

@@ -51,6 +51,7 @@ def test_what_this_version_does_not_know_is_a_config_error(given: object) -> Non
 
 def test_the_cost_of_a_prefill_is_the_default_until_it_is_measured(tmp_path: Path) -> None:
     assert PluginSettings().prefill_cost() == PrefillCostModel.default()
+    assert PluginSettings().measured_prefill_cost() is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe", b"[]", b'{"format": 99}'])
