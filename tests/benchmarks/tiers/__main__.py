@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tests.benchmarks.command import benchmark
 from tests.benchmarks.report import Goal, Part, Plan
+from tests.benchmarks.tiers.disk_ttft import measure_disk_ttft
 from tests.benchmarks.tiers.exactness import measure_exactness
 from tests.benchmarks.tiers.hit_share import measure_share, measure_share_by_policy, measure_swap_out
 from tests.benchmarks.tiers.idle_overhead import measure_idle, measure_idle_large
@@ -36,6 +37,7 @@ GOALS: dict[str, Goal] = {
     "killpoint_lost": Goal("=", 0),
     "killpoint_wrong": Goal("=", 0),
     "index_open_s": Goal("<", 5.0),
+    "disk_ttft_mismatches": Goal("=", 0),
     "policy_worst_drift_ratio": Goal(">=", 1 - LOSS_ALLOWED),
 }
 
@@ -48,6 +50,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "share": measure_share,
     "share-by-policy": measure_share_by_policy,
     "swap-out": measure_swap_out,
+    "disk-ttft": measure_disk_ttft,
     "idle": measure_idle,
     "idle-30m": measure_idle_large,
 }
