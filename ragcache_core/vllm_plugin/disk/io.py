@@ -18,7 +18,8 @@ from ragcache_core.vllm_plugin.disk.jobs import LoadJob, LoadPart, Outcome, Pend
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _NUM_READERS = 4
-_READ_AT_ONCE_BYTES = 2 << 20
+_READ_AT_ONCE_BYTES = 1 << 20
+"""What is read, checked and copied while it is in the processor's cache."""
 _NUM_BUFFERED_BYTES = 256 << 20
 _PATIENCE_S = 10.0
 _SLOWEST_BYTES_PER_S = 64 << 20
@@ -39,6 +40,7 @@ class DiskIO:
         self._disk = AsyncStore(store, "RAGCache's disk tier", num_readers=_NUM_READERS)
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
         self._num_free_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
+        self._read_at_once = max(_READ_AT_ONCE_BYTES // store.chunk_bytes, 1)
         self._copied_at_once = min(self._num_free_buffers, store.chunks_per_batch)
         self._jobs: queue.SimpleQueue[StoreJob | Outcome | None] = queue.SimpleQueue()
         self._held: set[StoreJob] = set()
@@ -94,12 +96,8 @@ class DiskIO:
         self._write(WriteBatch(evicted=keys))
 
     def load(self, job_id: int, keys: list[bytes], chunk_ids: list[int]) -> LoadJob:
-        """Begin to read chunks into the rows ``chunk_ids`` of host memory, and return the job.
-
-        It is cut into parts for all readers, none so small that it is not worth a call.
-        """
-        least = -(-_READ_AT_ONCE_BYTES // self._store.chunk_bytes)
-        size = min(max(-(-len(keys) // _NUM_READERS), least), self._store.chunks_per_batch)
+        """Begin to read chunks into the rows ``chunk_ids`` of host memory, in parts for all readers; return the job."""
+        size = min(max(-(-len(keys) // _NUM_READERS), self._read_at_once), self._store.chunks_per_batch)
         starts = range(0, len(keys), size)
         job = LoadJob(job_id, [LoadPart(keys[at : at + size], chunk_ids[at : at + size]) for at in starts])
         for part in job.parts:
@@ -268,19 +266,22 @@ class DiskIO:
             self._is_done.notify_all()
 
     def _read(self, part: LoadPart, scratch: Scratch) -> int:
-        rows = scratch.rows(len(part.keys), self._store.chunk_bytes)
-        try:
-            found = self._store.read_many([(key, row.data) for key, row in zip(part.keys, rows, strict=True)])
-        except Exception:  # whatever it is, these chunks are misses
-            logger.exception("Chunks could not be read from %s", self._store.path)
-            found = part.found
-
-        def deliver() -> None:
-            for i, is_found in enumerate(found):
-                if is_found:
-                    np.copyto(self._rows[part.chunk_ids[i]], rows[i])
-            part.found = found
-
-        part.move(deliver)
+        num_chunks = len(part.keys)
+        for first in range(0, num_chunks, self._read_at_once):
+            keys = part.keys[first : first + self._read_at_once]
+            rows = scratch.rows(len(keys), self._store.chunk_bytes)
+            found = [False] * len(keys)
+            try:
+                found = self._store.read_many([(key, row.data) for key, row in zip(keys, rows, strict=True)])
+            except Exception:  # whatever it is, these chunks are misses
+                logger.exception("Chunks could not be read from %s", self._store.path)
+            if not part.move(partial(self._deliver, part, first, rows, found)):
+                break
         part.finish()
-        return sum(found) * self._store.chunk_bytes
+        return sum(part.found) * self._store.chunk_bytes
+
+    def _deliver(self, part: LoadPart, first: int, rows: np.ndarray, found: list[bool]) -> None:
+        for i, is_found in enumerate(found):
+            if is_found:
+                np.copyto(self._rows[part.chunk_ids[first + i]], rows[i])
+        part.found[first : first + len(found)] = found
