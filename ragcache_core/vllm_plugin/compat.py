@@ -1,8 +1,8 @@
-"""Every name of vLLM 0.32 that is not its public API, in one place.
+"""Every name of vLLM that is not its public API, in one place.
 
 vLLM's internals move from release to release. A new vLLM means: change this file (and ``api_server.py``, which starts
-the server), and the signature tests (``test_*signatures.py`` in ``tests/engine/vllm_plugin/``), which say
-what each name is for.
+the server), ``SUPPORTED_VLLM`` in ``release.py``, and the facts in ``tests/vllm_facts/``, which say what each name is
+for. See ``docs/vllm-versions.md``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
+
+from ragcache_core.vllm_plugin.release import put_stand_ins
+
+put_stand_ins(__file__)
 
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -75,7 +79,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-SUPPORTED_VLLM = "0.32"
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
 _RESET_CACHES, _SLEEP, _COLLECTIVE_RPC = EngineCore._reset_caches, EngineCore.sleep, EngineCore.collective_rpc
 _LEAVES_WEIGHTS = (
@@ -85,7 +88,6 @@ _LEAVES_WEIGHTS = (
 """Methods of vLLM's workers that its engine core and servers call."""
 
 __all__ = [
-    "SUPPORTED_VLLM",
     "AsyncScheduler",
     "BlockPool",
     "CPUPrimaryTierOffloadingManager",

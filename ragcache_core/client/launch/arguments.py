@@ -167,11 +167,11 @@ def cache_arguments(
         return []
     if isinstance(cache, VLLMOffload):
         return ["--kv-transfer-config", json.dumps(cache.transfer_config(engine_id))]
-    worker = "scheduler.seeded_prefill.SeededWorker" if cache.chunk_reuse is None else "chunks.worker.RAGCacheWorker"
+    worker = "SeededWorker" if cache.chunk_reuse is None else "RAGCacheWorker"
     arguments = [
         *("--kv-transfer-config", json.dumps(_transfer_config(cache, engine_id, profile, alphas, most_host_bytes))),
         *("--scheduler-cls", f"{_PLUGIN}.scheduler.RAGCacheScheduler"),
-        *("--worker-cls", f"{_PLUGIN}.{worker}"),
+        *("--worker-cls", f"{_PLUGIN}.worker.{worker}"),
     ]
     if cache.kv_cache_bytes is not None:
         arguments += ["--kv-cache-memory-bytes", str(int(cache.kv_cache_bytes))]
@@ -196,7 +196,7 @@ def _transfer_config(
     extra: dict[str, object] = {"ragcache": settings}
     for_chunks = cache.for_chunks()
     host_bytes, disk_bytes = (cache.host_bytes or 0) - for_chunks[0], cache.disk_bytes - for_chunks[1]
-    module, prefix = ("connector", "") if cache.chunk_reuse is None else ("chunks.connector", "Chunk")
+    prefix = "" if cache.chunk_reuse is None else "Chunk"
     if host_bytes:
         extra |= {
             "cpu_bytes_to_use": host_bytes,
@@ -218,7 +218,7 @@ def _transfer_config(
         ]
     return {
         "kv_connector": f"{prefix}RAGCacheConnector" if host_bytes else f"{prefix}DocumentConnector",
-        "kv_connector_module_path": f"{_PLUGIN}.{module}",
+        "kv_connector_module_path": f"{_PLUGIN}.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",  # a lost block is a miss
         "engine_id": engine_id,

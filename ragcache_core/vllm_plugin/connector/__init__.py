@@ -5,10 +5,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_MODULES = {"DocumentConnector": "gpu_connector", "RAGCacheConnector": "tiered_connector"}
+from ragcache_core.vllm_plugin.release import why_alone
+
+_FOLDER = "ragcache_core.vllm_plugin"
+_MODULES = {
+    "DocumentConnector": f"{_FOLDER}.connector.gpu_connector",
+    "RAGCacheConnector": f"{_FOLDER}.connector.tiered_connector",
+    "ChunkDocumentConnector": f"{_FOLDER}.chunks.connector",
+    "ChunkRAGCacheConnector": f"{_FOLDER}.chunks.connector",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_MODULES)}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_MODULES)}")
+    if why_alone() is None:
+        return getattr(import_module(_MODULES[name]), name)
+    try:
+        return import_module(f"{__name__}.alone").AloneConnector
+    except Exception:  # one of our modules needs what this vLLM does not have
+        return import_module(f"{__name__}.bare").BareConnector

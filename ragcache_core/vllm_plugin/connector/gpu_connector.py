@@ -23,25 +23,19 @@ from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.cache.request_state import arrived_s
 from ragcache_core.vllm_plugin.compat import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
-    SupportsHMA,
 )
+from ragcache_core.vllm_plugin.connector.bare import BareConnector
 from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -205,7 +199,7 @@ class DocumentAware:
         self._recorder.end(request.request_id, documents, question_tokens, request.num_output_tokens)
 
 
-class DocumentConnector(DocumentAware, KVConnectorBase_V1, SupportsHMA):
+class DocumentConnector(DocumentAware, BareConnector):
     """The GPU tier alone: reads which tokens are which document, and moves no KV."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -213,18 +207,3 @@ class DocumentConnector(DocumentAware, KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             with building(vllm_config, kv_cache_config) as context:
                 self._begin(context.make_controller())
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return KVConnectorMetadata()
-
-    # Worker side: nothing to move
-
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
-    ) -> None: ...
-
-    def wait_for_save(self) -> None: ...

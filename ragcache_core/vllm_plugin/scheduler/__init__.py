@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
+
+from ragcache_core.vllm_plugin.release import why_alone
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RAGCacheScheduler":
-        from ragcache_core.vllm_plugin.scheduler.scheduler import RAGCacheScheduler
-
-        return RAGCacheScheduler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has RAGCacheScheduler")
+    if name != "RAGCacheScheduler":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has RAGCacheScheduler")
+    if why_alone() is None:
+        return import_module(f"{__name__}.scheduler").RAGCacheScheduler
+    return import_module(f"{__name__}.own").own_scheduler

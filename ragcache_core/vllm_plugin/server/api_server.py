@@ -18,7 +18,7 @@ CPU_BLOCK_SIZE = 32
 """Tokens in a block on a CPU, the fewest that its attention takes. vLLM's 128 are more than many documents have, and
 what is shorter than a block is never cached by itself."""
 _KV_MEMORY_FLAGS = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override"}
-_CONNECTORS = ("ragcache_core.vllm_plugin.connector", "ragcache_core.vllm_plugin.chunks.connector")
+_CONNECTORS = "ragcache_core.vllm_plugin.connector"
 _PLUGINS_ENV = "VLLM_PLUGINS"
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -54,7 +54,7 @@ def run_api_server() -> None:
 
 def is_ours(arguments: Sequence[str]) -> bool:
     """Return whether the server's arguments name a connector of ours; else it is plain vLLM."""
-    return any(name in argument for argument in arguments for name in _CONNECTORS)
+    return any(_CONNECTORS in argument for argument in arguments)
 
 
 def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:

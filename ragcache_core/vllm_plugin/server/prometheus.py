@@ -14,9 +14,9 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     OffloadPromMetrics,
 )
+from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.series import CHUNKS, ENGINE, TIER
-from ragcache_core.vllm_plugin.settings import PluginSettings
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
@@ -31,14 +31,15 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        received.begin(PluginSettings.from_extra_config(extra_config), self.observe, min(per_engine_labelvalues))
+        settings = settings_in_force(extra_config)
+        received.begin(settings, self.observe, min(per_engine_labelvalues))
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-            if "spec_name" in extra_config
+            if "spec_name" in extra_config and why_alone() is None
             else None
         )
-        has_chunks = PluginSettings.from_extra_config(extra_config).chunk_reuse is not None
-        shown = [(ENGINE, labelnames), (TIER, [*labelnames, "tier"]), (CHUNKS if has_chunks else {}, labelnames)]
+        chunks = CHUNKS if settings.chunk_reuse is not None else {}
+        shown = [(ENGINE, labelnames), (TIER, [*labelnames, "tier"]), (chunks, labelnames)]
         self._engine_series, self._tier_series, self._chunk_series = (
             {
                 key: (self._gauge_cls if series.is_gauge else self._counter_cls)(series.name, series.text, labels)

@@ -117,11 +117,9 @@ def test_all_of_the_memory_may_be_for_chunks() -> None:
 def test_without_chunk_reuse_a_launch_says_no_word_of_it() -> None:
     arguments = cache_arguments(CacheConfig(host_bytes=1000), engine_id="ragcache-1-2-ab")
     assert "chunk" not in " ".join(arguments)
-    assert arguments[arguments.index("--worker-cls") + 1] == (
-        "ragcache_core.vllm_plugin.scheduler.seeded_prefill.SeededWorker"
-    )
+    assert arguments[arguments.index("--worker-cls") + 1] == "ragcache_core.vllm_plugin.worker.SeededWorker"
     with_it = cache_arguments(CacheConfig(host_bytes=1000, chunk_reuse={}), engine_id="ragcache-1-2-ab")
-    assert with_it[with_it.index("--worker-cls") + 1] == "ragcache_core.vllm_plugin.chunks.worker.RAGCacheWorker"
+    assert with_it[with_it.index("--worker-cls") + 1] == "ragcache_core.vllm_plugin.worker.RAGCacheWorker"
 
 
 @pytest.mark.parametrize("given", [["--worker-cls", "mine"], ["--worker-cls=mine"], ["--worker_cls", "mine"]])

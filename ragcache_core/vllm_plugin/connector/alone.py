@@ -1,0 +1,28 @@
+"""The connector where vLLM is not as RAGCache knows it: it reads documents and tells statistics, and that is all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.connector.bare import BareConnector, warn_alone
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class AloneConnector(DocumentConnector):
+    """A :class:`DocumentConnector`, or where that cannot be made either, a :class:`BareConnector`."""
+
+    def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
+        try:
+            made = DocumentConnector(vllm_config, role, kv_cache_config)
+        except ConfigError:
+            raise
+        except Exception:  # something else that it needs is not there: an engine starts
+            return BareConnector(vllm_config, role, kv_cache_config)
+        warn_alone(role)
+        return made

@@ -1,0 +1,105 @@
+"""What RAGCache relies on inside vLLM, as far as an engine can check it when it starts, in milliseconds.
+
+The tests in ``tests/vllm_facts/`` pin more, and say what each is for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from ragcache_core.vllm_plugin import compat
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
+from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
+from ragcache_core.vllm_plugin.disk.manager import DiskTier
+from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
+from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
+from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
+from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
+from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
+from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
+
+HOOKS: tuple[tuple[type, type], ...] = (
+    (DocumentConnector, compat.KVConnectorBase_V1),
+    (RAGCacheConnector, compat.OffloadingConnector),
+    (RAGCacheSpec, compat.TieringOffloadingSpec),
+    (TreeCachePolicy, compat.CachePolicy),
+    (SelectiveHostTier, compat.CPUPrimaryTierOffloadingManager),
+    (DiskTier, compat.SecondaryTierManager),
+    (CopyingWorker, compat.OffloadingWorker),
+    (SyncTreeScheduler, compat.Scheduler),
+    (AsyncTreeScheduler, compat.AsyncScheduler),
+    (CacheAwareRequestQueue, compat.RequestQueue),
+    (TreeFreeBlockQueue, compat.FreeKVCacheBlockQueue),
+    (TreeBlockPool, compat.BlockPool),
+    (RAGCachePromMetrics, compat.KVConnectorPromMetrics),
+)
+"""What stands in for what."""
+
+PRIVATE: dict[Any, tuple[str, ...]] = {
+    BlockHashToBlockMap: ("_cache",),
+    compat.BlockPool: ("_remove_cached_block_hashes",),
+    compat.KVConnectorPromMetrics: ("_counter_cls", "_gauge_cls"),
+    compat.Scheduler: (
+        *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
+    ),
+    CPUOffloadingManager: ("_policy",),
+    compat.TieringOffloadingSpec: ("_engine_id", "_manager", "_scheduler_mmap"),
+    OffloadingConnectorScheduler: ("_jobs", "_req_status", "_current_batch_allocated_block_ids"),
+    kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
+}
+"""vLLM's names with an underscore, and whose they are; chunk reuse has two more, of attention layers."""
+
+
+def missing_facts() -> list[str]:
+    """Return what is not there, or is called otherwise than ours answers."""
+    return [*_hooks_that_changed(), *_private_names_that_are_gone()]
+
+
+def _hooks_that_changed() -> Iterator[str]:
+    for ours, theirs in HOOKS:
+        if new := sorted(getattr(ours, "__abstractmethods__", ())):
+            yield f"{theirs.__name__} asks for {', '.join(new)}"
+        for name in _overridden(ours, theirs):
+            if not _accepts(getattr(ours, name), getattr(theirs, name)):
+                parameters = ", ".join(inspect.signature(getattr(theirs, name)).parameters)
+                yield f"{theirs.__name__}.{name} takes {parameters}"
+
+
+def _overridden(ours: type, theirs: type) -> Iterator[str]:
+    for name in dir(theirs):
+        method = inspect.getattr_static(ours, name, None)
+        is_ours = inspect.isfunction(method) and method.__module__.startswith("ragcache_core")
+        if is_ours and not name.startswith("__") and inspect.isfunction(inspect.getattr_static(theirs, name)):
+            yield name
+
+
+def _accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
+    """Return whether ``ours`` can be called as ``theirs`` can, with what is optional and without."""
+    parameters = list(inspect.signature(theirs).parameters.values())
+    placed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
+    required = [each for each in placed if each.default is each.empty]
+    try:
+        inspect.signature(ours).bind(*placed, **named)
+        inspect.signature(ours).bind(*required, **{n: p for n, p in named.items() if p.default is p.empty})
+    except TypeError:
+        return False
+    return True
+
+
+def _private_names_that_are_gone() -> Iterator[str]:
+    for owner, names in PRIVATE.items():
+        text = Path(inspect.getfile(owner)).read_text(encoding="utf-8")
+        for name in names:
+            if not hasattr(owner, name) and not re.search(rf"\bself\.{name}\b", text):
+                yield f"{owner.__name__} has no {name}"

@@ -1,0 +1,35 @@
+"""vLLM's own scheduler, where ours stays out, with what the server's process asks of ours."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from ragcache_core.vllm_plugin.compat import attach_utilities
+
+
+class _Reporting:
+    get_kv_connector: Any
+
+    def confirm(self, speculation: str) -> dict[str, object] | None:
+        """Return a report: every request is real here, and nothing is to be confirmed."""
+        return self.report()
+
+    def report(self) -> dict[str, object]:
+        """Return what the connector has counted."""
+        report: dict[str, object] = self.get_kv_connector().controller.report()
+        return report
+
+    def cached_paths(self, cursor: str) -> dict[str, object]:
+        """Return what is cached by the tree, which knows of no block here."""
+        changes: dict[str, object] = self.get_kv_connector().controller.paths.changes(cursor)
+        return changes
+
+
+def own_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """Return the scheduler that vLLM would have made without ``--scheduler-cls``."""
+    attach_utilities()
+    config = copy((kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]).scheduler_config)
+    config.scheduler_cls = None
+    kind = config.get_scheduler_cls()
+    return type(kind.__name__, (_Reporting, kind), {})(*args, **kwargs)

@@ -1,0 +1,18 @@
+"""The workers by the names that vLLM's settings have, each imported when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ragcache_core.vllm_plugin.release import why_alone
+
+_MODULES = {"SeededWorker": "scheduler.seeded_prefill", "RAGCacheWorker": "chunks.worker"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_MODULES)}")
+    if why_alone() is None:
+        return getattr(import_module(f"ragcache_core.vllm_plugin.{_MODULES[name]}"), name)
+    return import_module("ragcache_core.vllm_plugin.compat").platform_worker()

@@ -1,0 +1,170 @@
+"""A vLLM that RAGCache does not know serves with the connector alone, and says once what is missing and the cure."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from ragcache_core import ChunkReuse, Document, PromptLayout
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin import compat, facts, release
+from ragcache_core.vllm_plugin.connector.alone import AloneConnector
+from ragcache_core.vllm_plugin.connector.bare import BareConnector
+from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.support.changed_vllm import changed_vllm
+
+LAYOUT = PromptLayout()
+PROMPTS = [
+    [
+        Document(f"d{i}", f"Company {i} was founded in {1800 + i} and makes clocks. " * 12),
+        Document("all", "Clocks. " * 40),
+    ]
+    for i in (1, 2)
+]
+
+
+@pytest.fixture(scope="module")
+def next_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM 0.34: a class that RAGCache extends is gone, and so is a name of a folder of its own."""
+    spec, policies = "class TieringOffloadingSpec(", "v1/kv_offload/cpu/policies/base.py"
+    return changed_vllm(
+        tmp_path_factory.mktemp("vllm"),
+        {
+            "_version.py": ("'0.3", "'0.34.0' or '0.3"),
+            "v1/kv_offload/tiering/spec.py": (spec, spec.replace("Spec", "SpecV2")),
+            policies: ("def evict(\n        self, n: int", "def evict(\n        self, why: str, n: int"),
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(next_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("alone")
+    cache = CacheConfig(
+        kv_cache_bytes="64MiB",
+        block_size=32,
+        host_bytes="64MiB",
+        disk_bytes="64MiB",
+        directory=folder / "kv",
+        chunk_reuse=ChunkReuse(),
+    )
+    settings: dict[str, Any] = {**ENGINE_ARGS, "cache": cache}
+    env = {"PYTHONPATH": f"{next_release}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    with Engine.launch(str(DEMO_MODEL), log_path=folder / "server.log", env=env, **settings) as engine:
+        yield engine
+
+
+def test_it_answers_as_plain_vllm_and_tells_what_documents_were_cached(alone: Engine, plain: Engine) -> None:
+    for documents in (*PROMPTS, *PROMPTS):
+        prompt = LAYOUT.render(alone.tokenizer, documents, "Who makes clocks?")
+        answer = alone.generate(prompt, max_tokens=8)
+        assert answer.text == plain.generate(prompt, max_tokens=8).text
+    assert answer.stats.num_gpu_tokens == answer.stats.num_cached_tokens > 0
+    assert [(each.doc_id, each.num_cached_tokens > 0) for each in answer.stats.documents] == [
+        ("d2", True),
+        ("all", True),
+    ]
+    stats = alone.stats()
+    assert [tier.name for tier in stats.tiers] == ["gpu"]
+    assert stats.num_requests == 4
+
+
+def test_one_warning_names_the_release_what_is_missing_and_the_cure(alone: Engine) -> None:
+    assert alone.log_path is not None
+    lines = alone.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    (warning,) = [line for line in lines if "RAGCache leaves scheduling and caching to vLLM" in line]
+    assert "this is vLLM 0.34.0, RAGCache knows 0.32 and 0.33" in warning
+    assert "vllm.v1.kv_offload.tiering.spec has no TieringOffloadingSpec" in warning
+    assert "CachePolicy.evict takes self, why, n, protected" in warning
+    assert warning.endswith("Install one of those, or a newer ragcache")
+
+
+def test_nothing_is_asked_ahead_of_an_engine_that_would_not_wait_with_it(alone: Engine) -> None:
+    with httpx.Client(base_url=alone.base_url, headers={"Authorization": f"Bearer {alone.api_key}"}) as http:
+        load = http.get("ragcache/load").json()
+        assert load == {"num_pending_prefills": 0, "max_prefill_bs": 0, "is_speculative": False, "has_room": False}
+        assert http.post("ragcache/speculations/of-nobody/confirm").status_code == 204
+
+
+def test_what_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.missing_facts() == []
+
+    def insert(self: object, key: object, chunk: object, req_context: object, *, tier: int) -> None: ...
+
+    def touch(self: object) -> None: ...
+
+    monkeypatch.setattr(compat.CachePolicy, "insert", insert)
+    monkeypatch.setattr(compat.CachePolicy, "touch", touch)
+    monkeypatch.setitem(facts.PRIVATE, compat.Scheduler, ("_preempt_request", "_preempt"))
+    assert facts.missing_facts() == [
+        "CachePolicy.insert takes self, key, chunk, req_context, tier",
+        "CachePolicy.touch takes self",
+        "Scheduler has no _preempt",
+    ]
+    release.why_alone.cache_clear()
+    why = release.why_alone()
+    release.why_alone.cache_clear()
+    assert why is not None
+    assert "Scheduler has no _preempt" in why
+
+
+def test_a_hook_takes_what_vllm_may_give_it_and_no_less() -> None:
+    def theirs(self: object, key: int, *, size: int = 0) -> None: ...
+
+    def same(self: object, key: int, *, size: int = 0) -> None: ...
+
+    def more(self: object, key: int, *extra: object, **named: object) -> None: ...
+
+    def without_option(self: object, key: int) -> None: ...
+
+    def greedy(self: object, key: int, other: int, *, size: int = 0) -> None: ...
+
+    accepted = {ours.__name__: facts._accepts(ours, theirs) for ours in (same, more, without_option, greedy)}
+    assert accepted == {"same": True, "more": True, "without_option": False, "greedy": False}
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (release, inspect.getmodule(BareConnector)):
+        monkeypatch.setattr(module, "why_alone", lambda: "this is vLLM 9")
+
+
+@pytest.mark.parametrize("error", [AttributeError("gone"), TypeError("called otherwise")])
+def test_an_engine_starts_where_even_documents_cannot_be_read(
+    unknown: None, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    monkeypatch.setattr(DocumentConnector, "__init__", _raising(error))
+    made = AloneConnector(_config(), KVConnectorRole.SCHEDULER, None)
+    assert type(made) is BareConnector
+    assert made.get_num_new_matched_tokens(None, 7) == (0, False)
+    assert made.request_finished_all_groups(None, ()) == (False, None)
+    (warning,) = [message for message in plugin_log.messages if message.startswith("RAGCache leaves")]
+    assert warning.endswith("and chunk reuse, and without documents and statistics: this is vLLM 9")
+
+
+def test_settings_that_are_wrong_are_refused_as_ever(unknown: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DocumentConnector, "__init__", _raising(ConfigError("queue_window is 0")))
+    with pytest.raises(ConfigError, match="queue_window"):
+        AloneConnector(_config(), KVConnectorRole.SCHEDULER, None)
+
+
+def _raising(error: Exception) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise error
+
+    return fail
+
+
+def _config() -> Any:
+    return SimpleNamespace(kv_transfer_config=SimpleNamespace(), model_config=None)
