@@ -22,8 +22,8 @@ from ragcache_core.vllm_plugin.disk.prefetcher import DiskPrefetcher
 from ragcache_core.vllm_plugin.offload.compat import (
     host_policy_of,
     needs_steps,
-    newest_copy_below,
-    num_open_copies,
+    newest_store_below,
+    num_copies_of_blocks,
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
@@ -110,7 +110,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
         if needs_steps(self):
             return True
-        newest, now_s = newest_copy_below(self), time.monotonic()
+        newest, now_s = newest_store_below(self), time.monotonic()
         if newest != self._waits_for:
             self._waits_for, self._waits_since_s = newest, now_s
         return newest is not None and now_s - self._waits_since_s < _STEPS_FOR_DISK_S
@@ -192,4 +192,5 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         return OffloadingConnector.get_kv_connector_stats(self)
 
     def _num_copies(self) -> int:
-        return num_open_copies(self)
+        below = self.scheduler.manager.secondary_tiers
+        return num_copies_of_blocks(self) + sum(tier.num_open_jobs for tier in below if isinstance(tier, DiskTier))

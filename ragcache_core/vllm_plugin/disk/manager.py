@@ -105,6 +105,7 @@ class DiskTier(SecondaryTierManager):
         self._loads: dict[int, LoadJob] = {}
         self._num_reading = 0
         self._found: dict[str, _Found] = {}
+        self._open_stores: set[int] = set()
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
         self._controller.add_tier(Tier.DISK, self._report)
@@ -125,6 +126,7 @@ class DiskTier(SecondaryTierManager):
         return LookupResult.HIT if is_here and self._pays(block, key, req_context) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        self._open_stores.add(job_metadata.job_id)
         pending = []
         evicted: list[Key] = []
         if self._is_enabled and not is_adapted(job_metadata.req_context):
@@ -150,6 +152,7 @@ class DiskTier(SecondaryTierManager):
         self._notice_failure()
         self._take_in_written()
         results = [JobResult(job_id, success=True) for job_id in self._io.take_copied()]
+        self._open_stores.difference_update(result.job_id for result in results)
         overdue_s = time.monotonic() - async_store.READ_TIMEOUT_S
         for load in list(self._loads.values()):
             if not self._is_enabled or (not load.is_begun and load.submitted_s < overdue_s):
@@ -198,6 +201,16 @@ class DiskTier(SecondaryTierManager):
                 self._path,
             )
         self._take_in_written()
+
+    @property
+    def num_open_jobs(self) -> int:
+        """Reads and stores of which vLLM has not been told that they ended."""
+        return len(self._loads) + len(self._open_stores)
+
+    @property
+    def newest_store(self) -> int | None:
+        """The latest job whose chunks of host memory wait for the disk; None where none does, or something is read."""
+        return None if self._loads else max(self._open_stores, default=None)
 
     # Inside
 

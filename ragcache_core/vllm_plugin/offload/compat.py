@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ragcache_core.vllm_plugin.compat import ChunkStatus
+from ragcache_core.vllm_plugin.compat import OffloadKey, ReqContext
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.compat import (
-        CachePolicy,
-        OffloadingConnector,
-        OffloadKey,
-        TieringOffloadingManager,
-    )
+    from ragcache_core.vllm_plugin.compat import CachePolicy, OffloadingConnector, TieringOffloadingManager
 
 
 def host_policy_of(manager: TieringOffloadingManager) -> CachePolicy:
@@ -22,19 +17,21 @@ def host_policy_of(manager: TieringOffloadingManager) -> CachePolicy:
 
 
 def adopt_chunks(manager: TieringOffloadingManager, chunks: Mapping[OffloadKey, int]) -> None:
-    """Make the host tier, which is empty, hold ``chunks`` of its memory: key -> number of the chunk."""
-    tier = manager.primary_tier
-    assert not tier._num_allocated_chunks
-    for key, chunk_id in chunks.items():
-        status = ChunkStatus(chunk_id)
-        status.ref_cnt = 0
-        tier._policy.insert(key, status)
-        tier._policy.mark_evictable(key)
-    if chunks:
-        used = set(chunks.values())
-        tier._num_allocated_chunks = max(used) + 1
-        tier._free_list = [chunk_id for chunk_id in range(max(used)) if chunk_id not in used]
-        tier._num_evictable_cache_chunks = len(used)
+    """Make the host tier, which is empty, hold ``chunks`` of its memory: key -> number of the chunk.
+
+    An empty tier gives its chunks out from the first on. So it is asked to store as many as reach to the last of
+    these, is told that these were stored, and that those between were not.
+    """
+    tier, owner = manager.primary_tier, ReqContext("ragcache-restored")
+    keys = {number: key for key, number in chunks.items()}
+    asked = [keys.get(i, OffloadKey(b"gap" + i.to_bytes(8, "big"))) for i in range(max(keys, default=-1) + 1)]
+    output = tier.prepare_store(asked, owner)
+    assert output is not None
+    assert output.keys_to_store == asked
+    assert output.store_spec.block_ids.tolist() == list(range(len(asked)))
+    tier.complete_store([key for key in asked if key not in chunks], owner, success=False)
+    tier.complete_store(list(chunks), owner)
+    tier.on_request_finished(owner)
 
 
 def needs_steps(connector: OffloadingConnector) -> bool:
@@ -44,24 +41,22 @@ def needs_steps(connector: OffloadingConnector) -> bool:
     becomes of them is taken in with the next step, and no step brings it nearer.
     """
     offloading = connector.scheduler
-    manager = offloading.manager
-    return bool(
-        offloading._jobs
-        or any(job.transfer_job.is_promotion for job in manager._jobs.values())
-        or any(state.pending_cascade_keys for state in manager._req_state.values())
-        or any(tier.has_pending_work() for tier in manager.secondary_tiers)
-    )
+    if not offloading.has_pending_push_work():
+        return False
+    tiers = offloading.manager.secondary_tiers
+    is_otherwise_busy = bool(offloading._jobs) or any(tier.has_pending_work() for tier in tiers)
+    return is_otherwise_busy or newest_store_below(connector) is None
 
 
-def num_open_copies(connector: OffloadingConnector) -> int:
-    """Return how many copies between the tiers are under way, as far as the scheduler was told."""
-    return len(connector.scheduler._jobs) + len(connector.scheduler.manager._jobs)
+def newest_store_below(connector: OffloadingConnector) -> int | None:
+    """Return the latest job that waits for our disk, where nothing else is under way there; None for none."""
+    stores = [getattr(tier, "newest_store", None) for tier in connector.scheduler.manager.secondary_tiers]
+    return max((store for store in stores if store is not None), default=None)
 
 
-def newest_copy_below(connector: OffloadingConnector) -> int | None:
-    """Return the number of the latest open copy between host memory and a tier below; None where there is none."""
-    newest: int | None = max(connector.scheduler.manager._jobs, default=None)
-    return newest
+def num_copies_of_blocks(connector: OffloadingConnector) -> int:
+    """Return how many copies between the engine's blocks and host memory the scheduler has not seen end."""
+    return len(connector.scheduler._jobs)
 
 
 def keep_from_storing(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:

@@ -81,7 +81,9 @@ class CopyingWorker(OffloadingWorker):
         """Copy blocks of the engine to chunks of the host."""
         return self._copy(job_id, src_spec, dst_spec, is_store=True)
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
         """Copy chunks of the host to blocks of the engine."""
         return self._copy(job_id, dst_spec, src_spec, is_store=False)
 

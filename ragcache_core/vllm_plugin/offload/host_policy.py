@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.tree import EvictedUnit, Location, admit, by_node
@@ -69,6 +69,7 @@ class TreeCachePolicy(CachePolicy):
         assert controller is not None
         self.controller = controller
         self.journal: HostIndex | None = None
+        self._capacity = cache_capacity
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_promises: Counter[OffloadKey] = Counter()
@@ -87,12 +88,13 @@ class TreeCachePolicy(CachePolicy):
 
     # Admission
 
-    def admit(self, keys: Collection[OffloadKey], num_free: int) -> list[OffloadKey]:
-        """Return which of the ``keys`` offered are here or worth their room, where ``num_free`` chunks are free.
+    def admit(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return which of the ``keys`` offered are here or worth their room.
 
         What has to go for them is chosen, and goes with the :meth:`evict` that follows.
         """
         self._chosen = []
+        num_free = self._capacity - len(self._chunks)
         if len(keys) <= num_free:
             return list(keys)
         new = [key for key in keys if key not in self._chunks]
@@ -175,8 +177,8 @@ class TreeCachePolicy(CachePolicy):
             self._promise(key, chunk)
         return chunk
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
-        self._chunks[key] = chunk
+    def insert(self, key: OffloadKey, chunk: ChunkStatus, *extra: Any) -> None:
+        self._chunks[key] = chunk  # from 0.33 on vLLM says for which request
         if (location := self._locate(key)) is None:
             self._unknown[key] = None
         elif self._arriving is not None:
@@ -328,7 +330,7 @@ class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
         tier.__class__ = cls
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        offered = self._policy.admit(keys, self._get_num_free_chunks())
+        offered = self._policy.admit(keys)
         with self._policy.inserting():
             output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
         return output

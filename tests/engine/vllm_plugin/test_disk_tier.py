@@ -7,6 +7,7 @@ import secrets
 import sqlite3
 import threading
 import time
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -294,8 +295,7 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
         manager.complete_store(keys, scene.context)
         manager.on_schedule_end(ScheduleEndContext((), ()))
         assert manager.has_pending_work()
-        offloading: Any = SimpleNamespace(scheduler=SimpleNamespace(manager=manager, _jobs={}))
-        assert not needs_steps(offloading), "no step brings the disk nearer"
+        assert not needs_steps(_offloading(manager)), "no step brings the disk nearer"
         assert manager.prepare_store(others, scene.context) is None
         if is_reset:
             manager.reset_cache()
@@ -316,19 +316,36 @@ def test_host_memory_that_waits_for_the_disk_is_kept_until_it_is_copied_or_reset
         assert len(store) == (1 if is_reset else 6)
 
 
+def _offloading(manager: Any, jobs: Iterable[int] = ()) -> Any:
+    scheduler = SimpleNamespace(
+        manager=manager,
+        _jobs=dict.fromkeys(jobs),
+        has_pending_push_work=lambda: bool(jobs) or manager.has_pending_work(),
+    )
+    return SimpleNamespace(scheduler=scheduler)
+
+
 @pytest.mark.parametrize("what", ["a copy of the GPU's", "a promotion", "a store that is to come", "of a tier"])
 def test_an_engine_goes_on_stepping_for_what_only_steps_do(what: str) -> None:
-    def job(is_promotion: bool) -> SimpleNamespace:
-        return SimpleNamespace(transfer_job=SimpleNamespace(is_promotion=is_promotion))
+    is_of_tier, is_of_gpu = what == "of a tier", what == "a copy of the GPU's"
+    disk = SimpleNamespace(newest_store=7 if is_of_tier or is_of_gpu else None, has_pending_work=lambda: is_of_tier)
+    manager = SimpleNamespace(secondary_tiers=[disk], has_pending_work=lambda: True)
+    assert needs_steps(_offloading(manager, [3] if is_of_gpu else []))
 
-    manager = SimpleNamespace(
-        _jobs={1: job(False), **({2: job(True)} if what == "a promotion" else {})},
-        _req_state={"r": SimpleNamespace(pending_cascade_keys={"key"} if what == "a store that is to come" else set())},
-        secondary_tiers=[SimpleNamespace(has_pending_work=lambda: what == "of a tier")],
-    )
-    jobs = {3: "copy"} if what == "a copy of the GPU's" else {}
-    offloading: Any = SimpleNamespace(scheduler=SimpleNamespace(manager=manager, _jobs=jobs))
-    assert needs_steps(offloading)
+
+def test_what_is_read_from_the_disk_needs_steps_although_stores_wait_for_it(opening: Opening) -> None:
+    scene = opening()
+    keys = scene.store("D")
+    manager: Any = SimpleNamespace(secondary_tiers=[scene.tier], has_pending_work=lambda: True)
+    scene.submit_store(scene.announce("B"))
+    assert not needs_steps(_offloading(manager))
+    assert scene.tier.num_open_jobs == 1
+    scene.submit_load(keys)
+    assert needs_steps(_offloading(manager))
+    assert scene.tier.num_open_jobs == 2
+    scene.settle()
+    assert [result.success for result in scene.tier.get_finished_jobs()] == [True, True]
+    assert scene.tier.num_open_jobs == 0
 
 
 def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_later(
@@ -336,17 +353,12 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("ragcache_core.vllm_plugin.connector.tiered_connector.time.monotonic", lambda: clock[0])
-    job = SimpleNamespace(transfer_job=SimpleNamespace(is_promotion=False))
-    manager = SimpleNamespace(_jobs={}, _req_state={}, secondary_tiers=[])
-    engine: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(manager=manager, _jobs={}),
-        _waits_for=None,
-        _waits_since_s=0.0,
-        _storing=SimpleNamespace(is_behind=False),
-    )
+    disk = SimpleNamespace(newest_store=None, has_pending_work=lambda: False)
+    manager = SimpleNamespace(secondary_tiers=[disk], has_pending_work=lambda: disk.newest_store is not None)
+    engine = _offloading(manager)
+    engine._waits_for, engine._waits_since_s = None, 0.0
     asked = []
-    for clock[0], jobs in ((100.0, [7]), (101.9, [7]), (102.1, [7]), (200.0, [7, 8]), (203.0, [])):
-        manager._jobs = dict.fromkeys(jobs, job)
+    for clock[0], disk.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):
         asked.append(RAGCacheConnector.has_pending_push_work(engine))
     assert asked == [True, True, False, True, False]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.kv_offload.base import OffloadKey
 
+from ragcache_core.vllm_plugin.offload.compat import adopt_chunks
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED
 from tests.engine.vllm_plugin.host_scene import Asker, Host
@@ -197,6 +200,18 @@ def test_storing_what_is_there_changes_nothing(num_keys: int) -> None:
     asker = host.ask("B")
     assert host.prepare_store(asker, asker.keys[:num_keys]) == []
     assert set(host.refs) == set(old.keys)
+
+
+def test_chunks_that_an_engine_left_are_held_where_they_lie_and_the_gaps_between_are_free() -> None:
+    host = Host(num_chunks=6)
+    asker = host.ask("D")
+    left = {asker.keys[0]: 4, asker.keys[1]: 1}
+    manager: Any = SimpleNamespace(primary_tier=host.manager)
+    adopt_chunks(manager, left)
+    assert host.manager.prepare_load(list(left), asker.context).block_ids.tolist() == [4, 1]
+    host.manager.complete_load(list(left), asker.context)
+    output = host.manager.prepare_store(asker.keys[2:], asker.context)
+    assert sorted(output.store_spec.block_ids.tolist()) == [0, 2, 3, 5]
 
 
 def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_them_before(tmp_path: Path) -> None:
