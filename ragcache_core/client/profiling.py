@@ -143,7 +143,7 @@ def read_facts(engine: Engine) -> EngineFacts:
     except (ValueError, LookupError, TypeError) as error:
         raise EngineError(
             f"the engine at {engine.base_url} does not say what its KV memory, version or tokens are ({error!r}): "
-            "profile a server of vLLM 0.32"
+            "profile a server of vLLM 0.32 or 0.33"
         ) from error
 
 

@@ -21,7 +21,11 @@ from ragcache_core.errors import (
 )
 from ragcache_core.wire import check_text
 
-ENGINE_DEAD_SIGNS = ("EngineCore encountered an issue", "EngineDeadError")
+ENGINE_DEAD_SIGNS = (
+    "EngineCore encountered an issue",
+    "EngineDeadError",
+    "The server had an error while processing your request.",  # from 0.33 on
+)
 """How vLLM's server says, in an answer of status 500 or inside a stream, that its engine process is gone."""
 _NO_TOOLS_SIGNS = ("requires --enable-auto-tool-choice", "requires --tool-call-parser")
 """How it refuses tools where it was started without what reads a model's calls of them."""

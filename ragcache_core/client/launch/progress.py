@@ -17,7 +17,7 @@ STAGES = (
     ("allocating the KV cache", "GPU KV cache size"),
     ("starting the server", "Starting vLLM server"),
 )
-"""Stages of a start, each with the words that vLLM 0.32 logs when it begins. A word that moves costs a label only."""
+"""Stages of a start, each with the words that vLLM logs when it begins. A word that moves costs a label only."""
 
 
 class LoadProgress:

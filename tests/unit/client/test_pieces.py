@@ -294,6 +294,10 @@ def _status(kind: type[openai.APIStatusError], status: int, message: str) -> ope
         (_status(openai.BadRequestError, 400, "temperature must be positive"), RequestRejectedError),
         (_status(openai.NotFoundError, 404, "The model `x` does not exist."), RequestRejectedError),
         (_status(openai.InternalServerError, 500, "EngineCore encountered an issue."), EngineDiedError),
+        (
+            _status(openai.InternalServerError, 500, "The server had an error while processing your request."),
+            EngineDiedError,
+        ),
         (_status(openai.InternalServerError, 500, "a bug"), EngineError),
         (openai.APIError("EngineDeadError", REQUEST, body=None), EngineDiedError),
     ],
