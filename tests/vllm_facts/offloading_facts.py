@@ -1,10 +1,8 @@
-"""Print what vLLM's offloading is like where we rely on it, as JSON; run by test_offloading_signatures.py."""
+"""What vLLM's offloading is like where RAGCache relies on it."""
 
 from __future__ import annotations
 
 import inspect
-import json
-import re
 
 from vllm.config import (
     AttentionConfig,
@@ -29,14 +27,15 @@ from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
 from ragcache_core.vllm_plugin.offload.host_policy import TreeCachePolicy
-from tests.engine.vllm_plugin.vllm_facts import methods, names, parameters, sets
+from tests.vllm_facts.engine_facts import methods, names, parameters, sets
 
 
 def facts() -> dict[str, object]:
     """Return names, signatures and a few measured facts."""
     whole_offloading = inspect.getsource(offloading.OffloadingConnectorScheduler)
-    whole_tiering = inspect.getsource(compat.TieringOffloadingManager)
     host = CPUOffloadingManager(4, "lru")
+    allocated = host.prepare_store([compat.OffloadKey(bytes([i]) * 8) for i in range(3)], compat.ReqContext("r"))
+    assert allocated is not None
     return {
         "policy": {
             name: parameters(getattr(compat.CachePolicy, name))
@@ -59,18 +58,13 @@ def facts() -> dict[str, object]:
             sorted(set(methods(compat.CachePolicy)) - set(methods(TreeCachePolicy))),
         ],
         "policy_by_name": parameters(CachePolicyFactory.get_cache_policy_cls),
-        "host": [
-            name
-            for name in ("_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks")
-            if hasattr(host, name)
-        ],
+        "host": hasattr(host, "_policy"),
+        "host_allocates": allocated.store_spec.block_ids.tolist(),
         "host_store": [
             parameters(compat.CPUPrimaryTierOffloadingManager.prepare_store),
             parameters(compat.CPUPrimaryTierOffloadingManager.complete_store),
-            parameters(compat.CPUPrimaryTierOffloadingManager._get_num_free_chunks),
         ],
         "host_view": parameters(compat.CPUPrimaryTierOffloadingManager.get_kv_memoryview),
-        "chunk_status": [compat.ChunkStatus(3).chunk_id, compat.ChunkStatus(3).ref_cnt],
         "tiering_sets": sets(compat.TieringOffloadingManager, "primary_tier", "secondary_tiers"),
         "spec_sets": sets(
             compat.TieringOffloadingSpec,
@@ -164,6 +158,7 @@ def facts() -> dict[str, object]:
             parameters(compat.SharedOffloadRegion.create_next_worker_view),
             parameters(compat.SharedOffloadRegion.cleanup),
         ],
+        "region_is_one_file": "num_segments" not in inspect.getsource(compat.TieringOffloadingSpec),
         "region_path": "/dev/shm/vllm_offload_{engine_id}.mmap"
         in inspect.getsource(compat.SharedOffloadRegion.__init__),
         "offloading_connector": {
@@ -193,18 +188,9 @@ def facts() -> dict[str, object]:
             "states": sets(offloading.OffloadingConnectorScheduler, "_req_status", "config", "_jobs"),
             "fence": "self._current_batch_allocated_block_ids: set[int]" in whole_offloading,
             "pending": [
-                sorted(set(re.findall(r"self\.(\w+)", inspect.getsource(pending))))
-                for pending in (
-                    offloading.OffloadingConnectorScheduler.has_pending_push_work,
-                    compat.TieringOffloadingManager.has_pending_work,
-                )
-            ],
-            "open_copies": [
-                "self._jobs: dict[int, TransferJobStatus]" in whole_offloading,
-                "self._jobs: dict[JobId, JobMetadata]" in whole_tiering,
-                "transfer_job" in tiering.JobMetadata._fields,
-                "self._req_state: dict[str, RequestState]" in whole_tiering,
-                "pending_cascade_keys" in names(tiering.RequestState),
+                "self.manager.has_pending_work()"
+                in inspect.getsource(offloading.OffloadingConnectorScheduler.has_pending_push_work),
+                "tier.has_pending_work()" in inspect.getsource(compat.TieringOffloadingManager.has_pending_work),
             ],
             "limits": [
                 "max_offload_tokens" in offloading.RequestOffloadState.__annotations__,
@@ -227,7 +213,3 @@ def facts() -> dict[str, object]:
         "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
         "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(facts()))

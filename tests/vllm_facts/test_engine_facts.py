@@ -1,55 +1,52 @@
-"""What we rely on inside vLLM 0.32. If one of these fails after an upgrade, it says what the name is for.
+"""What RAGCache relies on inside vLLM. If one of these fails with a new release, it says what the name is for.
 
-The names live in ``ragcache_core/vllm_plugin/compat.py``; they are read in a child process, because importing vLLM
-takes seconds and sets process-wide state. Those of its offloading are in ``test_offloading_signatures.py``.
+The names live in ``ragcache_core/vllm_plugin/compat.py``.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 
+from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.vllm_plugin.release import SUPPORTED_VLLM
 from tests.conftest import ROOT
+from tests.vllm_facts.private_names import used_private_names
 
 
 @pytest.fixture(scope="module")
-def vllm_facts() -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.vllm_plugin.vllm_facts"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    facts: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return facts
+def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = all_facts["engine"]
+    return found
 
 
-def test_this_is_the_supported_vllm(vllm_facts: dict[str, object]) -> None:
-    assert str(vllm_facts["version"]).startswith("0.32"), "support a new vLLM in compat.py, then change SUPPORTED_VLLM"
+def test_this_is_a_supported_vllm(release: str, facts: dict[str, Any]) -> None:
+    assert release in SUPPORTED_VLLM, "follow docs/vllm-versions.md"
+    assert facts["missing"] == [], "an engine checks these when it starts, and has no tiers without them"
 
 
-def test_every_parser_of_tool_calls_that_the_docs_name_is_there(vllm_facts: dict[str, Any]) -> None:
+def test_an_engine_checks_every_private_name_that_is_used(facts: dict[str, Any]) -> None:
+    of_attention_layers = {"_k_scale_float", "_v_scale_float"}  # pinned for chunk reuse
+    assert set(used_private_names()) - set(facts["private"]) == of_attention_layers, "add it to facts.PRIVATE"
+
+
+def test_every_parser_of_tool_calls_that_the_docs_name_is_there(facts: dict[str, Any]) -> None:
     tools = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split("## Tools")[1].split("\n## ")[0]
     rows = [line.split("|")[2] for line in tools.splitlines() if line.startswith("| ")][1:]
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
     assert len(named) > 10
-    assert named - set(vllm_facts["tool_parsers"]) == set()
+    assert named - set(facts["tool_parsers"]) == set()
 
 
-def test_the_connector_has_every_method_that_vllm_asks_for(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["still_abstract"] == [], "implement the new abstract methods in connector/gpu_connector.py"
+def test_the_connector_has_every_method_that_vllm_asks_for(facts: dict[str, Any]) -> None:
+    assert facts["still_abstract"] == [], "implement the new abstract methods in connector/gpu_connector.py"
 
 
-def test_the_connectors_methods_have_the_arguments_we_implement(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["signatures"] == {
+def test_the_connectors_methods_have_the_arguments_we_implement(facts: dict[str, Any]) -> None:
+    assert facts["signatures"] == {
         "on_new_request": ["self", "request"],
         "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
         "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
@@ -60,22 +57,28 @@ def test_the_connectors_methods_have_the_arguments_we_implement(vllm_facts: dict
         "wait_for_layer_load": ["self", "layer_name"],
         "wait_for_save": ["self"],
     }, "follow the change in connector/gpu_connector.py and connector/tiered_connector.py"
-    assert vllm_facts["hma"] == ["self", "request", "block_ids"], "follow it in DocumentConnector"
-    assert vllm_facts["requires_kv_delivery"], "DocumentConnector overrides it: a lost transfer is no failure"
+    assert facts["hma"] == ["self", "request", "block_ids"], "follow it in DocumentConnector"
+    assert facts["requires_kv_delivery"], "DocumentConnector overrides it: a lost transfer is no failure"
 
 
-def test_the_server_program_is_where_we_start_it(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["main"] == [], "api_server.run_api_server() calls it without arguments"
+def test_the_server_program_is_where_we_start_it(facts: dict[str, Any]) -> None:
+    assert facts["main"] == [], "api_server.run_api_server() calls it without arguments"
 
 
-def test_requests_carry_our_metadata_and_token_ids(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["chat_takes_metadata"], "wire.py needs another channel"
-    assert vllm_facts["completion_takes_metadata"], "wire.py needs another channel"
-    assert vllm_facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
+def test_an_answer_says_that_the_engine_died(facts: dict[str, Any]) -> None:
+    assert says_engine_died(facts["engine_is_dead"]), (
+        "requests are sent again for ENGINE_DEAD_SIGNS: add what it says now"
+    )
 
 
-def test_the_server_has_the_tokenizer_that_it_hands_out(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["tokenization"] == [
+def test_requests_carry_our_metadata_and_token_ids(facts: dict[str, Any]) -> None:
+    assert facts["chat_takes_metadata"], "wire.py needs another channel"
+    assert facts["completion_takes_metadata"], "wire.py needs another channel"
+    assert facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
+
+
+def test_the_server_has_the_tokenizer_that_it_hands_out(facts: dict[str, Any]) -> None:
+    assert facts["tokenization"] == [
         ["renderer", "model_config", "chat_template", "chat_template_content_format"],
         ["default_chat_template_kwargs"],
         True,
@@ -86,19 +89,19 @@ def test_the_server_has_the_tokenizer_that_it_hands_out(vllm_facts: dict[str, ob
     ], "routes.tokenizer() reads app.state.serving_tokenization: follow it in compat.chat_template_of()"
 
 
-def test_vllm_looks_for_plugins_where_we_register_ours(vllm_facts: dict[str, object]) -> None:
+def test_vllm_looks_for_plugins_where_we_register_ours(facts: dict[str, Any]) -> None:
     from ragcache_core.vllm_plugin.server import api_server
 
-    assert vllm_facts["endpoint_group"] == "vllm.endpoint_plugins", "rename our entry point's group in pyproject.toml"
-    assert sorted(vllm_facts["plugin_groups"]) == sorted(api_server._PLUGIN_GROUPS), (
+    assert facts["endpoint_group"] == "vllm.endpoint_plugins", "rename our entry point's group in pyproject.toml"
+    assert sorted(facts["plugin_groups"]) == sorted(api_server._PLUGIN_GROUPS), (
         "follow it in api_server._PLUGIN_GROUPS: naming our plugin in VLLM_PLUGINS must not switch others off"
     )
     (point,) = [p for p in entry_points(group="vllm.endpoint_plugins") if p.name == api_server.ENDPOINT_PLUGIN]
     assert point.value == "ragcache_core.vllm_plugin.server.routes:RAGCacheEndpoint", "install the package again"
 
 
-def test_the_block_pool_is_the_one_that_ours_takes_over(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["free_queue"] == {
+def test_the_block_pool_is_the_one_that_ours_takes_over(facts: dict[str, Any]) -> None:
+    assert facts["free_queue"] == {
         "popleft": ["self"],
         "popleft_n": ["self", "n"],
         "remove": ["self", "block"],
@@ -108,9 +111,9 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(vllm_facts: dict[str, ob
         "get_all_free_blocks": ["self"],
         "iter_blocks_after": ["self", "cursor"],
     }, "override what is new or different in TreeFreeBlockQueue: the base class's linked list is empty there"
-    assert set(vllm_facts["free_queue"]) <= set(vllm_facts["our_free_queue"]), "override it in TreeFreeBlockQueue"
-    assert vllm_facts["free_queue_reads"] == ["num_free_blocks"], "keep it up to date in TreeFreeBlockQueue"
-    assert vllm_facts["pool"] == {
+    assert set(facts["free_queue"]) <= set(facts["our_free_queue"]), "override it in TreeFreeBlockQueue"
+    assert facts["free_queue_reads"] == ["num_free_blocks"], "keep it up to date in TreeFreeBlockQueue"
+    assert facts["pool"] == {
         "cache_full_blocks": [
             *("self", "request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id"),
             "block_mask",
@@ -118,33 +121,33 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(vllm_facts: dict[str, ob
         "reset_prefix_cache": ["self"],
         "_remove_cached_block_hashes": ["self", "block"],
     }, "follow the change in TreeBlockPool, which learns and forgets what blocks hold there"
-    assert vllm_facts["pool_attributes"] == [
+    assert facts["pool_attributes"] == [
         *("free_block_queue", "cached_block_hash_to_block", "blocks", "null_block"),
     ], "TreeBlockPool.take_over() replaces free_block_queue of a pool that is built: find its new name"
-    assert vllm_facts["cached_copies"], "compat.cached_copies() reads BlockHashToBlockMap._cache: find its new name"
-    assert vllm_facts["block"] == ["block_id", "ref_cnt", "block_hash", "is_null"], "follow it in block_pool.py"
-    assert vllm_facts["hash_of_block"], "a block's hash is no longer key + 4 bytes of group: follow it in block_pool.py"
+    assert facts["cached_copies"], "compat.cached_copies() reads BlockHashToBlockMap._cache: find its new name"
+    assert facts["block"] == ["block_id", "ref_cnt", "block_hash", "is_null"], "follow it in block_pool.py"
+    assert facts["hash_of_block"], "a block's hash is no longer key + 4 bytes of group: follow it in block_pool.py"
 
 
-def test_the_scheduler_is_where_ours_stands(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["scheduler_sets"] == ["connector", "kv_cache_config", "kv_cache_manager"], (
+def test_the_scheduler_is_where_ours_stands(facts: dict[str, Any]) -> None:
+    assert facts["scheduler_sets"] == ["connector", "kv_cache_config", "kv_cache_manager"], (
         "_TreeScheduling.__init__() reads them after vLLM's: find their new names"
     )
-    assert vllm_facts["manager_sets"] == ["block_pool"], "scheduler.py takes over kv_cache_manager.block_pool"
-    assert vllm_facts["scheduler_output"] == [*([["self", "scheduler_output", "model_runner_output"]] * 2), True], (
+    assert facts["manager_sets"] == ["block_pool"], "scheduler.py takes over kv_cache_manager.block_pool"
+    assert facts["scheduler_output"] == [*([["self", "scheduler_output", "model_runner_output"]] * 2), True], (
         "_TreeScheduling notes a request's first token there: follow it, or find where tokens arrive"
     )
-    assert vllm_facts["scheduler_cls"] == [["self"], True], "--scheduler-cls takes RAGCacheScheduler: find the new door"
+    assert facts["scheduler_cls"] == [["self"], True], "--scheduler-cls takes RAGCacheScheduler: find the new door"
     step = ["scheduler.schedule(", ".execute_model(", ".get_grammar_bitmask(", "future.result("]
-    assert vllm_facts["forward_started"] == [["self", "scheduler_output"], [step, [*step, ".get_grammar_bitmask("]]], (
+    assert facts["forward_started"] == [["self", "scheduler_output"], [step, [*step, ".get_grammar_bitmask("]]], (
         "on_forward_started() is called there, because the model computes a step then and no answer waits: "
         "find the new moment"
     )
-    assert vllm_facts["scheduler_stats"], "our figures leave with get_kv_connector_stats(): find the new way out"
+    assert facts["scheduler_stats"], "our figures leave with get_kv_connector_stats(): find the new way out"
 
 
-def test_the_scheduler_asks_its_queue_what_ours_answers(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["queue"] == {
+def test_the_scheduler_asks_its_queue_what_ours_answers(facts: dict[str, Any]) -> None:
+    assert facts["queue"] == {
         "add_request": ["self", "request"],
         "pop_request": ["self"],
         "peek_request": ["self"],
@@ -153,49 +156,49 @@ def test_the_scheduler_asks_its_queue_what_ours_answers(vllm_facts: dict[str, ob
         "remove_request": ["self", "request"],
         "remove_requests": ["self", "requests"],
     }, "follow the change in CacheAwareRequestQueue"
-    assert vllm_facts["queue_is_complete"] == [], "implement the new abstract methods in CacheAwareRequestQueue"
+    assert facts["queue_is_complete"] == [], "implement the new abstract methods in CacheAwareRequestQueue"
 
 
-def test_the_scheduler_makes_room_as_we_ask(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["scheduler_queue"] == [
+def test_the_scheduler_makes_room_as_we_ask(facts: dict[str, Any]) -> None:
+    assert facts["scheduler_queue"] == [
         *("waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),
         *("_inflight_prefills", "max_num_scheduled_tokens"),
         *("need_mamba_block_aligned_split", "scheduler_config"),
     ], "_TreeScheduling takes over the queue, and preempts speculation: find their new names"
-    assert vllm_facts["cuts_prefills"], "_TreeScheduling shortens steps only where enable_chunked_prefill lets it"
-    assert vllm_facts["scheduler_steps"] == {
+    assert facts["cuts_prefills"], "_TreeScheduling shortens steps only where enable_chunked_prefill lets it"
+    assert facts["scheduler_steps"] == {
         "schedule": ["self", "throttle_prefills"],
         "_preempt_request": ["self", "request", "timestamp", "drop_stale_output"],
         "_free_request_blocks": ["self", "request"],
         "_handle_blocked_waiting_request": ["self", "request"],
     }, "_TreeScheduling calls them for speculative requests as vLLM does for others: follow the change"
-    assert vllm_facts["schedule"] == [True] * 4, (
+    assert facts["schedule"] == [True] * 4, (
         "a step's tokens are bounded by max_num_scheduled_tokens, the queue is peeked and asked for its truth value, "
         "and the last running request is the first victim: see where these went"
     )
-    assert vllm_facts["scheduled"], "speculative tokens are counted from a step's num_scheduled_tokens"
-    assert vllm_facts["request"] == [
+    assert facts["scheduled"], "speculative tokens are counted from a step's num_scheduled_tokens"
+    assert facts["request"] == [
         *("num_prompt_tokens", "num_computed_tokens", "num_output_placeholders", "status", "num_preemptions"),
         "arrival_time",
     ], "_TreeScheduling reads them, the connector the last one: find their new names"
-    assert vllm_facts["request_reads"] == [
+    assert facts["request_reads"] == [
         [
             *("kv_transfer_params", "block_hashes", "prompt_token_ids"),
             *("prompt_embeds", "lora_request", "cache_salt", "mm_features"),
         ],
         [True, True],
     ], "the connector reads them of a request, and num_tokens, the scheduler num_tokens_with_spec: find their new names"
-    assert vllm_facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
+    assert facts["request_states"] == ["PREEMPTED", "WAITING_FOR_STREAMING_REQ"], "see request_queue.py"
 
 
-def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["utility"] == [True, ["self", "method", "args"], ["scheduler"], ["engine_core"]], (
+def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(facts: dict[str, Any]) -> None:
+    assert facts["utility"] == [True, ["self", "method", "args"], ["scheduler"], ["engine_core"]], (
         "compat.attach_utilities() adds methods to EngineCore, others there call them: find the new way"
     )
 
 
-def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["weights"] == [
+def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(facts: dict[str, Any]) -> None:
+    assert facts["weights"] == [
         [
             ["self", "reset_running_requests", "reset_connector"],
             ["self", "level", "mode"],
@@ -207,8 +210,8 @@ def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(vllm
     ], "compat.attach_utilities() wraps them: a pause keeps what is on disk, other weights do not: find the new way"
 
 
-def test_a_server_takes_embeddings_as_we_tell_it(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["embeddings"] == [
+def test_a_server_takes_embeddings_as_we_tell_it(facts: dict[str, Any]) -> None:
+    assert facts["embeddings"] == [
         True,
         True,
         [["renderer", "vllm_config", "model_config"], ["mm_processor"]],
@@ -217,24 +220,24 @@ def test_a_server_takes_embeddings_as_we_tell_it(vllm_facts: dict[str, object]) 
     ], "compat.require_embeddings() sets them back, where a KV connector lets embeddings be left out: find the new way"
 
 
-def test_the_kv_cache_says_how_large_its_blocks_are(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
+def test_the_kv_cache_says_how_large_its_blocks_are(facts: dict[str, Any]) -> None:
+    assert facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
         "compat.kv_bytes_per_block() reads them"
     )
-    assert vllm_facts["kv_cache_tensor"], "compat.kv_bytes_per_block() takes a tensor's size for the allocation's"
-    assert vllm_facts["block_sizes"] == ["kv_cache_config", "vllm_config"], "DocumentConnector asks for tokens_per_hash"
-    assert vllm_facts["seed"] == [True, ["hash_fn"], True, True], (
+    assert facts["kv_cache_tensor"], "compat.kv_bytes_per_block() takes a tensor's size for the allocation's"
+    assert facts["block_sizes"] == ["kv_cache_config", "vllm_config"], "DocumentConnector asks for tokens_per_hash"
+    assert facts["seed"] == [True, ["hash_fn"], True, True], (
         "compat.hash_seed() says whether another start finds the same keys: without it no cache on disk may be shared"
     )
 
 
-def test_statistics_travel_as_ours_do(vllm_facts: dict[str, object]) -> None:
-    assert vllm_facts["prom"] == [
+def test_statistics_travel_as_ours_do(facts: dict[str, Any]) -> None:
+    assert facts["prom"] == [
         ["self", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"],
         ["_counter_cls", "_gauge_cls", "per_engine_labelvalues"],
         ["self", "transfer_stats_data", "engine_idx"],
     ], "RAGCachePromMetrics makes its series with them"
-    assert vllm_facts["stats"] == ["data"], "RAGCacheStats keeps everything in data, which vLLM sends"
-    assert vllm_facts["stats_methods"] == ["aggregate", "is_empty", "reduce", "reset", "to_dict"], (
+    assert facts["stats"] == ["data"], "RAGCacheStats keeps everything in data, which vLLM sends"
+    assert facts["stats_methods"] == ["aggregate", "is_empty", "reduce", "reset", "to_dict"], (
         "follow it in RAGCacheStats"
     )

@@ -1,39 +1,25 @@
-"""What we rely on inside vLLM 0.32's offloading. If one of these fails after an upgrade, it says what the name is for.
-
-The names live in ``ragcache_core/vllm_plugin/offload/compat.py`` and ``compat.py``; they are read in a child
-process, as those of ``test_signatures.py`` are.
-"""
+"""What RAGCache relies on inside vLLM's offloading: names of ``offload/compat.py`` and ``compat.py``."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.vllm_facts.conftest import Since
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.vllm_plugin.offloading_facts"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = all_facts["offloading"]
     return found
 
 
-def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, object]) -> None:
+def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, Any], since: Since) -> None:
     assert facts["policy"] == {
         "__init__": ["self", "cache_capacity"],
         "get": ["self", "key"],
-        "insert": ["self", "key", "chunk"],
+        "insert": ["self", "key", "chunk", *since("0.33", "req_context")],
         "remove": ["self", "key"],
         "touch": ["self", "keys", "req_context"],
         "on_store_miss": ["self", "keys", "req_context"],
@@ -43,24 +29,23 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, objec
         "mark_evictable": ["self", "key"],
         "mark_non_evictable": ["self", "key"],
     }, "follow the change in host_policy.py"
-    assert facts["policy_is_complete"] == [[], []], "answer the new hooks in TreeCachePolicy"
-    assert facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
-    assert facts["host"] == ["_policy", "_num_allocated_chunks", "_free_list", "_num_evictable_cache_chunks"], (
-        "offload.compat.host_policy_of() and offload.compat.adopt_chunks() need them"
+    assert facts["policy_is_complete"] == [[], since("0.33", "on_request_access")], (
+        "answer the new hooks in TreeCachePolicy; this one tells of accesses, which the tree counts itself"
     )
+    assert facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
+    assert facts["host"], "offload.compat.host_policy_of() needs it, and SelectiveHostTier"
+    assert facts["host_allocates"] == [0, 1, 2], "adopt_chunks() counts on that order"
     assert facts["host_store"] == [
         ["self", "keys", "req_context"],
         ["self", "keys", "req_context", "success"],
-        ["self"],
     ], "follow it in SelectiveHostTier"
     assert facts["host_view"] == ["self"], "offload/spec.py restores host memory through it"
-    assert facts["chunk_status"] == [3, -1], "a new chunk is not ready: adopt_chunks() sets its ref_cnt to 0"
     assert facts["tiering_sets"] == ["primary_tier", "secondary_tiers"], (
         "offload.compat.host_policy_of() and RAGCacheConnector.reset_cache() reach the tiers through them"
     )
 
 
-def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, object]) -> None:
+def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, Any]) -> None:
     assert facts["spec_sets"] == [
         *("num_chunks", "kv_bytes_per_chunk", "cpu_page_size_per_worker", "_manager", "_engine_id", "extra_config"),
         *("config", "blocks_per_chunk", "tokens_per_hash"),
@@ -77,7 +62,7 @@ def test_the_offloading_spec_has_what_ours_builds_from(facts: dict[str, object])
     )
 
 
-def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, object]) -> None:
+def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, Any]) -> None:
     assert facts["tier_init"] == [
         *("self", "offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
     ], "follow it in DiskTier.__init__()"
@@ -112,11 +97,11 @@ def test_the_disk_tier_is_asked_what_ours_answers(facts: dict[str, object]) -> N
     assert facts["offload_key"], "a key is no longer hash + 4 bytes of group: see host_policy.FIRST_GROUP"
 
 
-def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, object]) -> None:
+def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, Any], since: Since) -> None:
     assert facts["worker_is_complete"] == [], "implement the new abstract methods in cpu_worker.py"
     assert facts["worker"] == {
         "submit_store": ["self", "job_id", "src_spec", "dst_spec"],
-        "submit_load": ["self", "job_id", "src_spec", "dst_spec"],
+        "submit_load": ["self", "job_id", "src_spec", "dst_spec", *since("0.33", "expedited")],
         "get_finished": ["self"],
         "wait": ["self", "job_ids"],
         "shutdown": ["self"],
@@ -133,10 +118,11 @@ def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, object]) -> Non
         ["self", "tensor_page_size"],
         ["self"],
     ], "RAGCacheSpec.get_worker() makes the region, CopyingWorker its views"
+    assert facts["region_is_one_file"], "runtime/shared_memory.py keeps and restores one file of each region"
     assert facts["region_path"], "runtime/shared_memory.py lays host memory, by a link, where vLLM looks for it"
 
 
-def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, object]) -> None:
+def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, Any], since: Since) -> None:
     assert facts["offloading_connector"] == {
         "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
         "update_state_after_alloc": ["self", "request", "blocks", "num_external_tokens"],
@@ -152,20 +138,19 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
         "update_connector_output": ["self", "connector_output"],
         "shutdown": ["self"],
     }, "follow the change in RAGCacheConnector: a hook that has another name would be vLLM's own again, unnoticed"
-    assert facts["offloading_scheduler"] == [True, ["manager"], ["req_id", "src_spec", "dst_spec"]], (
+    job = ["req_id", "src_spec", "dst_spec", *since("0.33", "sync")]
+    assert facts["offloading_scheduler"] == [True, ["manager"], job], (
         "RAGCacheConnector reads scheduler.manager, and counts the bytes of store_jobs"
     )
     assert facts["offloading_state"] == {
         "states": ["_req_status", "config", "_jobs"],
         "fence": True,
-        "pending": [["_jobs", "manager"], ["_jobs", "_req_state", "secondary_tiers"]],
-        "open_copies": [True] * 5,
+        "pending": [True, True],
         "limits": [True, True, True],
         "group": [True, True],
     }, (
-        "needs_steps() is what vLLM has pending, without stores that wait for a tier: it tells promotions among open "
-        "copies by transfer_job, and what is to cascade by pending_cascade_keys; keep_from_storing() limits what a "
-        "request stores, and fence_blocks() has stores out of a step's blocks end before it"
+        "needs_steps() is what vLLM has pending, without stores that wait for our disk alone; keep_from_storing() "
+        "limits what a request stores, and fence_blocks() has stores out of a step's blocks end before it"
     )
     assert facts["seeded_prefill"] == [
         *(["self", "grammar_output"], ["input_batch", "discard_request_mask"], ["generators"], True, True),

@@ -1,31 +1,15 @@
-"""What chunk reuse relies on inside vLLM 0.32. If one of these fails after an upgrade, it says what the name is for.
-
-The names live in ``ragcache_core/vllm_plugin/compat.py``, beside those of ``vllm_plugin/test_signatures.py``.
-"""
+"""What chunk reuse relies on inside vLLM: names of ``ragcache_core/vllm_plugin/compat.py`` and ``chunks/``."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
-
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.chunk.vllm_facts"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def facts(all_facts: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = all_facts["chunks"]
     return found
 
 

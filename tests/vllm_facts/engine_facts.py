@@ -1,9 +1,8 @@
-"""Print what vLLM is like where we rely on it, as JSON; a program of its own for test_signatures.py."""
+"""What vLLM's engine and server are like where RAGCache relies on them."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from dataclasses import fields
 from functools import cached_property
@@ -21,6 +20,7 @@ from vllm.config import (
 from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
 from vllm.renderers import BaseRenderer, hf
@@ -31,12 +31,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
+from ragcache_core.vllm_plugin.facts import PRIVATE, missing_facts
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 
@@ -67,6 +69,8 @@ def facts() -> dict[str, object]:
     pool.cached_block_hash_to_block.insert(b"hash", taken[0])
     return {
         "version": vllm.__version__,
+        "missing": missing_facts(),
+        "private": sorted(name for names in PRIVATE.values() for name in names),
         "abstract": sorted(base.__abstractmethods__),
         "still_abstract": sorted(DocumentConnector.__abstractmethods__),
         "signatures": {
@@ -86,6 +90,7 @@ def facts() -> dict[str, object]:
         "requires_kv_delivery": isinstance(inspect.getattr_static(base, "requires_kv_delivery"), property),
         "hma": list(inspect.signature(compat.SupportsHMA.request_finished_all_groups).parameters),
         "main": list(inspect.signature(entry.main).parameters),
+        "engine_is_dead": create_error_response(EngineDeadError()).error.message,
         "tool_parsers": sorted(ToolParserManager.list_registered()),
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
@@ -222,7 +227,3 @@ def facts() -> dict[str, object]:
         "stats": sorted(compat.KVConnectorStats.__dataclass_fields__),
         "stats_methods": sorted(methods(compat.KVConnectorStats)),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(facts()))

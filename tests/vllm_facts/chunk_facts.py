@@ -1,10 +1,9 @@
-"""Prints, as JSON, what chunk reuse relies on inside vLLM; run by test_signatures.py in a process of its own."""
+"""What vLLM is like where chunk reuse relies on it."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,7 +148,11 @@ def facts() -> dict[str, Any]:
             _fields(offloading.RequestGroupState)[0],
         ],
         "fenced": _order(
-            offloading.OffloadingConnectorScheduler.build_connector_meta,
+            getattr(
+                offloading.OffloadingConnectorScheduler,
+                "_build_connector_meta",  # from 0.33 on
+                offloading.OffloadingConnectorScheduler.build_connector_meta,
+            ),
             "self._block_id_to_pending_jobs.keys().isdisjoint(",
             "self._current_batch_allocated_block_ids",
             "self._current_batch_allocated_block_ids = set()",
@@ -158,7 +161,3 @@ def facts() -> dict[str, Any]:
         "allocated": _arguments(KVCacheBlocks.get_block_ids)[:2],
         "all_reduce": _arguments(compat.tensor_model_parallel_all_reduce),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(facts()))
