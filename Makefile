@@ -19,8 +19,9 @@ ALONE  := $(addprefix tests/engine/,client/test_speculating.py langchain_integra
   llamaindex_integration/test_llamaindex_speculation.py)
 # Files in the order of tests/engine/conftest.py, those that take longest first.
 ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 --durations-min=20
-# What also runs on another release of vLLM: answers over all tiers, a restart, speculation, and schedulers without a model.
-ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/vllm_plugin/,test_tiers_on_the_engine.py test_storing.py test_room.py)
+# What also runs on another release of vLLM: answers over all tiers, restarts, speculation, and schedulers without a model.
+ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/,vllm_plugin/test_tiers_on_the_engine.py vllm_plugin/test_storing.py \
+  vllm_plugin/test_room.py client/test_speculating.py)
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
 
