@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from ragcache_core.vllm_plugin.release import put_stand_ins
+from ragcache_core.vllm_plugin.release import put_stand_ins, why_alone
 
 put_stand_ins(__file__)
 
@@ -80,7 +80,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
-_RESET_CACHES, _SLEEP, _COLLECTIVE_RPC = EngineCore._reset_caches, EngineCore.sleep, EngineCore.collective_rpc
+_RESET_CACHES, _SLEEP, _COLLECTIVE_RPC = (
+    getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")
+)
 _LEAVES_WEIGHTS = (
     *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),
@@ -186,7 +188,8 @@ def attach_utilities() -> None:
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
     setattr(EngineCore, _REPORT, ragcache_report)
     setattr(EngineCore, _PATHS, ragcache_cached_paths)
-    _tell_of_weights()
+    if why_alone() is None:
+        _tell_of_weights()
 
 
 def _tell_of_weights() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from ragcache_core.vllm_plugin import compat
@@ -49,6 +50,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
     compat.BlockPool: ("_remove_cached_block_hashes",),
     compat.KVConnectorPromMetrics: ("_counter_cls", "_gauge_cls"),
+    EngineCore: ("_reset_caches",),
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
