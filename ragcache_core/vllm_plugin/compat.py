@@ -80,9 +80,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
-_RESET_CACHES, _SLEEP, _COLLECTIVE_RPC = (
-    getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")
-)
+_OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
+"""vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
 _LEAVES_WEIGHTS = (
     *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),
@@ -199,22 +198,22 @@ def _tell_of_weights() -> None:
     them it tells no scheduler.
     """
 
-    @wraps(_RESET_CACHES)
+    @wraps(_OWN["_reset_caches"])
     def reset_caches(core: EngineCore, *args: Any, **kwargs: Any) -> None:
         with core.scheduler.keeping_weights() if _is_ours(core) else nullcontext():
-            _RESET_CACHES(core, *args, **kwargs)
+            _OWN["_reset_caches"](core, *args, **kwargs)
 
-    @wraps(_SLEEP)
+    @wraps(_OWN["sleep"])
     def sleep(core: EngineCore, level: int = 1, *args: Any, **kwargs: Any) -> Any:
         if level >= 2 and _is_ours(core):
             core.scheduler.on_weights_changed(f"sleep level {level} discards the weights")
-        return _SLEEP(core, level, *args, **kwargs)
+        return _OWN["sleep"](core, level, *args, **kwargs)
 
-    @wraps(_COLLECTIVE_RPC)
+    @wraps(_OWN["collective_rpc"])
     def collective_rpc(core: EngineCore, method: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_ours(core) and may_change_weights(method, is_paused=core.is_scheduler_paused()):
             core.scheduler.on_weights_changed(f"the workers are called with {method!r:.80}")
-        return _COLLECTIVE_RPC(core, method, *args, **kwargs)
+        return _OWN["collective_rpc"](core, method, *args, **kwargs)
 
     for name, function in (("_reset_caches", reset_caches), ("sleep", sleep), ("collective_rpc", collective_rpc)):
         setattr(EngineCore, name, function)
