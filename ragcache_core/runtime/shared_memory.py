@@ -19,6 +19,7 @@ Process ids say nothing in another namespace, and containers may share /dev/shm:
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -101,6 +102,29 @@ def outlives_engine(engine_id: str, folder: Path = SHARED_MEMORY) -> bool:
 def journal_folder(engine_id: str, folder: Path = SHARED_MEMORY) -> Path:
     """Return where the journal of an engine's host memory lies."""
     return folder / f"vllm_offload_{engine_id}{_JOURNAL}"
+
+
+def region_place(engine_id: str, folder: Path = SHARED_MEMORY) -> tuple[str, int, int] | None:
+    """Return what tells an engine's host memory from that of the same name on another host, or in another container.
+
+    None where there is none.
+    """
+    try:
+        found = _region(engine_id, folder).stat()
+        host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return host, found.st_dev, found.st_ino
+
+
+def empty_region(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
+    """Give the memory of an engine's host tier back, which it will not use."""
+    with (
+        suppress(OSError, ValueError),
+        _region(engine_id, folder).open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as rows,
+    ):
+        rows.madvise(mmap.MADV_REMOVE)
 
 
 def remove_files(engine_id: str, folder: Path = SHARED_MEMORY) -> None:

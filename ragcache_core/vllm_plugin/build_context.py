@@ -37,6 +37,7 @@ class BuildContext:
     Attributes:
         has_room: whether a speculative request would be admitted at once, as our scheduler says.
         chunks: which chunks are stored, with chunk reuse.
+        worker_bytes: what each worker has of a block in host memory, where stages of a pipeline need different ones.
         controller: what the scheduler's side shares, once there is one.
     """
 
@@ -44,6 +45,7 @@ class BuildContext:
     kv_cache_config: KVCacheConfig
     has_room: Callable[[], bool] | None = None
     chunks: ChunkManager | None = None
+    worker_bytes: int | None = None
     controller: CacheController | None = None
 
     def make_controller(self, host: TierReport | None = None) -> CacheController:

@@ -16,7 +16,8 @@ from ragcache_core.vllm_plugin.release import put_stand_ins, why_alone
 
 put_stand_ins(__file__)
 
-from vllm.distributed import tensor_model_parallel_all_reduce
+from torch.distributed import all_gather_object
+from vllm.distributed import get_pp_group, tensor_model_parallel_all_reduce
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -135,6 +136,7 @@ __all__ = [
     "TransferResult",
     "attach_utilities",
     "build_offloading_config",
+    "bytes_of_stages",
     "cached_copies",
     "call_cached_paths",
     "call_confirm",
@@ -280,6 +282,14 @@ def sum_over_workers(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of ``values`` over the workers of a tensor-parallel model, the same on each of them."""
     summed: torch.Tensor = tensor_model_parallel_all_reduce(values)
     return summed
+
+
+def bytes_of_stages(num_bytes: int) -> list[int]:
+    """Return the ``num_bytes`` of each stage of a model's pipeline, the same on all of its workers, which wait here."""
+    stages = get_pp_group()
+    found = [0] * stages.world_size
+    all_gather_object(found, num_bytes, group=stages.cpu_group)
+    return found
 
 
 def connector_of_this_worker() -> KVConnectorBase_V1 | None:

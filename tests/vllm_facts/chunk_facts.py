@@ -62,7 +62,12 @@ def facts() -> dict[str, Any]:
     """Return them."""
     connector = compat.KVConnectorBase_V1
     names = ("bind_connector_metadata", "handle_preemptions", "get_finished", "build_connector_worker_meta")
-    names += ("get_handshake_metadata", "set_xfer_handshake_metadata", "update_connector_output", "reset_cache")
+    names += (
+        "get_handshake_metadata",
+        "set_xfer_handshake_metadata_pp_aware",
+        "update_connector_output",
+        "reset_cache",
+    )
     flash_attention = _source("vllm.v1.attention.backends.flash_attn")
     default_scales = inspect.getsource(set_default_quant_scales)
     begin = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)

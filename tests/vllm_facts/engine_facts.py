@@ -17,6 +17,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -29,12 +30,13 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu_worker import Worker
 
 from ragcache_core.vllm_plugin import compat
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
@@ -88,6 +90,13 @@ def facts() -> dict[str, object]:
             )
         },
         "requires_kv_delivery": isinstance(inspect.getattr_static(base, "requires_kv_delivery"), property),
+        "handshake": [
+            parameters(base.get_handshake_metadata),
+            parameters(base.set_xfer_handshake_metadata_pp_aware),
+            "kv_connector.set_xfer_handshake_metadata_pp_aware(content)" in inspect.getsource(EngineCore.__init__),
+            "return {(pp_rank, tp_rank): metadata}" in inspect.getsource(Worker.get_kv_connector_handshake_metadata),
+        ],
+        "stages": [parameters(compat.get_pp_group), sets(GroupCoordinator, "world_size", "cpu_group")],
         "hma": list(inspect.signature(compat.SupportsHMA.request_finished_all_groups).parameters),
         "main": list(inspect.signature(entry.main).parameters),
         "engine_is_dead": create_error_response(EngineDeadError()).error.message,

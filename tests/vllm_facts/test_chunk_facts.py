@@ -20,7 +20,7 @@ def test_a_connector_is_called_as_ours_answers(facts: dict[str, Any]) -> None:
         "get_finished": ["self", "finished_req_ids"],
         "build_connector_worker_meta": ["self"],
         "get_handshake_metadata": ["self"],
-        "set_xfer_handshake_metadata": ["self", "metadata"],
+        "set_xfer_handshake_metadata_pp_aware": ["self", "metadata"],
         "update_connector_output": ["self", "connector_output"],
         "reset_cache": ["self"],
     }, "follow the change in chunks/connector.py"

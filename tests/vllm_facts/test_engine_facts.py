@@ -61,6 +61,13 @@ def test_the_connectors_methods_have_the_arguments_we_implement(facts: dict[str,
     assert facts["requires_kv_delivery"], "DocumentConnector overrides it: a lost transfer is no failure"
 
 
+def test_workers_say_what_they_have_before_the_first_request(facts: dict[str, Any]) -> None:
+    assert facts["handshake"] == [["self"], ["self", "metadata"], True, True], (
+        "connector/tiered_connector.py gives up tiers by what workers report, by stage and rank"
+    )
+    assert facts["stages"] == [[], ["world_size", "cpu_group"]], "compat.bytes_of_stages() asks them"
+
+
 def test_the_server_program_is_where_we_start_it(facts: dict[str, Any]) -> None:
     assert facts["main"] == [], "api_server.run_api_server() calls it without arguments"
 

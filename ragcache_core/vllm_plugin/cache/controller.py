@@ -109,6 +109,11 @@ class CacheController:
         """Report of a tier from now on; ``is_enabled`` of its report may change."""
         self.tiers[tier] = report
 
+    def remove_tier(self, tier: Tier) -> None:
+        """Report of a tier no more, and know nothing in it."""
+        self.tiers.pop(tier, None)
+        self.tree.clear_tier(tier)
+
     @property
     def block_bytes(self) -> int:
         """Bytes of a block on the GPU."""

@@ -36,6 +36,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector, is_told_by_tokens
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.offload.compat import fence_blocks, keep_from_storing
+from ragcache_core.vllm_plugin.offload.worker_memory import Rank
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -61,10 +62,14 @@ before it is measured and kept."""
 
 @dataclass(slots=True)
 class StoredChunks(KVConnectorHandshakeMetadata):
-    """What a worker says at the start: what it found on its disk, and whether it computes rows that stand anywhere."""
+    """What a worker says at the start: what it found on its disk, and whether it computes rows that stand anywhere.
+
+    ``below`` is what the connector below says.
+    """
 
     chunks: tuple[StoredChunk, ...]
     computes_scattered: bool
+    below: KVConnectorHandshakeMetadata | None
 
 
 @dataclass(slots=True)
@@ -276,12 +281,15 @@ class ChunkReuse(KVConnectorBase_V1):
         self.scheduling.clear()
         super().forget_weights()
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        found = [each for _, each in sorted(metadata.items()) if isinstance(each, StoredChunks)]
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
+        found = {rank: each for rank, each in sorted(metadata.items()) if isinstance(each, StoredChunks)}
         if found:
-            self.scheduling.library.restore([each.chunks for each in found])
-            if all(each.computes_scattered for each in found):
+            self.scheduling.library.restore([each.chunks for each in found.values()])
+            if all(each.computes_scattered for each in found.values()):
                 self.scheduling.scatter_rows()
+        super().set_xfer_handshake_metadata_pp_aware(
+            {rank: each.below for rank, each in found.items() if each.below is not None}
+        )
 
     # Worker side
 
@@ -302,7 +310,8 @@ class ChunkReuse(KVConnectorBase_V1):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._memory is None:
             return None
-        return StoredChunks(self._memory.stored(), self.execution.computes_scattered)
+        below = super().get_handshake_metadata()
+        return StoredChunks(self._memory.stored(), self.execution.computes_scattered, below)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, ChunkMetadata)

@@ -18,18 +18,22 @@ from vllm.logger import init_logger
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import RECORD_TRACE_ENV
+from ragcache_core.runtime.shared_memory import region_place
 from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.cache.request_state import arrived_s
 from ragcache_core.vllm_plugin.compat import (
+    KVConnectorHandshakeMetadata,
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
+    kv_bytes_per_block,
 )
 from ragcache_core.vllm_plugin.connector.bare import BareConnector
 from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
+from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory
 from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
@@ -54,6 +58,8 @@ class DocumentAware:
     """What both connectors do on the scheduler's side: tell the controller of each request's life."""
 
     controller: CacheController | None = None
+    _vllm_config: VllmConfig
+    _kv_cache_config: KVCacheConfig
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
     _keeps_weights = False
@@ -151,6 +157,17 @@ class DocumentAware:
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
         return RAGCachePromMetrics(*args, **kwargs)
+
+    # Between the sides, before the first request
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what this worker has to say of its memory."""
+        assert self._vllm_config.kv_transfer_config is not None
+        region = region_place(str(self._vllm_config.kv_transfer_config.engine_id))
+        return WorkerMemory(kv_bytes_per_block(self._kv_cache_config), region)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
+        """Take in what all workers say; GPU memory needs nothing of it."""
 
     # What differs
 

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from ragcache_core.runtime.shared_memory import empty_region, region_place
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorStats,
     OffloadingConnector,
+    bytes_of_stages,
+    kv_bytes_per_block,
 )
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentAware, DocumentConnector
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
@@ -27,6 +31,7 @@ from ragcache_core.vllm_plugin.offload.compat import (
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
+from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory, why_apart, why_uneven
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,17 +55,27 @@ _TIER_OF_SOURCE = {CacheHitSource.HOST: Tier.HOST, CacheHitSource.DISK: Tier.DIS
 class RAGCacheConnector(DocumentAware, OffloadingConnector):
     """GPU, host and disk, over vLLM's offloading with :class:`~ragcache_core.vllm_plugin.offload.spec.RAGCacheSpec`.
 
-    Where the host tier has its default size and holds no block, a :class:`DocumentConnector` is made instead.
+    Where the host tier has its default size and holds no block, a :class:`DocumentConnector` is made instead; so it is
+    on workers whose parts of a block do not fit into its row, and then the scheduler's side becomes one.
     """
 
+    _worker_bytes: int | None = None
     _prefetcher: DiskPrefetcher | None = None
     _waits_for: int | None = None
     _waits_since_s = 0.0
 
     def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
-        why = why_no_host(vllm_config, kv_cache_config)
+        worker_bytes = None
+        if role == KVConnectorRole.WORKER and vllm_config.parallel_config.pipeline_parallel_size > 1:
+            block_bytes = bytes_of_stages(kv_bytes_per_block(kv_cache_config))
+            worker_bytes = block_bytes[0]
+            if why_uneven(block_bytes):
+                return cls.without_host()(vllm_config, role, kv_cache_config)
+        why = why_no_host(vllm_config, kv_cache_config, worker_bytes)
         if why is None:
-            return super().__new__(cls)
+            connector = super().__new__(cls)
+            connector._worker_bytes = worker_bytes
+            return connector
         if role == KVConnectorRole.SCHEDULER:
             logger.warning("RAGCache keeps nothing in host memory: %s", why)
         return cls.without_host()(vllm_config, role, kv_cache_config)
@@ -73,6 +88,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
         with building(vllm_config, kv_cache_config) as context:
+            context.worker_bytes = self._worker_bytes
             super().__init__(vllm_config, role, kv_cache_config)
         events = vllm_config.kv_events_config
         self._tells_events = events is not None and events.enable_kv_cache_events
@@ -84,9 +100,45 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
                 self._prefetcher = DiskPrefetcher(context.controller, self._policy, self._look_up_below)
 
     def shutdown(self) -> None:
+        self._close_journal()
+        super().shutdown()
+
+    def _close_journal(self) -> None:
         if self._policy is not None and self._policy.journal is not None:
             self._policy.journal.close()
-        super().shutdown()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
+        """Take in what all workers say of their memory, and give up the tiers that cannot work with it."""
+        assert self._vllm_config.kv_transfer_config is not None
+        engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
+        workers = {rank: said for rank, said in sorted(metadata.items()) if isinstance(said, WorkerMemory)}
+        if why := why_uneven([worker.block_bytes for worker in workers.values()]):
+            logger.warning("RAGCache keeps nothing below the GPU: %s", why)
+            self._give_up_tiers(engine_id)
+        elif why := why_apart(workers, region_place(engine_id)):
+            logger.warning("RAGCache keeps nothing on disk, nor in host memory when the engine dies: %s", why)
+            self._give_up_reading()
+
+    def _give_up_tiers(self, engine_id: str) -> None:
+        """Go on with GPU memory alone."""
+        assert self.controller is not None
+        self._close_journal()
+        OffloadingConnector.shutdown(self)
+        empty_region(engine_id)
+        for tier in (Tier.HOST, Tier.DISK):
+            self.controller.remove_tier(tier)
+        self._prefetcher = None
+        self.__class__ = self.without_host()
+
+    def _give_up_reading(self) -> None:
+        """Go on without what reads in this process what workers have in host memory: the disk and the journal."""
+        assert self.controller is not None
+        manager = self.scheduler.manager
+        for tier in manager.secondary_tiers:
+            tier.shutdown()
+        manager.secondary_tiers.clear()
+        self.controller.remove_tier(Tier.DISK)
+        OffloadingConnector.reset_cache(self)
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,13 +40,16 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why there can be no host tier, with the cure, where nobody chose its size; None where there can be."""
+def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, worker_bytes: int | None = None) -> str | None:
+    """Return why there can be no host tier, with the cure, where nobody chose its size; None where there can be.
+
+    ``worker_bytes`` is what each worker has of a block there, where it is not what this one's blocks take.
+    """
     assert vllm_config.kv_transfer_config is not None
     extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
     if not extra_config.get("is_host_optional"):
         return None
-    spec = TieringOffloadingSpec(build_offloading_config(vllm_config, kv_cache_config))
+    spec = TieringOffloadingSpec(_with_rows(build_offloading_config(vllm_config, kv_cache_config), worker_bytes))
     if _num_chunks(spec, kv_cache_config):
         return None
     return (
@@ -63,6 +67,10 @@ def _num_chunks(spec: TieringOffloadingSpec, kv_cache_config: KVCacheConfig) -> 
     return num_chunks
 
 
+def _with_rows(config: OffloadingConfig, worker_bytes: int | None) -> OffloadingConfig:
+    return config if worker_bytes is None else replace(config, worker_kv_bytes_per_block=worker_bytes)
+
+
 class RAGCacheSpec(TieringOffloadingSpec):
     """Builds the host tier, the disk tier below it, and the copying worker of a platform without a GPU.
 
@@ -70,7 +78,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
-        super().__init__(config)
+        super().__init__(_with_rows(config, current_context().worker_bytes))
         if len(config.groups) > 1:
             # A window's blocks are worth nothing to a prefix, and a tree cannot say which group's go first.
             logger.warning(

@@ -41,6 +41,8 @@ from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, Sy
 from tests.conftest import DEMO_MODEL
 
 BLOCK = 16
+BLOCK_BYTES = 2 * BLOCK * 8 * 4
+"""Bytes of a block's keys and values."""
 ANSWER = 5
 """The token that is always sampled."""
 
@@ -63,34 +65,24 @@ def host_scheduler(
     ``CacheConfig``.
     """
     init_none_hash(sha256)
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
     own = files or EngineFiles(new_engine_id(os.getpid()), host_bytes=1 << 30)
     own.prepare()
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
-    config = VllmConfig(
-        model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
-        cache_config=cache,
-        device_config=DeviceConfig("cpu"),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
-        ),
-        kv_transfer_config=KVTransferConfig(
-            **arguments._transfer_config(
-                Tiers(host_bytes=host_bytes, **tiers).resolved(), own.engine_id, profile, (), most_host_bytes
-            )
-        ),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
+    config, kv_config = engine_config(
+        num_blocks,
+        host_bytes,
+        own.engine_id,
+        tells_events=tells_events,
+        profile=profile,
+        most_host_bytes=most_host_bytes,
+        **tiers,
     )
     config.scheduler_config.async_scheduling = is_async
-    cache.num_gpu_blocks = num_blocks
     try:
         with set_current_vllm_config(config):
             kind = AsyncTreeScheduler if is_async else SyncTreeScheduler
             scheduler = kind(
                 vllm_config=config,
-                kv_cache_config=KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)]),
+                kv_cache_config=kv_config,
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK,
                 hash_block_size=BLOCK,
@@ -101,6 +93,39 @@ def host_scheduler(
     finally:
         if files is None:
             own.remove()
+
+
+def engine_config(
+    num_blocks: int,
+    host_bytes: str,
+    engine_id: str,
+    *,
+    tells_events: bool = False,
+    profile: Path | None = None,
+    most_host_bytes: int | None = None,
+    **tiers: Any,
+) -> tuple[VllmConfig, KVCacheConfig]:
+    """Return what vLLM's engine of one layer has, with ``BLOCK_BYTES`` to a block."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    page = spec.page_size_bytes
+    tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache.num_gpu_blocks = num_blocks
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=2048, is_encoder_decoder=False
+        ),
+        kv_transfer_config=KVTransferConfig(
+            **arguments._transfer_config(
+                Tiers(host_bytes=host_bytes, **tiers).resolved(), engine_id, profile, (), most_host_bytes
+            )
+        ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
+    )
+    return config, KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)])
 
 
 def request(name: str, tokens: list[int], num_answers: int, *, params: dict[str, Any] | None = None) -> Request:

@@ -17,6 +17,7 @@ from ragcache_core.runtime.shared_memory import (
     journal_folder,
     new_engine_id,
     outlives_engine,
+    region_place,
     remove_files,
     sweep_shared_memory,
 )
@@ -200,6 +201,20 @@ def test_an_engine_without_host_memory_has_a_folder_for_its_sockets_alone(tmp_pa
     files.prepare()
     assert list(tmp_path.iterdir()) == [files.sockets]
     files.remove()
+
+
+def test_a_region_is_told_from_one_of_the_same_name_in_another_place(tmp_path: Path) -> None:
+    engine_id = new_engine_id(os.getpid())
+    assert region_place(engine_id, tmp_path) is None
+    path = region(tmp_path, engine_id)
+    place = region_place(engine_id, tmp_path)
+    assert place is not None
+    path.rename(tmp_path / "before")
+    region(tmp_path, engine_id)
+    assert region_place(engine_id, tmp_path) not in (place, None)
+    path.unlink()
+    (tmp_path / "before").rename(path)
+    assert region_place(engine_id, tmp_path) == place
 
 
 def test_the_names_of_sockets_fit_into_what_the_kernel_takes() -> None:
