@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-benchmarks test-install vllm-facts test-vllm lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -22,6 +22,8 @@ ENGINE := tests/engine tests/vllm_facts -n $(WORKERS) --dist loadfile --no-loads
 # What also runs on another release of vLLM: answers over all tiers, restarts, speculation, and schedulers without a model.
 ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/,vllm_plugin/test_tiers_on_the_engine.py vllm_plugin/test_storing.py \
   vllm_plugin/test_room.py client/test_speculating.py)
+# Engines of several workers, which take both cores.
+PARALLEL := tests/engine/parallel
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
 
@@ -50,12 +52,12 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
 
-test: $(READY) ## lint, types and every test, but those of test-benchmarks
+test: $(READY) ## lint, types and every test, but those of test-parallel and test-benchmarks
 	@$(MAKE) --no-print-directory --jobs=2 lint test-quick
 	@$(MAKE) --no-print-directory test-engine
 
@@ -63,8 +65,11 @@ test-quick: $(READY) ## the tests that need no engine
 	$(call timed,unit tests,$(VENV)/bin/python -m pytest -n $(WORKERS) tests/unit tests/contracts)
 
 test-engine: $(READY) ## the tests on real engines, but those of test-benchmarks
-	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone")
+	$(call timed,tests on engines,$(VENV)/bin/python -m pytest $(ENGINE) -m "not benchmark and not alone" --ignore=$(PARALLEL))
 	$(call timed,tests with nothing beside them,$(VENV)/bin/python -m pytest $(ALONE) -m alone)
+
+test-parallel: $(READY) ## the tests on engines of several workers, and on several engines behind one server
+	$(call timed,tests on several workers,$(VENV)/bin/python -m pytest $(PARALLEL) --durations=5)
 
 test-benchmarks: $(READY) ## benchmarks and examples that measure, each once and small
 	$(call timed,benchmarks,$(VENV)/bin/python -m pytest $(ENGINE) -m benchmark)
