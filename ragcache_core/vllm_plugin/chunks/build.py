@@ -122,6 +122,8 @@ def build_execution(
     if disk_bytes:
         assert settings.directory is not None
         folder = settings.directory if num_workers == 1 else settings.directory / f"worker-{parallel.rank}"
+        if parallel.data_parallel_index:
+            folder /= f"engine-{parallel.data_parallel_index}"
         disk = DiskPlace(folder, chunk_identity(vllm_config), disk_bytes // num_workers, KIN)
     memory = ChunkMemory(
         layers=[LayerShape(layer.kv.num_kv_heads, layer.kv.head_dim) for layer in layers],
