@@ -49,6 +49,7 @@ HOOKS: tuple[tuple[type, type], ...] = (
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
     compat.BlockPool: ("_remove_cached_block_hashes",),
+    compat.KVConnectorBase_V1: ("_kv_cache_config",),
     compat.KVConnectorPromMetrics: ("_counter_cls", "_gauge_cls"),
     EngineCore: ("_reset_caches",),
     compat.Scheduler: (
