@@ -122,6 +122,10 @@ class KnowledgeTree(TieredTree):
         node.num_users += 1
         self._ghosts.pop(node.id, None)
 
+    def is_retained(self, key: Hashable) -> bool:
+        """Return whether somebody retains the unit ``key`` itself, and not one behind it."""
+        return key in self._retained
+
     def retained_path(self, key: Hashable) -> list[TreeNode] | None:
         """Return the nodes up to the unit ``key``, as :meth:`insert` would; None unless it is retained and ends one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.changes import NodeChanges
@@ -128,15 +128,23 @@ class TieredTree(PrefixTree):
         self._remove(node, units, self.tiers[tier])
         self._forget_uses((node,))
 
-    def evict(self, tier: Tier, num_units: int = 1, protected: Collection[Hashable] = ()) -> list[EvictedUnit] | None:
+    def evict(
+        self,
+        tier: Tier,
+        num_units: int = 1,
+        protected: Collection[Hashable] = (),
+        *,
+        size_of: Callable[[Hashable], int] | None = None,
+    ) -> list[EvictedUnit] | None:
         """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
 
-        Atomic: where fewer can go, none goes and None is returned. ``protected`` are keys of units that stay.
+        Atomic: where fewer can go, none goes and None is returned. ``protected`` are keys of units that stay;
+        ``size_of`` a key says for how many its unit counts, where that is not one.
         """
         state = self.tiers[tier]
         clock = state.clock
-        evicted = self._evict(state, num_units, protected)
-        if len(evicted) == num_units:
+        evicted = self._evict(state, num_units, protected, size_of=size_of)
+        if _size(evicted, size_of) >= num_units:
             self._forget_uses(unit.node for unit in evicted)
             return evicted
         for unit in evicted:
@@ -146,10 +154,16 @@ class TieredTree(PrefixTree):
         return None
 
     def evict_up_to(
-        self, tier: Tier, num_units: int, protected: Collection[Hashable] = (), *, below: float = math.inf
+        self,
+        tier: Tier,
+        num_units: int,
+        protected: Collection[Hashable] = (),
+        *,
+        below: float = math.inf,
+        size_of: Callable[[Hashable], int] | None = None,
     ) -> list[EvictedUnit]:
         """Do :meth:`evict`, but where fewer can go that rank lower than ``below``, take those."""
-        evicted = self._evict(self.tiers[tier], num_units, protected, below)
+        evicted = self._evict(self.tiers[tier], num_units, protected, below, size_of)
         self._forget_uses(unit.node for unit in evicted)
         return evicted
 
@@ -268,31 +282,41 @@ class TieredTree(PrefixTree):
                 tier.offer(node)
 
     def _evict(
-        self, state: TierState, num_units: int, protected: Collection[Hashable], below: float = math.inf
+        self,
+        state: TierState,
+        num_units: int,
+        protected: Collection[Hashable],
+        below: float = math.inf,
+        size_of: Callable[[Hashable], int] | None = None,
     ) -> list[EvictedUnit]:
         held = self._shield(protected, state)
         evicted: list[EvictedUnit] = []
-        while len(evicted) < num_units:
+        while num_units > 0:
             node = state.candidate(self._nodes, self.num_requests)
             if node is None or not state.ranks[node.id] < below:
                 break
-            evicted += self._evict_tail(node, num_units - len(evicted), state)
+            tail = self._evict_tail(node, num_units, state, size_of)
+            evicted += tail
+            num_units -= _size(tail, size_of)
         self._unshield(held, state)
         return evicted
 
-    def _evict_tail(self, node: TreeNode, num_units: int, state: TierState) -> list[EvictedUnit]:
+    def _evict_tail(
+        self, node: TreeNode, num_units: int, state: TierState, size_of: Callable[[Hashable], int] | None = None
+    ) -> list[EvictedUnit]:
         state.clock = max(state.clock, state.ranks[node.id])
         mask, held = state.resident[node.id], state.in_use.get(node.id, 0)
         may_be_base = state.has_bases(node)
         keys = node.keys
         evicted: list[EvictedUnit] = []
         left = mask
-        while left and len(evicted) < num_units:
+        while left and num_units > 0:
             unit = left.bit_length() - 1
             if held >> unit & 1 or (may_be_base and state.is_base(node, unit)):
                 break
             left ^= 1 << unit
             evicted.append(EvictedUnit(node, unit, keys[unit]))
+            num_units -= 1 if size_of is None else size_of(keys[unit])
         self._remove(node, mask ^ left, state)
         state.num_evicted_units += len(evicted)
         return evicted
@@ -332,3 +356,7 @@ class TieredTree(PrefixTree):
         """Return which units of ``node`` lie in any tier, one bit each."""
         gpu, host, disk = self.tiers
         return gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id]
+
+
+def _size(evicted: Sequence[EvictedUnit], size_of: Callable[[Hashable], int] | None) -> int:
+    return len(evicted) if size_of is None else sum(size_of(unit.key) for unit in evicted)

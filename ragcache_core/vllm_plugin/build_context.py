@@ -15,12 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
+from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.compat import kv_bytes_per_block, resolve_kv_cache_block_sizes
+from ragcache_core.vllm_plugin.group_specs import read_groups
 from ragcache_core.vllm_plugin.release import settings_in_force
 
 if TYPE_CHECKING:
@@ -29,8 +35,10 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 
+logger = init_logger(f"vllm.{__name__}")
 
-@dataclass(slots=True)
+
+@dataclass
 class BuildContext:
     """The parts of an engine core that are built so far.
 
@@ -39,6 +47,7 @@ class BuildContext:
         chunks: which chunks are stored, with chunk reuse.
         worker_bytes: what each worker has of a block in host memory, where stages of a pipeline need different ones.
         controller: what the scheduler's side shares, once there is one.
+        why_no_order: why there are no ``groups``.
     """
 
     vllm_config: VllmConfig
@@ -47,6 +56,7 @@ class BuildContext:
     chunks: ChunkManager | None = None
     worker_bytes: int | None = None
     controller: CacheController | None = None
+    why_no_order: str = ""
 
     def make_controller(self, host: TierReport | None = None) -> CacheController:
         """Make the controller, of an engine with a ``host`` tier or without one.
@@ -61,19 +71,38 @@ class BuildContext:
         tiers = {Tier.GPU: TierReport(num_blocks * block_bytes, block_bytes)}
         if host is not None:
             tiers[Tier.HOST] = host
+        if self.groups is None:
+            logger.warning(
+                "RAGCache does not order this model's %d groups of KV caches: %s. GPU and host memory keep vLLM's own "
+                "LRU order, and there is no disk tier",
+                len(self.kv_cache_config.kv_cache_groups),
+                self.why_no_order,
+            )
+        groups = self.groups or KVGroups()
         measured = settings.measured_prefill_cost()
         self.controller = CacheController(
             settings,
             tokens_per_block=tokens_per_hash,
-            shadow_blocks=max(num_blocks, 0 if host is None else host.num_blocks),
+            shadow_blocks=max(num_blocks, 0 if host is None else host.num_blocks) // groups.blocks_per_unit,
             prefill_cost=measured or PrefillCostModel.default(),
             is_profiled=measured is not None,
             tiers=tiers,
-            max_protected_units=num_blocks // 2,
+            max_protected_units=num_blocks // groups.blocks_per_unit // 2,
             has_room=self.has_room,
             chunks=self.chunks,
+            groups=groups,
         )
         return self.controller
+
+    @cached_property
+    def groups(self) -> KVGroups | None:
+        """The model's groups of KV caches; None where the tree cannot follow them, and vLLM's own order stays."""
+        _, tokens_per_hash = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
+        try:
+            return read_groups(self.kv_cache_config, self.vllm_config, tokens_per_hash)
+        except ConfigError as error:
+            self.why_no_order = str(error)
+            return None
 
 
 _current: ContextVar[BuildContext | None] = ContextVar("ragcache_build_context", default=None)

@@ -42,15 +42,26 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
+    BlockHashWithGroupId,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
     get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -91,17 +102,21 @@ _LEAVES_WEIGHTS = (
 
 __all__ = [
     "AsyncScheduler",
+    "BlockHashWithGroupId",
     "BlockPool",
     "CPUPrimaryTierOffloadingManager",
     "CacheHitSource",
     "CachePolicy",
     "CanonicalKVCaches",
     "ChunkStatus",
+    "ChunkedLocalAttentionSpec",
     "CommonAttentionMetadata",
     "FreeKVCacheBlockQueue",
+    "FullAttentionSpec",
     "GPULoadStoreSpec",
     "JobResult",
     "KVCacheBlock",
+    "KVCacheSpec",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
@@ -111,6 +126,7 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "LoadStoreSpec",
     "LookupResult",
+    "MambaSpec",
     "Medium",
     "OffloadKey",
     "OffloadPromMetrics",
@@ -129,11 +145,13 @@ __all__ = [
     "Scheduler",
     "SecondaryTierManager",
     "SharedOffloadRegion",
+    "SlidingWindowSpec",
     "SupportsHMA",
     "TieringOffloadingManager",
     "TieringOffloadingSpec",
     "TransferJob",
     "TransferResult",
+    "UniformTypeKVCacheSpecs",
     "attach_utilities",
     "build_offloading_config",
     "bytes_of_stages",
@@ -144,10 +162,12 @@ __all__ = [
     "connector_of_this_worker",
     "get_block_hash",
     "get_forward_context",
+    "get_group_id",
     "get_offload_block_hash",
     "hash_seed",
     "in_forward",
     "kv_bytes_per_block",
+    "make_block_hash_with_group_id",
     "platform_worker",
     "require_embeddings",
     "resolve_kv_cache_block_sizes",

@@ -137,6 +137,21 @@ def facts() -> dict[str, object]:
         "cached_copies": [b.block_id for b in compat.cached_copies(pool, b"hash")] == [taken[0].block_id],
         "block": [name for name in ("block_id", "ref_cnt", "block_hash", "is_null") if hasattr(taken[0], name)],
         "hash_of_block": compat.get_block_hash(b"hash" + bytes(4)) == b"hash",
+        "group_of_block": compat.get_group_id(compat.make_block_hash_with_group_id(b"hash", 3)) == 3,
+        "groups": {
+            spec.__name__: [
+                name
+                for name in (
+                    *("block_size", "sliding_window", "extra_retained_tokens"),
+                    *("attention_chunk_size", "kv_cache_specs", "prefix_cacheable"),
+                )
+                if name in names(spec) or isinstance(inspect.getattr_static(spec, name, None), property)
+            ]
+            for spec in (
+                *(compat.FullAttentionSpec, compat.SlidingWindowSpec, compat.ChunkedLocalAttentionSpec),
+                *(compat.MambaSpec, compat.UniformTypeKVCacheSpecs),
+            )
+        },
         "scheduler_sets": sets(compat.Scheduler, "connector", "kv_cache_config", "kv_cache_manager"),
         "scheduler_output": [
             *(parameters(c.update_from_output) for c in (compat.Scheduler, compat.AsyncScheduler)),

@@ -134,6 +134,17 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(facts: dict[str, Any]) -
     assert facts["cached_copies"], "compat.cached_copies() reads BlockHashToBlockMap._cache: find its new name"
     assert facts["block"] == ["block_id", "ref_cnt", "block_hash", "is_null"], "follow it in block_pool.py"
     assert facts["hash_of_block"], "a block's hash is no longer key + 4 bytes of group: follow it in block_pool.py"
+    assert facts["group_of_block"], "a block's hash no longer names its group: follow it in block_pool.py"
+
+
+def test_a_group_says_what_a_hit_needs_of_it(facts: dict[str, Any]) -> None:
+    assert facts["groups"] == {
+        "FullAttentionSpec": ["block_size", "sliding_window", "attention_chunk_size", "prefix_cacheable"],
+        "SlidingWindowSpec": ["block_size", "sliding_window", "extra_retained_tokens", "prefix_cacheable"],
+        "ChunkedLocalAttentionSpec": ["block_size", "attention_chunk_size", "prefix_cacheable"],
+        "MambaSpec": ["block_size", "prefix_cacheable"],
+        "UniformTypeKVCacheSpecs": ["block_size", "kv_cache_specs", "prefix_cacheable"],
+    }, "group_specs.py reads from these how far back a hit needs a group's blocks: follow it there"
 
 
 def test_the_scheduler_is_where_ours_stands(facts: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
 from ragcache_core.types import SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
+from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
 from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestState
@@ -54,6 +55,7 @@ class CacheController:
         max_protected_units: blocks that are protected from eviction for queued requests.
         has_room: whether a speculative request would be admitted at once; never by default.
         chunks: which chunks are stored, with chunk reuse.
+        groups: the model's groups of KV caches; one by default.
 
     Attributes:
         is_profiled: whether the seconds of a prefill were measured.
@@ -73,8 +75,10 @@ class CacheController:
         max_protected_units: int = 0,
         has_room: Callable[[], bool] | None = None,
         chunks: ChunkManager | None = None,
+        groups: KVGroups | None = None,
     ) -> None:
         self.settings = settings
+        self.groups = groups or KVGroups()
         self.tokens_per_block = tokens_per_block
         self.tree = KnowledgeTree(
             make_policy(settings.policy, prefill_cost),
@@ -330,7 +334,7 @@ class CacheController:
         documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT]
         limits = [documents[: self.settings.max_cached_documents][-1].end] if documents else []
         if (host := self.tiers.get(Tier.HOST)) is not None:
-            limits.append(host.num_blocks * self.tokens_per_block)
+            limits.append(host.num_blocks // self.groups.blocks_per_unit * self.tokens_per_block)
         return min(limits, default=None)
 
     # Blocks

@@ -6,22 +6,29 @@ instead. A block is in one of three states::
     in use            by requests; its unit of the tree is held
     free and cached   the tree may evict it
     free and spare    without content, or a copy of another block's: allocated first
+
+Where a model has several groups of KV caches, units are the blocks of full attention. A free block of another group is
+evicted with its unit; before all others, if no hit will need it; and after all others, while its unit is in use.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ragcache_core.tree import Location, by_node
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks
 from ragcache_core.vllm_plugin.compat import (
     BlockPool,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
     cached_copies,
     get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.cache.request_state import Key
+    from ragcache_core.vllm_plugin.compat import BlockHashWithGroupId
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
@@ -47,7 +55,9 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks = len(blocks)
         self._pool = pool
         self._tree = controller.tree
-        self._block_ids: dict[Key, int] = {}
+        self._main = controller.groups.main
+        self._others: OtherBlocks[int] = OtherBlocks(controller.groups, controller.tree, Tier.GPU)
+        self._block_ids: dict[BlockHashWithGroupId, int] = {}
         self._evicted: set[int] = set()
         """Blocks that the tree evicted and vLLM is about to empty: the tree does not have them any more."""
 
@@ -67,14 +77,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self.place_returned()
         self.num_free_blocks -= n
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
-        num_missing = n - len(blocks)
-        if num_missing:
-            evicted = self._tree.evict_up_to(Tier.GPU, num_missing)
-            chosen = [block for unit in evicted if (block := self._take(unit.key)) is not None]
-            self._evicted = {block.block_id for block in chosen}
-            blocks += chosen
-        while len(blocks) < n:
-            blocks.append(self._pop_anything())
+        if len(blocks) < n:
+            blocks += self._evict(n - len(blocks))
         return blocks
 
     def append(self, block: KVCacheBlock) -> None:
@@ -103,9 +107,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def remove(self, block: KVCacheBlock) -> None:
         """Take a free block out, whose KV a request uses."""
         self.place_returned()
-        if self._cached.pop(block.block_id, None) is not None:
-            assert block.block_hash is not None
-            self._block_ids.pop(get_block_hash(block.block_hash), None)
+        if block.block_id in self._cached:
+            self._take(block.block_id)
         elif self._spare.pop(block.block_id, None) is None:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
         self.num_free_blocks -= 1
@@ -127,17 +130,24 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._spare.update(self._cached)
         self._cached.clear()
         self._block_ids.clear()
+        self._others.clear()
 
-    def forget_content(self, block: KVCacheBlock, key: Key) -> None:
-        """Make a free block spare: it lost its content, which was ``key``."""
+    def forget_content(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
+        """Make a free block spare: it lost its content, which was ``block_hash``."""
         if self._cached.pop(block.block_id, None) is not None:
-            self._block_ids.pop(key, None)
+            self._block_ids.pop(block_hash, None)
+            self._others.discard(block.block_id)
             self._spare[block.block_id] = block
 
-    def spare_copy(self, key: Key) -> None:
-        """Make a free block spare, if it holds ``key``: a request computed that again, and uses its own."""
+    def forget_unit(self, key: Key) -> None:
+        """Take note that a unit was lost: no hit needs what other groups have of it."""
+        self._others.lose_unit(key)
+
+    def spare_copy(self, block_hash: BlockHashWithGroupId) -> None:
+        """Make a free block spare, if it holds ``block_hash``: a request computed that again, and uses its own."""
         self.place_returned()
-        if (block_id := self._block_ids.pop(key, None)) is not None:
+        if (block_id := self._block_ids.pop(block_hash, None)) is not None:
+            self._others.discard(block_id)
             self._spare[block_id] = self._cached.pop(block_id)
 
     def was_evicted(self, block: KVCacheBlock) -> bool:
@@ -147,9 +157,9 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._evicted.remove(block.block_id)
         return True
 
-    def keep_copy(self, copies: list[KVCacheBlock], key: Key) -> None:
-        """Make a free one of ``copies`` the cached block of ``key``, whose block lost its content, if there is none."""
-        if key in self._block_ids or any(copy.ref_cnt > 0 for copy in copies):
+    def keep_copy(self, copies: list[KVCacheBlock], block_hash: BlockHashWithGroupId) -> None:
+        """Make a free one of ``copies`` the cached block of ``block_hash``, whose block lost it, if there is none."""
+        if block_hash in self._block_ids or any(copy.ref_cnt > 0 for copy in copies):
             return
         for copy in copies:
             if self._spare.pop(copy.block_id, None) is not None:
@@ -159,41 +169,84 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _take_back(self, block: KVCacheBlock) -> Location | None:
         """Put a block among the free ones, and return its unit; None where it has none, or a copy is still used."""
-        location = self._locate(block)
-        if location is None:
+        block_hash = block.block_hash
+        location = None if block_hash is None else self._tree.locate(get_block_hash(block_hash))
+        if block_hash is None or location is None:
             self._spare[block.block_id] = block
             return None
-        assert block.block_hash is not None
-        copies = [copy for copy in cached_copies(self._pool, block.block_hash) if copy is not block]
+        is_main = get_group_id(block_hash) == self._main
+        copies = [copy for copy in cached_copies(self._pool, block_hash) if copy is not block]
         if any(copy.ref_cnt > 0 for copy in copies):
             self._spare[block.block_id] = block
             return None
         if any(copy.block_id in self._cached for copy in copies):
             self._spare[block.block_id] = block
-            return location
+            return location if is_main else None
         self._cached[block.block_id] = block
-        self._block_ids[get_block_hash(block.block_hash)] = block.block_id
+        self._block_ids[block_hash] = block.block_id
+        if not is_main:
+            self._take_back_other(block, block_hash)
+            return None
         if not self._tree.resident_mask(location.node, Tier.GPU) >> location.unit & 1:
             self._tree.add(location.node, 1 << location.unit, Tier.GPU)
         return location
 
-    def _locate(self, block: KVCacheBlock) -> Location | None:
-        return None if block.block_hash is None else self._tree.locate(get_block_hash(block.block_hash))
+    def _take_back_other(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
+        group = get_group_id(block_hash)
 
-    def _take(self, key: Hashable) -> KVCacheBlock | None:
+        def is_here(key: Key) -> bool:
+            return bool(cached_copies(self._pool, make_block_hash_with_group_id(key, group)))
+
+        self._others.add(block.block_id, group, get_block_hash(block_hash), is_here)
+
+    def _locate(self, block: KVCacheBlock) -> Location | None:
+        """Return a block's unit, if the block is one of full attention."""
+        if block.block_hash is None or get_group_id(block.block_hash) != self._main:
+            return None
+        return self._tree.locate(get_block_hash(block.block_hash))
+
+    def _take(self, block_id: int) -> KVCacheBlock:
+        """Take a block out of the cached ones."""
+        block = self._cached.pop(block_id)
+        assert block.block_hash is not None
+        self._block_ids.pop(block.block_hash, None)
+        self._others.discard(block_id)
+        return block
+
+    def _take_unit(self, key: Hashable) -> KVCacheBlock | None:
         assert isinstance(key, bytes)
-        block_id = self._block_ids.pop(key, None)
-        return None if block_id is None else self._cached.pop(block_id)
+        block_id = self._block_ids.get(make_block_hash_with_group_id(key, self._main))
+        return None if block_id is None else self._take(block_id)
+
+    def _evict(self, n: int) -> list[KVCacheBlock]:
+        """Take ``n`` cached blocks: what no hit will need, then what the tree evicts, then anything."""
+        blocks = [self._take(block_id) for block_id in list(islice(self._others.useless(), n))]
+        self._evicted.clear()
+        if len(blocks) < n:
+            size_of = self._others.size_of if self._others else None
+            units = self._tree.evict_up_to(Tier.GPU, n - len(blocks), size_of=size_of)
+            chosen = [block for unit in units if (block := self._take_unit(unit.key)) is not None]
+            self._evicted.update(block.block_id for block in chosen)
+            blocks += chosen
+            for unit in units if size_of is not None else ():
+                for block_id in self._others.of_unit(unit.key):
+                    block = self._take(block_id)
+                    if len(blocks) < n:
+                        blocks.append(block)
+                    else:
+                        self._spare[block_id] = block
+        while len(blocks) < n:
+            blocks.append(self._pop_anything())
+        return blocks
 
     def _pop_anything(self) -> KVCacheBlock:
         """Evict a cached block although others depend on it: an allocation that fits must succeed."""
+        if (block_id := self._others.oldest()) is not None:
+            return self._take(block_id)
         evicted = self._tree.evict_anything(Tier.GPU)
-        if evicted is not None and (block := self._take(evicted.key)) is not None:
+        if evicted is not None and (block := self._take_unit(evicted.key)) is not None:
             return block
-        _, block = self._cached.popitem()
-        assert block.block_hash is not None
-        self._block_ids.pop(get_block_hash(block.block_hash), None)
-        return block
+        return self._take(next(reversed(self._cached)))
 
 
 class TreeBlockPool(BlockPool):
@@ -231,13 +284,15 @@ class TreeBlockPool(BlockPool):
             request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         )
         cached = [i for i in range(num_cached_blocks, num_full_blocks) if blocks[i].block_hash is not None]
+        for i in cached:
+            self.free_block_queue.spare_copy(blocks[i].block_hash)
+        if kv_cache_group_id != self.controller.groups.main:
+            return
         tree = self.controller.tree
         # by_node reads ahead: where that makes the tree cut a node, it is behind the units that were located before
         for node, units in by_node(self.controller.locate_block(request.block_hashes, i) for i in cached):
             tree.hold(node, units, Tier.GPU)
             tree.add(node, units, Tier.GPU)
-        for i in cached:
-            self.free_block_queue.spare_copy(request.block_hashes[i])
 
     def reset_prefix_cache(self) -> bool:
         self.free_block_queue.place_returned()  # while they have their content
@@ -254,12 +309,14 @@ class TreeBlockPool(BlockPool):
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
         if block_hash is None:
             return removed
-        key = get_block_hash(block_hash)
-        queue.forget_content(block, key)
+        queue.forget_content(block, block_hash)
         is_told = queue.was_evicted(block)
         if copies := cached_copies(self, block_hash):
-            queue.keep_copy(copies, key)
-        elif not is_told and (location := tree.locate(key)) is not None:
-            tree.let_go(location.node, 1 << location.unit, Tier.GPU)
-            tree.remove(location.node, 1 << location.unit, Tier.GPU)
+            queue.keep_copy(copies, block_hash)
+        elif get_group_id(block_hash) == self.controller.groups.main and not is_told:
+            key = get_block_hash(block_hash)
+            queue.forget_unit(key)
+            if (location := tree.locate(key)) is not None:
+                tree.let_go(location.node, 1 << location.unit, Tier.GPU)
+                tree.remove(location.node, 1 << location.unit, Tier.GPU)
         return removed

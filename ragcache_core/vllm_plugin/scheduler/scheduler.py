@@ -15,7 +15,6 @@ from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
-
-logger = init_logger(f"vllm.{__name__}")
 
 _TOKENS_ALONE = 512
 """Tokens of a step that computes speculation only: a real arrival waits for it to end."""
@@ -79,10 +76,8 @@ class _TreeScheduling:
         self._has_other_weights = False
         self._speculates_beside_answers = not current_platform.is_cpu()
         self._tree_queue: TreeFreeBlockQueue | None = None
-        if len(self.kv_cache_config.kv_cache_groups) == 1:
+        if context.groups is not None:
             self._tree_queue = TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
-        else:
-            logger.warning("This model has several groups of KV caches: its GPU tier keeps vLLM's own LRU order")
         if controller.is_queue_ordered:
             self._take_over_queue()
 

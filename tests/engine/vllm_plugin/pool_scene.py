@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
     get_block_hash,
+    get_group_id,
     get_request_block_hasher,
     init_none_hash,
+    make_block_hash_with_group_id,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.group_specs import read_groups
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
@@ -29,6 +44,39 @@ BLOCK = 4
 LENGTHS = {"A": 6, "B": 12, "C": 9, "D": 20}
 POLICIES = ("pgdsf", "lru", "lfu", "tournament")
 init_none_hash(sha256)
+
+
+def full(block_size: int = BLOCK) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+
+
+def window(num_tokens: int, block_size: int = BLOCK) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=num_tokens
+    )
+
+
+def local(num_tokens: int) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, attention_chunk_size=num_tokens
+    )
+
+
+def state() -> MambaSpec:
+    """A state of its own for every block."""
+    return MambaSpec(block_size=BLOCK, shapes=((2,),), dtypes=(torch.float32,), mamba_cache_mode="all")
+
+
+MODELS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "full": (full(),),
+    "a window": (full(), window(9)),
+    "two windows": (window(6), full(), window(13)),
+    "a window of longer blocks": (full(), window(9, 2 * BLOCK)),
+    "chunks": (full(), local(8)),
+    "states": (state(), full()),
+    "full twice": (full(), full(2 * BLOCK)),
+}
+"""What the layers of each group look at, by what the tests call the model."""
 block_hasher = get_request_block_hasher(BLOCK, sha256)
 
 
@@ -48,22 +96,27 @@ class Pool:
     policy: str = "pgdsf"
     is_taken_over: bool = True
     max_cached_documents: int | None = None
+    model: str = "full"
     content: dict[int, bytes | None] = field(default_factory=dict)
     numbers: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        self.manager = KVCacheManager(
-            KVCacheConfig(self.num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-            max_model_len=4096,
-            scheduler_block_size=BLOCK,
-            hash_block_size=BLOCK,
+        config = KVCacheConfig(
+            self.num_blocks, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(MODELS[self.model])]
         )
+        self.block_sizes = [spec.block_size for spec in MODELS[self.model]]
+        self.manager = KVCacheManager(
+            config, max_model_len=4096, scheduler_block_size=max(self.block_sizes), hash_block_size=BLOCK
+        )
+        vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+        groups = read_groups(config, vllm_config, BLOCK)
+        self.main = groups.main
         self.controller = CacheController(
             PluginSettings(policy=self.policy, ghost_size=3, max_cached_documents=self.max_cached_documents),
             tokens_per_block=BLOCK,
             shadow_blocks=self.num_blocks,
             prefill_cost=PrefillCostModel.default(),
+            groups=groups,
         )
         self.tree = self.controller.tree
         self.pool = self.manager.block_pool
@@ -96,9 +149,13 @@ class Pool:
 
     def start(self, request: Request, *, num_tokens: int | None = None, delays: bool = False) -> int | None:
         """Give a request what is cached and blocks for the rest; None where they do not fit, else the hit tokens."""
+        self.manager.new_step_starts()
         blocks, num_hits, _ = self.manager.get_computed_blocks(request)
-        for i, block in enumerate(blocks.blocks[0]):
-            assert self.content[block.block_id] == request.block_hashes[i], "a hit on another block's content"
+        for group, hits in enumerate(blocks.blocks):
+            for i, block in enumerate(hits):
+                if not block.is_null:
+                    expected = self.name(request, group, i)
+                    assert self.content[block.block_id] == expected, "a hit on another block's content"
         num_new = (
             request.num_tokens - num_hits if num_tokens is None else min(num_tokens, request.num_tokens - num_hits)
         )
@@ -129,18 +186,28 @@ class Pool:
 
     def write(self, request: Request, first: int) -> None:
         """Note what the request's blocks hold from block ``first`` on; a block that is not full holds nothing yet."""
-        (block_ids,) = self.manager.get_block_ids(request.request_id)
-        for i in range(first, len(block_ids)):
-            is_full = (i + 1) * BLOCK <= request.num_computed_tokens
-            self.content[block_ids[i]] = request.block_hashes[i] if is_full else None
+        for group, block_ids in enumerate(self.manager.get_block_ids(request.request_id)):
+            for i in range(first * BLOCK // self.block_sizes[group], len(block_ids)):
+                is_full = (i + 1) * self.block_sizes[group] <= request.num_computed_tokens
+                self.content[block_ids[i]] = self.name(request, group, i) if is_full else None
+
+    def name(self, request: Request, group: int, block: int) -> bytes:
+        """Return what vLLM calls a full block."""
+        last = (block + 1) * self.block_sizes[group] // BLOCK - 1
+        return make_block_hash_with_group_id(request.block_hashes[last], group)
 
     def settle(self) -> None:
         """Do what the scheduler does while a step is computed."""
         self.queue.place_returned()
 
     def cached_keys(self) -> set[bytes]:
-        """Return the content that the pool can serve."""
-        return {get_block_hash(block.block_hash) for block in self.pool.blocks if block.block_hash is not None}
+        """Return the full attention's content that the pool can serve."""
+        return self.keys_of(self.pool.blocks)
+
+    def keys_of(self, blocks: Iterable[KVCacheBlock]) -> set[bytes]:
+        """Return what those of ``blocks`` hold that are full attention's."""
+        hashes = [block.block_hash for block in blocks if block.block_hash is not None]
+        return {get_block_hash(block_hash) for block_hash in hashes if get_group_id(block_hash) == self.main}
 
     def held_keys(self) -> set[bytes]:
         """Return the units of the tree that are in use on the GPU."""
@@ -164,20 +231,18 @@ class Pool:
         assert self.pool.get_num_free_blocks() == len(free)
         assert not set(queue._spare) & set(queue._cached), "a block in two states"
         assert not queue._evicted, "a block that is not handed out just now"
-        for key, block_id in queue._block_ids.items():
-            block_hash = queue._cached[block_id].block_hash
-            assert block_hash is not None
-            assert get_block_hash(block_hash) == key
+        for block_hash, block_id in queue._block_ids.items():
+            assert queue._cached[block_id].block_hash == block_hash
         assert len(queue._block_ids) == len(queue._cached)
         check_invariants(self.tree, is_connected=False)
-        used = {get_block_hash(b.block_hash) for b in blocks if b.ref_cnt > 0 and b.block_hash is not None}
-        returned = {get_block_hash(b.block_hash) for b in queue._returned if b.block_hash is not None}
+        used = self.keys_of(block for block in blocks if block.ref_cnt > 0)
+        returned = self.keys_of(queue._returned)
         assert self.held_keys() <= used | returned, "held, and nobody uses it"
         assert used & self.resident_keys() <= self.held_keys(), "used, and nobody holds it"
         assert self.resident_keys() <= self.cached_keys(), "the tree knows of content that no block has"
         for block in blocks:
             if block.block_hash is not None:
-                assert self.content[block.block_id] == get_block_hash(block.block_hash)
+                assert self.content[block.block_id] == block.block_hash
 
     def check_nothing_leaks(self) -> None:
         """Assert that every block can be had, one by one, and that nothing is left in the tree then."""

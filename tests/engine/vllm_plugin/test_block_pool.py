@@ -11,15 +11,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
-from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, POLICIES, Pool, Running
+from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, MODELS, POLICIES, Pool, Running
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
     """Requests come, wait, run, are preempted and end, in a pool that is too small for them."""
 
-    @initialize(num_blocks=st.integers(6, 24), policy=st.sampled_from(POLICIES), limit=st.none() | st.integers(1, 2))
-    def build(self, num_blocks: int, policy: str, limit: int | None) -> None:
-        self.it = Pool(num_blocks, policy, max_cached_documents=limit)
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        policy=st.sampled_from(POLICIES),
+        limit=st.none() | st.integers(1, 2),
+        model=st.sampled_from([*MODELS]),
+    )
+    def build(self, num_blocks: int, policy: str, limit: int | None, model: str) -> None:
+        num_blocks *= len(MODELS[model])
+        self.it = Pool(num_blocks, policy, max_cached_documents=limit, model=model)
         self.waiting: list[Request] = []
         self.running: list[Running] = []
 

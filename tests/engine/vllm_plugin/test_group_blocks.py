@@ -1,0 +1,142 @@
+"""Which blocks of windows and states the GPU tier keeps, on vLLM's own cache manager."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.group_specs import read_groups
+from tests.engine.vllm_plugin.pool_scene import BLOCK, LENGTHS, Pool, full, local, state, window
+
+WINDOWED = "a window"  # of 9 tokens: a hit needs the two blocks before its end
+
+
+def used_once(it: Pool, documents: str) -> None:
+    request = it.new(documents, question=1)
+    assert it.start(request) is not None
+    it.finish(request)
+
+
+def num_blocks_of(it: Pool, group: int) -> int:
+    """Return how many blocks of a group are cached."""
+    hashes = [block.block_hash for block in it.pool.blocks if block.block_hash is not None]
+    return sum(get_group_id(block_hash) == group for block_hash in hashes)
+
+
+def take(it: Pool, num_blocks: int) -> None:
+    """Have ``num_blocks`` that hold something evicted, besides all that hold nothing."""
+    num_cached = sum(block.block_hash is not None and not block.ref_cnt for block in it.pool.blocks)
+    it.pool.free_blocks(it.pool.get_new_blocks(it.pool.get_num_free_blocks() - num_cached + num_blocks))
+
+
+def hit(it: Pool, documents: str) -> int:
+    request = it.new(documents, question=1)
+    num_tokens = it.start(request)
+    assert num_tokens is not None
+    it.finish(request)
+    return num_tokens
+
+
+def test_a_window_amid_a_document_goes_first_and_the_document_is_hit_all_the_same() -> None:
+    it = Pool(24, model=WINDOWED)
+    used_once(it, "D")
+    take(it, 3)
+    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (5, 2)
+    assert hit(it, "D") == LENGTHS["D"]
+    it.check_nothing_leaks()
+
+
+def test_the_last_block_of_each_document_is_kept_of_states() -> None:
+    it = Pool(40, model="states")
+    used_once(it, "BD")
+    take(it, 6)
+    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (2, 8)
+    assert hit(it, "BC") == LENGTHS["B"]
+    assert hit(it, "BD") == LENGTHS["B"] + LENGTHS["D"]
+
+
+def test_a_window_is_evicted_with_its_unit() -> None:
+    it = Pool(24, model=WINDOWED)
+    used_once(it, "D")
+    take(it, 3 + 1)
+    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (4, 2), "its content stays until the block is needed"
+    take(it, 1)
+    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (4, 1), "nothing more went for the second block"
+    it.check_nothing_leaks()
+
+
+def test_where_a_prompt_ends_is_kept_while_its_answer_grows() -> None:
+    it = Pool(40, model=WINDOWED)
+    request = it.new("", question=14)
+    it.start(request)
+    for _ in range(30):
+        assert it.advance(request, 7)
+    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (11, 11)
+    take(it, 5)
+    assert (num_blocks_of(it, 0), num_blocks_of(it, 1)) == (11, 6)
+    again = it.new("", question=14)
+    assert it.start(again) == 12
+    it.finish(again)
+    it.finish(request)
+    it.check_nothing_leaks()
+
+
+def test_what_a_running_request_has_passed_goes_after_all_else() -> None:
+    """Its units are in use, so that the tree would never evict it."""
+    it = Pool(40, model=WINDOWED)
+    used_once(it, "B")
+    request = it.new("AC", question=1)
+    it.start(request)
+    for _ in range(12):
+        it.advance(request, 7)
+    before = num_blocks_of(it, 1)
+    while it.resident_keys() - it.held_keys():
+        take(it, 1)
+    assert num_blocks_of(it, 1) >= before - 3, "B's went, and no others"
+    it.pool.free_blocks(it.pool.get_new_blocks(it.pool.get_num_free_blocks()))
+    assert it.resident_keys() == it.held_keys()
+    it.finish(request)
+    it.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("model", ["full", WINDOWED, "two windows", "states", "chunks", "full twice"])
+def test_it_beats_least_recently_used_where_some_documents_are_popular(model: str) -> None:
+    """Every request is about two documents, of which a few come again and again."""
+    shares = []
+    for is_taken_over in (False, True):
+        it = Pool(30, "pgdsf", is_taken_over=is_taken_over, model=model)
+        num_hits = num_tokens = 0
+        for i, documents in enumerate(["AB", "CD", "AB", "DC", "BA", "AB", "CA", "AB", "DB", "AC", "AB"] * 3):
+            request = it.new(documents, question=3, seed=i)
+            num_hits += it.start(request) or 0
+            num_tokens += request.num_prompt_tokens
+            it.finish(request)
+        shares.append(num_hits / num_tokens)
+    assert shares[1] >= shares[0]
+
+
+def groups_of(*specs: KVCacheSpec, tokens_per_hash: int = BLOCK, dcp: int = 1) -> Any:
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)])
+    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=dcp))
+    return read_groups(config, vllm_config, tokens_per_hash)
+
+
+def test_the_tree_follows_full_attention_wherever_it_stands_and_knows_what_a_hit_needs_of_the_others() -> None:
+    groups = groups_of(window(128, 16), full(16), window(1024, 16), local(64), tokens_per_hash=16)
+    assert groups.main == 1
+    assert {i: other.num_units for i, other in groups.others.items()} == {0: 8, 2: 64, 3: 4}
+    assert groups_of(window(128)).others == {}, "one group is followed whatever it is"
+
+
+def test_groups_that_no_tree_can_follow_are_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="none of Mamba, SlidingWindow attends to the whole prefix"):
+        groups_of(window(9), state())
+    with pytest.raises(ConfigError, match="a block of full attention holds 8 tokens, and hits may end every 4"):
+        groups_of(full(8), window(9))
+    with pytest.raises(ConfigError, match="decode_context_parallel_size is 2"):
+        groups_of(full(), window(9), dcp=2)
