@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote
@@ -18,24 +18,39 @@ def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
 
 
 def regrow(
-    tree: KnowledgeTree, entries: Iterable[ChunkEntry], tier: Tier, tokens_per_block: int
+    tree: KnowledgeTree,
+    entries: Iterable[ChunkEntry],
+    tier: Tier,
+    tokens_per_block: int,
+    unit_of: Callable[[ChunkEntry], tuple[bytes, bool]] = lambda entry: (entry.key, True),
 ) -> tuple[list[bytes], list[bytes]]:
     """Put stored blocks back into a tree without any, parents first; return those that stand there, and the others.
 
-    A block whose prefix is gone is of no use to anybody.
+    A block whose prefix is gone is of no use to anybody. ``unit_of`` says of a chunk with which unit of the tree it
+    goes, and whether it is that unit. Chunks that are not have their unit's chunk as parent, and come last.
     """
-    found: dict[bytes, None] = {}
+    units: dict[bytes, bytes] = {}
+    found: list[bytes] = []
+    beside: list[ChunkEntry] = []
     orphans: list[bytes] = []
     for entry in entries:
-        if entry.parent is not None and entry.parent not in found:
+        unit, is_unit = unit_of(entry)
+        if not is_unit:
+            beside.append(entry)
+            continue
+        if entry.parent is not None and entry.parent not in units:
             orphans.append(entry.key)
             continue
-        node = tree.attach(entry.parent, entry.key, tokens_per_block, entry.doc_id)
-        location = tree.locate(entry.key)
+        parent = None if entry.parent is None else units[entry.parent]
+        node = tree.attach(parent, unit, tokens_per_block, entry.doc_id)
+        location = tree.locate(unit)
         if node is None or location is None:
             orphans.append(entry.key)
             continue
         tree.add(location.node, 1 << location.unit, tier)
         tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
-        found[entry.key] = None
-    return list(found), orphans
+        units[entry.key] = unit
+        found.append(entry.key)
+    for entry in beside:
+        (found if entry.parent in units else orphans).append(entry.key)
+    return found, orphans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,8 +18,19 @@ class Admission(NamedTuple):
     evicted: list[EvictedUnit]
 
 
+def _one(_: Hashable) -> int:
+    return 1
+
+
 def admit(
-    tree: TieredTree, tier: Tier, keys: Sequence[Hashable], num_free: int, protected: Collection[Hashable]
+    tree: TieredTree,
+    tier: Tier,
+    keys: Sequence[Hashable],
+    num_free: int,
+    protected: Collection[Hashable],
+    *,
+    offered_size: Callable[[Hashable], int] = _one,
+    evicted_size: Callable[[Hashable], int] = _one,
 ) -> Admission:
     """Evict from ``tier`` for units that are offered to it, one node after the other, while others rank lower.
 
@@ -28,6 +39,7 @@ def admit(
             nothing goes for it.
         num_free: units that fit as it is.
         protected: keys of units that stay.
+        offered_size, evicted_size: for how many a unit counts, by its key.
     """
 
     def node_of(key: Hashable) -> TreeNode | None:
@@ -37,15 +49,16 @@ def admit(
     num_admitted = 0
     evicted: list[EvictedUnit] = []
     for node, offered in groupby(keys, node_of):
-        num_offered = sum(1 for _ in offered)
-        if num_offered > num_free and node is not None:
-            num_missing = num_offered - num_free
-            gone = tree.evict_up_to(tier, num_missing, protected, below=tree.tiers[tier].worth(node))
+        sizes = [offered_size(key) for key in offered]
+        num_missing = sum(sizes) - num_free
+        if num_missing > 0 and node is not None:
+            worth = tree.tiers[tier].worth(node)
+            gone = tree.evict_up_to(tier, num_missing, protected, below=worth, size_of=evicted_size)
             evicted += gone
-            num_free += len(gone)
-        num_taken = min(num_offered, num_free)
-        num_admitted += num_taken
-        num_free -= num_taken
-        if num_taken < num_offered:
-            break
+            num_free += sum(evicted_size(unit.key) for unit in gone)
+        for size in sizes:
+            if size > num_free:
+                return Admission(num_admitted, evicted)
+            num_free -= size
+            num_admitted += 1
     return Admission(num_admitted, evicted)

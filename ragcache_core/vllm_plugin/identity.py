@@ -51,8 +51,10 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
             f"prefix_caching_hash_algo is {algorithm!r}, whose keys another start does not find again: use sha256, "
             "vLLM's default, or leave disk_bytes out"
         )
+    several = {} if len(config.groups) == 1 else {"groups": _groups(vllm_config, config)}
     return {
         **_model_identity(vllm_config),
+        **several,
         "kv_dtype": _kv_dtype(vllm_config, config.model.dtype),
         "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block}",
         "tokens_per_block": config.groups[0].tokens_per_block,
@@ -128,6 +130,14 @@ def _code_digest(folder: Path) -> str:
     for path in _files(folder, _CODE):
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _groups(vllm_config: VllmConfig, config: OffloadingConfig) -> str:
+    """Return which layers share blocks, how many tokens a block holds, and what states consist of."""
+    cache = vllm_config.cache_config
+    groups = [(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]
+    states = f"{cache.mamba_cache_dtype} {cache.mamba_ssm_cache_dtype} {cache.mamba_cache_mode}"
+    return f"{_digest(_json(groups).encode())} {states}"
 
 
 def _draft(vllm_config: VllmConfig) -> str:

@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TierReport:
-    """The figures of a tier that do not change; ``block_bytes`` are those of a block with its padding there."""
+    """The figures of a tier that the tree does not know.
+
+    ``block_bytes`` are those of a block with its padding there, ``num_other_blocks`` those that it holds of windows and
+    states.
+    """
 
     capacity_bytes: int
     block_bytes: int
     is_enabled: bool = True
+    num_other_blocks: Callable[[], int] = lambda: 0
 
     @property
     def num_blocks(self) -> int:
@@ -395,11 +400,12 @@ class CacheController:
 
     def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:
         state = self.tree.tiers[tier]
+        num_blocks = state.num_units + report.num_other_blocks()
         return {
             "name": tier.label,
             "capacity_bytes": report.capacity_bytes,
-            "used_bytes": state.num_units * report.block_bytes,
-            "num_blocks": state.num_units,
+            "used_bytes": num_blocks * report.block_bytes,
+            "num_blocks": num_blocks,
             "num_evicted_blocks": state.num_evicted_units,
             "num_hit_tokens": self.counters.num_tokens_by_tier[tier],
             "is_enabled": report.is_enabled,

@@ -1,9 +1,9 @@
 """The groups of a model's KV caches: which of them the knowledge tree follows, and what of the others is worth keeping.
 
 A group is layers that share their blocks. A hit needs the full-attention blocks of the whole prefix, but of a window's
-group only the last ones, and of a state's only the last. So a unit of the tree is a full-attention block, and a block of
-another group with the same key goes when that goes, or before it, if no hit will end where it would be needed. Hits end
-where requests part from one another: where nodes end, and where prompts that are in the engine now end::
+group only the last ones, and of a state's only the last. So a unit of the tree is a full-attention block, and a block
+of another group with the same key goes when that goes, or before it, if no hit will end where it would be needed. Hits
+end where requests part from one another: where nodes end, and where prompts that are in the engine now end::
 
     node      [------------- document --------------]
     full       #  #  #  #  #  #  #  #  #  #  #  #  #
@@ -14,15 +14,18 @@ where requests part from one another: where nodes end, and where prompts that ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar, cast
 
+from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote
+from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.tree import KnowledgeTree
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.request_state import Key
 
 Slot = TypeVar("Slot")
+_GROUP_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +58,12 @@ class KVGroups:
         """Blocks that a unit takes at most."""
         return 1 + len(self.others)
 
-    def is_worth_keeping(
-        self, tree: KnowledgeTree, tier: Tier, group: int, key: Key, is_here: Callable[[Key], bool]
-    ) -> bool:
-        """Return whether a hit may need the block ``key`` of another group; ``is_here`` tells of that group's blocks.
-
-        Not where the unit has left ``tier``: no hit reaches that far.
-        """
+    def is_worth_keeping(self, tree: KnowledgeTree, group: int, key: Key, is_here: Callable[[Key], bool]) -> bool:
+        """Return whether a hit may need the block ``key`` of a group; ``is_here`` tells of the group's other blocks."""
         location = tree.locate(key)
         if location is None:
             return False
         node, unit = location.node, location.unit
-        if not tree.resident_mask(node, tier) >> unit & 1:
-            return False
         other = self.others[group]
         if other.num_units == math.inf:
             return True
@@ -78,6 +74,55 @@ class KVGroups:
             is_last = len(node.keys) - unit <= num_units
         # A prompt that is sent again is hit up to its last token but one, which may be a unit before its end.
         return is_last or any(tree.is_retained(near) for near in node.keys[unit : unit + num_units + 1])
+
+    # Below the GPU a block is a chunk, whose key ends with its group
+
+    def is_main(self, key: bytes) -> bool:
+        """Return whether a chunk is one of full attention."""
+        return not self.others or group_of(key) == self.main
+
+    def offload_key(self, unit: Key) -> bytes:
+        """Return the key of a unit's chunk of full attention."""
+        return offload_key(unit, self.main)
+
+    def chunk_name(self, key: bytes) -> bytes:
+        """Return the name under which a chunk is stored; the unit's where there is one group."""
+        return key if self.others else unit_of(key)
+
+    def note_of(self, tree: KnowledgeTree, key: bytes) -> ChunkNote:
+        """Return what is stored beside a chunk, whose unit is in ``tree``; its parent is named as chunks are."""
+        location = tree.locate(unit_of(key))
+        assert location is not None
+        note = note_of(tree, location)
+        if not self.others:
+            return note
+        if not self.is_main(key):
+            return ChunkNote(self.offload_key(unit_of(key)), position=note.position)
+        return note if note.parent is None else replace(note, parent=self.offload_key(note.parent))
+
+    def unit_of_entry(self, entry: ChunkEntry) -> tuple[Key, bool]:
+        """Return the unit that a stored chunk goes with, and whether it is that unit."""
+        key = self.key_of_name(entry.key)
+        return unit_of(key), self.is_main(key)
+
+    def key_of_name(self, name: bytes) -> bytes:
+        """Undo :meth:`chunk_name`."""
+        return name if self.others else self.offload_key(name)
+
+
+def offload_key(unit: Key, group: int) -> bytes:
+    """Return the key of a chunk, as vLLM's offloading has it."""
+    return unit + group.to_bytes(_GROUP_BYTES, "big")
+
+
+def unit_of(key: bytes) -> Key:
+    """Return the unit that a chunk goes with, by the key of the chunk."""
+    return key[:-_GROUP_BYTES]
+
+
+def group_of(key: bytes) -> int:
+    """Return the group that a chunk is of."""
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
 class OtherBlocks(Generic[Slot]):
@@ -91,7 +136,7 @@ class OtherBlocks(Generic[Slot]):
         self._tree = tree
         self._tier = tier
         self._keys: dict[Slot, Key] = {}
-        self._slots: dict[Key, dict[Slot, None]] = {}
+        self._slots: dict[Hashable, dict[Slot, None]] = {}
         self._useless: dict[Slot, None] = {}
 
     def __len__(self) -> int:
@@ -100,11 +145,20 @@ class OtherBlocks(Generic[Slot]):
     def __contains__(self, slot: Slot) -> bool:
         return slot in self._keys
 
+    def __iter__(self) -> Iterator[Slot]:
+        """Yield what may be evicted, what came first at the beginning."""
+        return iter(self._keys)
+
     def add(self, slot: Slot, group: int, key: Key, is_here: Callable[[Key], bool]) -> None:
-        """Take in a block that nobody uses any more; see :meth:`KVGroups.is_worth_keeping`."""
+        """Take in a block that nobody uses any more; see :meth:`KVGroups.is_worth_keeping`.
+
+        It is of no use as well where its unit is not in the tier: no hit reaches that far.
+        """
         self._keys[slot] = key
         self._slots.setdefault(key, {})[slot] = None
-        if not self._groups.is_worth_keeping(self._tree, self._tier, group, key, is_here):
+        location = self._tree.locate(key)
+        is_reached = location is not None and self._tree.resident_mask(location.node, self._tier) >> location.unit & 1
+        if not is_reached or not self._groups.is_worth_keeping(self._tree, group, key, is_here):
             self._useless[slot] = None
 
     def discard(self, slot: Slot) -> None:
@@ -121,17 +175,13 @@ class OtherBlocks(Generic[Slot]):
         """Return what no hit will need, what came first at the beginning."""
         return self._useless
 
-    def oldest(self) -> Slot | None:
-        """Return the slot that came first; None where there is none."""
-        return next(iter(self._keys), None)
-
-    def of_unit(self, key: Key) -> list[Slot]:
+    def of_unit(self, key: Hashable) -> list[Slot]:
         """Return what goes with a unit."""
         return list(self._slots.get(key, ()))
 
-    def size_of(self, key: Key) -> int:
-        """Return how many slots are free once a unit is evicted."""
-        return 1 + len(self._slots.get(key, ()))
+    def size_of(self, key: Hashable) -> int:
+        """Return how many slots are free once a unit is evicted, besides the useless ones."""
+        return 1 + sum(slot not in self._useless for slot in self._slots.get(key, ()))
 
     def lose_unit(self, key: Key) -> None:
         """Take note that a unit has left the tier, and not by eviction."""

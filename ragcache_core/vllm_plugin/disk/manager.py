@@ -7,6 +7,9 @@ The scheduler's thread decides what is kept and never waits for the disk. The wo
                       lets go of host memory    writes, commits
     get_finished_jobs  <-----------------------------------------------------  submit_load
 
+A chunk is stored under its unit's key, or, where the model has several groups of KV caches, under the unit's and its
+group's: what the tree does not know goes with what it does (:class:`OtherBlocks`).
+
 The copier has few buffers; host memory, which vLLM holds until a job has ended, waits for them. A disk that is too slow
 for that drops what it cannot take; one that fails, or does not answer in time, takes the tier out of service, not the
 engine.
@@ -23,10 +26,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from vllm.logger import init_logger
 
 from ragcache_core.chunkstore import ChunkStore, async_store
-from ragcache_core.chunkstore.regrowing import note_of, regrow
-from ragcache_core.tree import Location
+from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
 from ragcache_core.vllm_plugin.compat import (
     JobResult,
     LookupResult,
@@ -37,12 +40,11 @@ from ragcache_core.vllm_plugin.compat import (
     ScheduleEndContext,
     SecondaryTierManager,
     TransferJob,
-    get_offload_block_hash,
 )
 from ragcache_core.vllm_plugin.disk.io import DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import LoadJob, PendingChunk
 from ragcache_core.vllm_plugin.identity import KIN, kv_identity
-from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, is_adapted
+from ragcache_core.vllm_plugin.offload.host_policy import is_adapted
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
@@ -90,6 +92,8 @@ class DiskTier(SecondaryTierManager):
         assert offloading_spec.controller is not None
         self._controller = offloading_spec.controller
         self._tree = offloading_spec.controller.tree
+        self._groups = offloading_spec.controller.groups
+        self._others: OtherBlocks[bytes] = OtherBlocks(self._groups, self._tree, Tier.DISK)
         store = ChunkStore(
             directory,
             kv_identity(offloading_spec.config),
@@ -100,14 +104,16 @@ class DiskTier(SecondaryTierManager):
         self._io = DiskIO(store, primary_kv_view)
         self._path = store.path
         self._is_enabled = True
-        self._stored: set[Key] = set()
-        self._writing: set[Key] = set()
+        self._stored: set[bytes] = set()
+        self._writing: set[bytes] = set()
         self._loads: dict[int, LoadJob] = {}
         self._num_reading = 0
         self._found: dict[str, _Found] = {}
         self._open_stores: set[int] = set()
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
+        if self._groups.others:
+            self._report.num_other_blocks = lambda: len(self._stored) - self._tree.tiers[Tier.DISK].num_units
         self._controller.add_tier(Tier.DISK, self._report)
         try:
             self._restore(store)
@@ -121,14 +127,13 @@ class DiskTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        block = get_offload_block_hash(key)
-        is_here = self._is_enabled and block in self._stored
-        return LookupResult.HIT if is_here and self._pays(block, key, req_context) else LookupResult.MISS
+        is_here = self._is_enabled and self._groups.chunk_name(key) in self._stored
+        return LookupResult.HIT if is_here and self._pays(unit_of(key), key, req_context) else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._open_stores.add(job_metadata.job_id)
         pending = []
-        evicted: list[Key] = []
+        evicted: list[bytes] = []
         if self._is_enabled and not is_adapted(job_metadata.req_context):
             new = self._new_chunks(job_metadata)
             if new and not self._io.has_room_for(len(new)):
@@ -136,17 +141,16 @@ class DiskTier(SecondaryTierManager):
                 self._controller.counters.num_dropped_chunks += len(new)
                 new.clear()
             evicted = self._make_room(new)
-            pending = [self._admit(key, chunk_id) for key, chunk_id in new.items()]
+            pending = [self._admit(name, chunk_id) for name, chunk_id in new.items()]
         self._io.store(job_metadata.job_id, pending, evicted)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys = [get_offload_block_hash(key) for key in job_metadata.keys]
-        for location in map(self._tree.locate, keys):
-            if location is not None:
-                self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
-        self._num_reading += len(keys)
+        names = list(map(self._groups.chunk_name, job_metadata.keys))
+        for name in names:
+            self._hold(name)
+        self._num_reading += len(names)
         chunk_ids = [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
-        self._loads[job_metadata.job_id] = self._io.load(job_metadata.job_id, keys, chunk_ids)
+        self._loads[job_metadata.job_id] = self._io.load(job_metadata.job_id, names, chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         self._notice_failure()
@@ -171,7 +175,8 @@ class DiskTier(SecondaryTierManager):
         if len(self._controller.retrieved) < _NOTED_AT_ONCE:
             return
         retrieved = self._controller.take_retrieved()
-        if worths := [(key, *worth) for key, worth in retrieved.items() if key in self._stored]:
+        named = [(self._groups.chunk_name(self._groups.offload_key(key)), *worth) for key, worth in retrieved.items()]
+        if worths := [worth for worth in named if worth[0] in self._stored]:
             self._io.update_notes(worths)
 
     def has_pending_work(self) -> bool:
@@ -231,7 +236,7 @@ class DiskTier(SecondaryTierManager):
 
     def _find(self, state: RequestState, first: int) -> _Found:
         """Return what of a request is on disk from its block ``first`` on, without a gap."""
-        blocks = set(takewhile(self._stored.__contains__, islice(state.keys, first, None)))
+        blocks = set(takewhile(lambda key: self._name_of(key) in self._stored, islice(state.keys, first, None)))
         num_read = sum(1 for block in blocks if not self._is_in_host(block))
         num_before = self._num_reading + sum(found.num_read for found in self._found.values())
         read_s = self._io.read_s(num_before + num_read)
@@ -246,61 +251,99 @@ class DiskTier(SecondaryTierManager):
         for load in self._loads.values():
             load.abandon()
 
-    def _new_chunks(self, job: TransferJob) -> dict[Key, int]:
+    def _new_chunks(self, job: TransferJob) -> dict[bytes, int]:
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
-        keys = map(get_offload_block_hash, job.keys)
-        places = [
-            (at.node.start + at.unit, key, self._tree.key_before(at), int(chunk_id))
-            for key, chunk_id in zip(keys, job.chunk_ids, strict=True)
-            if (at := self._tree.locate(key)) is not None
-        ]
-        new: dict[Key, int] = {}
-        for _, key, before, chunk_id in sorted(places, key=lambda place: place[0]):
-            if self._is_here(key):
+        places = []
+        for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True):
+            if (at := self._tree.locate(unit_of(key))) is not None:
+                is_main = self._groups.is_main(key)
+                before = self._tree.key_before(at) if is_main else unit_of(key)
+                places.append((at.node.start + at.unit, not is_main, self._groups.chunk_name(key), before, chunk_id))
+        new: dict[bytes, int] = {}
+        for _, _, name, before, chunk_id in sorted(places, key=lambda place: place[:2]):
+            if self._is_here(name):
                 continue
-            if before is None or self._is_here(before) or before in new:
-                new[key] = chunk_id
+            before_it = None if before is None else self._name_of(before)
+            if before_it is None or self._is_here(before_it) or before_it in new:
+                new[name] = int(chunk_id)
             else:
                 self._controller.counters.num_dropped_chunks += 1
         return new
 
-    def _is_here(self, key: Hashable) -> bool:
-        return key in self._stored or key in self._writing
+    def _name_of(self, unit: Hashable) -> bytes:
+        return self._groups.chunk_name(self._groups.offload_key(cast("Key", unit)))
 
-    def _make_room(self, new: dict[Key, int]) -> list[Key]:
+    def _unit_of(self, name: bytes) -> Key:
+        return unit_of(self._groups.key_of_name(name))
+
+    def _is_unit(self, name: bytes) -> bool:
+        return self._groups.is_main(self._groups.key_of_name(name))
+
+    def _is_here(self, name: bytes) -> bool:
+        return name in self._stored or name in self._writing
+
+    def _make_room(self, new: dict[bytes, int]) -> list[bytes]:
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
         num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
         if num_missing <= 0:
             return []
-        units = self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new))
-        evicted = [cast("Key", unit.key) for unit in units]
+        evicted = list(islice(self._others.useless(), num_missing))
+        if num_missing > len(evicted):
+            units = self._tree.evict_up_to(
+                Tier.DISK,
+                num_missing - len(evicted),
+                self._tree.shielded(map(self._unit_of, new)),
+                size_of=self._others.size_of if self._others else None,
+            )
+            for unit in units:
+                evicted += [self._name_of(unit.key), *self._others.of_unit(unit.key)]
+            evicted = list(dict.fromkeys(evicted))
+        for name in evicted:
+            self._others.discard(name)
         self._stored.difference_update(evicted)
         for _ in range(num_missing - len(evicted)):
             new.popitem()
             self._controller.counters.num_dropped_chunks += 1
         return evicted
 
-    def _admit(self, key: Key, chunk_id: int) -> PendingChunk:
-        location = self._tree.locate(key)
-        assert location is not None
-        self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
-        self._tree.add(location.node, 1 << location.unit, Tier.DISK)
-        self._writing.add(key)
-        return PendingChunk(key, chunk_id, note_of(self._tree, location))
+    def _admit(self, name: bytes, chunk_id: int) -> PendingChunk:
+        if self._is_unit(name):
+            location = self._tree.locate(self._unit_of(name))
+            assert location is not None
+            self._hold(name)
+            self._tree.add(location.node, 1 << location.unit, Tier.DISK)
+        self._writing.add(name)
+        return PendingChunk(name, chunk_id, self._groups.note_of(self._tree, self._groups.key_of_name(name)))
+
+    def _hold(self, name: bytes) -> None:
+        """Keep a chunk: it is written or read."""
+        if not self._is_unit(name):
+            self._others.discard(name)
+        elif (location := self._tree.locate(self._unit_of(name))) is not None:
+            self._tree.hold(location.node, 1 << location.unit, Tier.DISK)
+
+    def _let_go(self, name: bytes) -> None:
+        """Undo :meth:`_hold`."""
+        unit = self._unit_of(name)
+        if self._is_unit(name):
+            if (location := self._tree.locate(unit)) is not None:
+                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
+        elif name in self._stored:
+            key = self._groups.key_of_name(name)
+            self._others.add(name, group_of(key), unit, lambda later: offload_key(later, group_of(key)) in self._stored)
 
     def _take_in_written(self) -> None:
         for outcome in self._io.take_written():
             self._controller.record_change()
-            for key in outcome.keys:
-                self._writing.discard(key)
-                location = self._tree.locate(key)
-                if location is None or not self._is_enabled:
-                    continue
-                self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
-                if outcome.error is None and not outcome.is_dropped:
-                    self._stored.add(key)
-                else:
-                    self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
+            self._writing.difference_update(outcome.keys)
+            known = [name for name in outcome.keys if self._tree.locate(self._unit_of(name)) is not None]
+            is_stored = self._is_enabled and outcome.error is None and not outcome.is_dropped
+            if is_stored:
+                self._stored.update(known)
+            for name in known if self._is_enabled else ():
+                self._let_go(name)
+                if not is_stored:
+                    self._remove(name)
             if outcome.is_dropped or outcome.error is not None:
                 self._controller.counters.num_dropped_chunks += len(outcome.keys)
             if outcome.error is not None:
@@ -310,17 +353,17 @@ class DiskTier(SecondaryTierManager):
         del self._loads[load.job_id]
         self._num_reading -= len(load.keys)
         loaded: list[OffloadKey] = []
-        lost: list[Key] = []
+        lost: list[bytes] = []
         for part in load.parts:
-            for key, is_loaded in zip(part.keys, part.found, strict=True):
-                location = self._tree.locate(key)
-                if location is not None:
-                    self._tree.let_go(location.node, 1 << location.unit, Tier.DISK)
+            for name, is_loaded in zip(part.keys, part.found, strict=True):
+                self._let_go(name)
                 if is_loaded:
-                    loaded.append(OffloadKey(key + FIRST_GROUP))
+                    loaded.append(OffloadKey(self._groups.key_of_name(name)))
                 elif not part.is_abandoned:
-                    self._lose(key, location)
-                    lost.append(key)
+                    self._controller.counters.num_corrupt_chunks += 1
+                    self._controller.record_change()
+                    self._remove(name)
+                    lost.append(name)
         if lost:
             self._io.delete(lost)  # the store keeps what it could not read, and its slot
         return JobResult(
@@ -331,12 +374,15 @@ class DiskTier(SecondaryTierManager):
             transfer_bytes=len(loaded) * self.block_size_bytes,
         )
 
-    def _lose(self, key: Key, location: Location | None) -> None:
-        """Take note that a chunk was damaged, gone, or could not be read: a miss."""
-        self._controller.counters.num_corrupt_chunks += 1
-        self._controller.record_change()
-        self._stored.discard(key)
-        if location is not None:
+    def _remove(self, name: bytes) -> None:
+        """Take note that a chunk is not, or no longer, on the disk: a miss."""
+        self._stored.discard(name)
+        if not self._is_unit(name):
+            self._others.discard(name)
+            return
+        unit = self._unit_of(name)
+        self._others.lose_unit(unit)
+        if (location := self._tree.locate(unit)) is not None:
             self._tree.remove(location.node, 1 << location.unit, Tier.DISK)
 
     def _notice_failure(self) -> None:
@@ -348,13 +394,18 @@ class DiskTier(SecondaryTierManager):
         self._is_enabled = self._report.is_enabled = False
         self._io.take_down(why)
         self._stored.clear()
+        self._others.clear()
         self._tree.clear_tier(Tier.DISK)
         self._controller.record_change()
 
     def _restore(self, store: ChunkStore) -> None:
         """Grow the tree from what the store holds; chunks whose prefix is gone are of no use to anybody."""
-        found, orphans = regrow(self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block)
+        found, orphans = regrow(
+            self._tree, store.entries(), Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry
+        )
         self._stored.update(found)
+        for name in found if self._groups.others else ():
+            self._let_go(name)
         store.discard_many(orphans)
         counters, stats = self._controller.counters, store.stats
         counters.num_lost_chunks += len(orphans) + stats.num_missing

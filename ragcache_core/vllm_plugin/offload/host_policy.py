@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
-from ragcache_core.chunkstore.regrowing import note_of
 from ragcache_core.tree import EvictedUnit, Location, admit, by_node
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
+from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
 from ragcache_core.vllm_plugin.compat import (
     CachePolicy,
     ChunkStatus,
@@ -20,16 +20,12 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
-    get_offload_block_hash,
 )
 
 if TYPE_CHECKING:
     from ragcache_core.tree import TreeNode
+    from ragcache_core.vllm_plugin.cache.request_state import Key
     from ragcache_core.vllm_plugin.offload.host_index import HostIndex
-
-
-FIRST_GROUP = bytes(4)
-"""What an offload key of the first, and here only, KV cache group ends with."""
 
 
 ADAPTED = "ragcache_adapted"
@@ -58,6 +54,8 @@ class _Lookup:
 class TreeCachePolicy(CachePolicy):
     """Chunks of host memory by key; a chunk is one block of KV.
 
+    The tree knows the chunks of full attention. Those of other groups go with them, or before (:class:`OtherBlocks`).
+
     Chunks that a transfer uses are held, and so are those that a waiting request was promised in this look-up: a
     request that is longer than the tier would otherwise promote its chunks from disk at the cost of one another, read
     everything and reuse nothing.
@@ -68,6 +66,9 @@ class TreeCachePolicy(CachePolicy):
         controller = current_context().controller
         assert controller is not None
         self.controller = controller
+        self.groups = controller.groups
+        self.is_selective = False
+        self.num_other_chunks = 0
         self.journal: HostIndex | None = None
         self._capacity = cache_capacity
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
@@ -81,6 +82,7 @@ class TreeCachePolicy(CachePolicy):
         self._chosen: list[EvictedUnit] = []
         self._arriving: list[Location] | None = None
         self._settling: list[Location] | None = None
+        self._others: OtherBlocks[OffloadKey] = OtherBlocks(self.groups, controller.tree, Tier.HOST)
 
     def keep_journal(self, journal: HostIndex) -> None:
         """Write into ``journal`` what comes and is evicted from now on, and close it in the end."""
@@ -91,24 +93,30 @@ class TreeCachePolicy(CachePolicy):
     def admit(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return which of the ``keys`` offered are here or worth their room.
 
-        What has to go for them is chosen, and goes with the :meth:`evict` that follows.
+        Of other groups that is what a hit may need. What has to go for them is chosen, and goes with the :meth:`evict`
+        that follows.
         """
         self._chosen = []
         num_free = self._capacity - len(self._chunks)
-        if len(keys) <= num_free:
-            return list(keys)
-        new = [key for key in keys if key not in self._chunks]
-        num_spare = sum(1 for key in self._unknown if self._is_idle(key) and key not in keys)
+        offered = [key for key in keys if key in self._chunks or self._is_needed(key)] if self.groups.others else keys
+        if len(offered) <= num_free or not self.is_selective:
+            return list(offered)
+        new = [key for key in offered if key not in self._chunks]
+        sizes: Counter[Hashable] = Counter(map(unit_of, new))
+        units = [unit_of(key) for key in new if self.groups.is_main(key)]
+        num_spare = len(self._spare(offered, len(self._chunks)))
         admission = admit(
             self.controller.tree,
             Tier.HOST,
-            [get_offload_block_hash(key) for key in new],
+            units,
             num_free + num_spare,
-            self.controller.tree.shielded(map(get_offload_block_hash, keys)),
+            self.controller.tree.shielded(map(unit_of, offered)),
+            offered_size=sizes.__getitem__,
+            evicted_size=self._others.size_of,
         )
         self._chosen = admission.evicted
-        refused = set(new[admission.num_admitted :])
-        return [key for key in keys if key not in refused]
+        admitted = set(units[: admission.num_admitted])
+        return [key for key in offered if key in self._chunks or unit_of(key) in admitted]
 
     @contextmanager
     def inserting(self) -> Iterator[None]:
@@ -179,8 +187,12 @@ class TreeCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, *extra: Any) -> None:
         self._chunks[key] = chunk  # from 0.33 on vLLM says for which request
+        is_main = self.groups.is_main(key)
+        self.num_other_chunks += not is_main
         if (location := self._locate(key)) is None:
             self._unknown[key] = None
+        elif not is_main:
+            pass  # it is the tier's once nobody uses it
         elif self._arriving is not None:
             self._arriving.append(location)
         else:
@@ -221,24 +233,35 @@ class TreeCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         chosen, self._chosen = self._chosen, []
-        spare = [key for key in self._unknown if self._is_idle(key) and key not in protected][: n - len(chosen)]
+        num_chosen = sum(self._others.size_of(unit.key) for unit in chosen)
+        spare = self._spare(protected, n - num_chosen)
         units: list[EvictedUnit] | None = chosen
-        if n > len(chosen) + len(spare):
+        if n > num_chosen + len(spare):
             assert not chosen, "what was admitted has room"
-            shielded = self.controller.tree.shielded(map(get_offload_block_hash, protected))
-            units = self.controller.tree.evict(Tier.HOST, n - len(spare), shielded)
-        if units is None:
-            return None
-        for key in spare:
-            del self._unknown[key]
-        keys = [*spare, *(OffloadKey(cast("bytes", unit.key) + FIRST_GROUP) for unit in units)]
-        return [(key, self._give_up(key)) for key in keys]
+            tree, shielded = self.controller.tree, self.controller.tree.shielded(map(unit_of, protected))
+            size_of = self._others.size_of if self._others else None
+            units = tree.evict(Tier.HOST, n - len(spare), shielded, size_of=size_of)
+        if units is None:  # perhaps there are windows and states whose units have to stay
+            loose = list(
+                islice((key for key in self._others if key not in protected and key not in spare), n - len(spare))
+            )
+            if n > len(spare) + len(loose):
+                return None
+            units, spare = [], spare + loose
+        keys = list(spare)
+        for unit in units:
+            key = cast("Key", unit.key)
+            keys += [OffloadKey(self.groups.offload_key(key)), *self._others.of_unit(key)]
+        for key in keys:
+            self._unknown.pop(key, None)
+        return [(key, self._give_up(key)) for key in dict.fromkeys(keys)]
 
     def clear(self) -> None:
         """Forget everything, and whatever comes after must not outlive the engine: its weights may have changed."""
         for key in list(self._chunks):
             self._give_up(key)
         self._unknown.clear()
+        self._others.clear()
         self._lookups.clear()
         self._num_promises.clear()
         self._awaited.clear()
@@ -250,14 +273,16 @@ class TreeCachePolicy(CachePolicy):
 
     def mark_evictable(self, key: OffloadKey) -> None:
         self._settle(key)
-        if self.journal is not None and key not in self._fleeting and (location := self._locate(key)) is not None:
-            chunk = self._chunks[key]
-            self.journal.seal(chunk.chunk_id, get_offload_block_hash(key), note_of(self.controller.tree, location))
+        if self.journal is not None and key not in self._fleeting and self._locate(key) is not None:
+            note = self.groups.note_of(self.controller.tree, key)
+            self.journal.seal(self._chunks[key].chunk_id, self.groups.chunk_name(key), note)
         if key not in self._num_promises:
             self._let_go(key)
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
-        if (location := self._locate(key)) is not None:
+        if not self.groups.is_main(key):
+            self._others.discard(key)
+        elif (location := self._locate(key)) is not None:
             self.controller.tree.hold(location.node, 1 << location.unit, Tier.HOST)
 
     # Inside
@@ -273,9 +298,29 @@ class TreeCachePolicy(CachePolicy):
     def _is_idle(self, key: OffloadKey) -> bool:
         return self._chunks[key].ref_cnt == 0 and key not in self._num_promises
 
+    def _spare(self, kept: Collection[OffloadKey], num_chunks: int) -> list[OffloadKey]:
+        """Return up to ``num_chunks`` that no tree is asked for, without those ``kept``: unknown, or of no use."""
+        unknown = (key for key in self._unknown if self._is_idle(key))
+        return list(islice((key for key in chain(unknown, self._others.useless()) if key not in kept), num_chunks))
+
+    def _is_needed(self, key: OffloadKey) -> bool:
+        """Return whether a hit may need a chunk, as far as is known of its group."""
+        if self.groups.is_main(key) or self._locate(key) is None:
+            return True
+        group = group_of(key)
+        return self.groups.is_worth_keeping(
+            self.controller.tree, group, unit_of(key), lambda unit: self._has(unit, group)
+        )
+
+    def _has(self, unit: Key, group: int) -> bool:
+        return OffloadKey(offload_key(unit, group)) in self._chunks
+
     def _give_up(self, key: OffloadKey) -> ChunkStatus:
         chunk = self._chunks.pop(key)
         self._settle(key)
+        if not self.groups.is_main(key):
+            self.num_other_chunks -= 1
+            self._others.discard(key)
         if self.journal is not None:
             self.journal.unseal(chunk.chunk_id)
         return chunk
@@ -300,19 +345,25 @@ class TreeCachePolicy(CachePolicy):
         chunk, location = self._chunks.get(key), self._locate(key)
         if chunk is None or chunk.ref_cnt or location is None:
             return
-        if self._settling is not None:
+        if not self.groups.is_main(key):
+            group = group_of(key)
+            self._others.add(key, group, unit_of(key), lambda unit: self._has(unit, group))
+        elif self._settling is not None:
             self._settling.append(location)
         else:
             self.controller.tree.let_go(location.node, 1 << location.unit, Tier.HOST)
 
     def _withdraw(self, key: OffloadKey) -> None:
         self._unknown.pop(key, None)
+        if not self.groups.is_main(key):
+            return
+        self._others.lose_unit(unit_of(key))
         if (location := self._locate(key)) is not None:
             self.controller.tree.let_go(location.node, 1 << location.unit, Tier.HOST)
             self.controller.tree.remove(location.node, 1 << location.unit, Tier.HOST)
 
     def _locate(self, key: OffloadKey) -> Location | None:
-        return self.controller.tree.locate(get_offload_block_hash(key))
+        return self.controller.tree.locate(unit_of(key))
 
 
 class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
@@ -325,9 +376,14 @@ class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
     _policy: TreeCachePolicy
 
     @classmethod
-    def take_over(cls, tier: CPUPrimaryTierOffloadingManager) -> None:
-        """Make ``tier`` one of this class, before its first request."""
+    def take_over(cls, tier: CPUPrimaryTierOffloadingManager, *, is_selective: bool = True) -> None:
+        """Make ``tier`` one of this class, before its first request.
+
+        One that is not ``is_selective`` passes over only what no hit will need.
+        """
         tier.__class__ = cls
+        assert isinstance(tier, cls)
+        tier._policy.is_selective = is_selective
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         offered = self._policy.admit(keys)

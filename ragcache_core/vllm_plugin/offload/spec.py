@@ -31,7 +31,7 @@ from ragcache_core.vllm_plugin.identity import kv_identity
 from ragcache_core.vllm_plugin.offload.compat import adopt_chunks, host_policy_of
 from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
-from ragcache_core.vllm_plugin.offload.host_policy import FIRST_GROUP, SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,13 +79,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(_with_rows(config, current_context().worker_bytes))
-        if len(config.groups) > 1:
-            # A window's blocks are worth nothing to a prefix, and a tree cannot say which group's go first.
-            logger.warning(
-                "This model has %d groups of KV caches: its host tier keeps vLLM's own LRU order, and it has no disk "
-                "tier of RAGCache",
-                len(config.groups),
-            )
+        if current_context().groups is None:
             self.eviction_policy, self.cache_policy_module_path = "lru", None
             self.secondary_tier_configs: list[dict[str, Any]] = []
         self.num_chunks = _num_chunks(self, current_context().kv_cache_config)
@@ -107,9 +101,11 @@ class RAGCacheSpec(TieringOffloadingSpec):
             assert isinstance(manager, TieringOffloadingManager)
             policy = host_policy_of(manager)
             if isinstance(policy, TreeCachePolicy):
+                host.num_other_blocks = lambda: policy.num_other_chunks
                 self._restore_host(manager, policy)
-                if self.controller.tree.policy.is_selective and not manager.secondary_tiers:
-                    SelectiveHostTier.take_over(manager.primary_tier)
+                is_selective = self.controller.tree.policy.is_selective and not manager.secondary_tiers
+                if is_selective or policy.groups.others:
+                    SelectiveHostTier.take_over(manager.primary_tier, is_selective=is_selective)
         assert self._manager is not None
         return self._manager
 
@@ -155,11 +151,15 @@ class RAGCacheSpec(TieringOffloadingSpec):
             return
         chunks = {entry.key: (chunk, entry) for chunk, entry in journal.restored}
         found, orphans = regrow(
-            self.controller.tree, (entry for _, entry in chunks.values()), Tier.HOST, self.controller.tokens_per_block
+            self.controller.tree,
+            (entry for _, entry in chunks.values()),
+            Tier.HOST,
+            self.controller.tokens_per_block,
+            policy.groups.unit_of_entry,
         )
-        for key in orphans:
-            journal.unseal(chunks[key][0])
-        adopt_chunks(manager, {OffloadKey(key + FIRST_GROUP): chunks[key][0] for key in found})
+        for name in orphans:
+            journal.unseal(chunks[name][0])
+        adopt_chunks(manager, {OffloadKey(policy.groups.key_of_name(name)): chunks[name][0] for name in found})
         policy.keep_journal(journal)
         if found:
             logger.info("RAGCache found %d blocks of KV in host memory", len(found))

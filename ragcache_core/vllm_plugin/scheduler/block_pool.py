@@ -241,8 +241,8 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _pop_anything(self) -> KVCacheBlock:
         """Evict a cached block although others depend on it: an allocation that fits must succeed."""
-        if (block_id := self._others.oldest()) is not None:
-            return self._take(block_id)
+        if self._others:
+            return self._take(next(iter(self._others)))
         evicted = self._tree.evict_anything(Tier.GPU)
         if evicted is not None and (block := self._take_unit(evicted.key)) is not None:
             return block
@@ -263,7 +263,13 @@ class TreeBlockPool(BlockPool):
         assert isinstance(pool, cls)
         pool.controller = controller
         pool.free_block_queue = TreeFreeBlockQueue(free, pool, controller)
+        if controller.groups.others:
+            controller.tiers[Tier.GPU].num_other_blocks = pool.num_other_blocks
         return pool.free_block_queue
+
+    def num_other_blocks(self) -> int:
+        """Return how many blocks of windows and states are cached."""
+        return len(self.cached_block_hash_to_block) - self.controller.tree.tiers[Tier.GPU].num_units
 
     def cache_full_blocks(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
     from tests.engine.vllm_plugin.disk_scene import Opening, Scene
 
 
@@ -20,8 +21,8 @@ def opening(tmp_path: Path, identity: None) -> Iterator[Opening]:
 
     opened: list[Scene] = []
 
-    def open_scene(num_slots: int = 24, name: str = "cache") -> Scene:
-        opened.append(Scene(tmp_path / name, num_slots))
+    def open_scene(num_slots: int = 24, name: str = "cache", groups: KVGroups | None = None) -> Scene:
+        opened.append(Scene(tmp_path / name, num_slots, groups))
         return opened[-1]
 
     yield open_scene

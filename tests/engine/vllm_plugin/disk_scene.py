@@ -18,6 +18,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
@@ -44,7 +45,7 @@ def payload(key: OffloadKey) -> bytes:
 class Scene:
     """A directory, and the tier that an engine has on it; a new one is a new start of the engine."""
 
-    def __init__(self, directory: Path, num_slots: int = 24) -> None:
+    def __init__(self, directory: Path, num_slots: int = 24, groups: KVGroups | None = None) -> None:
         self.directory = directory
         self.memory = np.full((NUM_ROWS, CHUNK_BYTES), UNTOUCHED, dtype=np.uint8)
         self.controller = CacheController(
@@ -52,6 +53,7 @@ class Scene:
             tokens_per_block=BLOCK,
             shadow_blocks=8,
             prefill_cost=PrefillCostModel.default(),
+            groups=groups,
         )
         self.tree = self.controller.tree
         spec: Any = SimpleNamespace(controller=self.controller, config=None)

@@ -34,7 +34,7 @@ from vllm.v1.request import Request
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
-from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.group_specs import read_groups
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -116,6 +116,7 @@ class Pool:
             tokens_per_block=BLOCK,
             shadow_blocks=self.num_blocks,
             prefill_cost=PrefillCostModel.default(),
+            tiers={Tier.GPU: TierReport(self.num_blocks, 1)},
             groups=groups,
         )
         self.tree = self.controller.tree
