@@ -47,26 +47,29 @@ def read_groups(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, tokens_
             "leave --prefix-match-unit out"
         )
     alignment = math.lcm(*(spec.block_size for spec in cached.values()))
-    return KVGroups(main, {i: _other(spec, size, alignment) for i, spec in cached.items() if i != main})
+    # A draft is computed anew from a block before the hit's end on, which so lies a block earlier than what is cached.
+    num_dropped = 0 if vllm_config.speculative_config is None else 1
+    return KVGroups(main, {i: _other(spec, size, alignment, num_dropped) for i, spec in cached.items() if i != main})
 
 
 def _first_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
-def _other(spec: KVCacheSpec, tokens_per_unit: int, alignment: int) -> OtherGroup:
+def _other(spec: KVCacheSpec, tokens_per_unit: int, alignment: int, num_dropped: int) -> OtherGroup:
     """Return how far back a hit needs a group's blocks; hits end at multiples of ``alignment`` tokens."""
     if isinstance(spec, FullAttentionSpec):
         return OtherGroup(math.inf)
     if isinstance(spec, MambaSpec):
-        return OtherGroup(1, is_state=True)
+        return OtherGroup(1 + num_dropped, is_state=True)
     if isinstance(spec, SlidingWindowSpec):
         num_tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
     elif isinstance(spec, ChunkedLocalAttentionSpec):
         num_tokens = spec.attention_chunk_size
     else:
         raise ConfigError(f"it has {_names([spec])}, of which RAGCache does not know when it is needed")
-    num_tokens = -(-num_tokens // spec.block_size) * spec.block_size + alignment - tokens_per_unit
+    num_blocks = -(-num_tokens // spec.block_size) + num_dropped
+    num_tokens = num_blocks * spec.block_size + alignment - tokens_per_unit
     return OtherGroup(-(-num_tokens // tokens_per_unit))
 
 

@@ -34,7 +34,7 @@ class OtherGroup:
 
     Attributes:
         num_units: units before a hit's end, the last one included, whose blocks a hit needs; infinite: all.
-        is_state: a block is the state after all before it, and stands for no tokens of its own.
+        is_state: a block is the state after all before it: of those that there are, ``num_units`` are worth keeping.
     """
 
     num_units: float
@@ -69,7 +69,7 @@ class KVGroups:
             return True
         num_units = int(other.num_units)
         if other.is_state:
-            is_last = not any(is_here(cast("Key", later)) for later in node.keys[unit + 1 :])
+            is_last = sum(is_here(cast("Key", later)) for later in node.keys[unit + 1 :]) < num_units
         else:
             is_last = len(node.keys) - unit <= num_units
         # A prompt that is sent again is hit up to its last token but one, which may be a unit before its end.

@@ -108,7 +108,9 @@ class Pool:
         self.manager = KVCacheManager(
             config, max_model_len=4096, scheduler_block_size=max(self.block_sizes), hash_block_size=BLOCK
         )
-        vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1))
+        vllm_config: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1), speculative_config=None
+        )
         groups = read_groups(config, vllm_config, BLOCK)
         self.main = groups.main
         self.controller = CacheController(

@@ -120,9 +120,11 @@ def test_it_beats_least_recently_used_where_some_documents_are_popular(model: st
     assert shares[1] >= shares[0]
 
 
-def groups_of(*specs: KVCacheSpec, tokens_per_hash: int = BLOCK, dcp: int = 1) -> Any:
+def groups_of(*specs: KVCacheSpec, tokens_per_hash: int = BLOCK, dcp: int = 1, speculative: object = None) -> Any:
     config = KVCacheConfig(8, [], [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)])
-    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=dcp))
+    vllm_config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp), speculative_config=speculative
+    )
     return read_groups(config, vllm_config, tokens_per_hash)
 
 
@@ -130,6 +132,8 @@ def test_the_tree_follows_full_attention_wherever_it_stands_and_knows_what_a_hit
     groups = groups_of(window(128, 16), full(16), window(1024, 16), local(64), tokens_per_hash=16)
     assert groups.main == 1
     assert {i: other.num_units for i, other in groups.others.items()} == {0: 8, 2: 64, 3: 4}
+    drafted = groups_of(full(16), window(128, 16), tokens_per_hash=16, speculative="eagle")
+    assert drafted.others[1].num_units == 9, "and one block more where a draft drops the last of a hit"
     assert groups_of(window(128)).others == {}, "one group is followed whatever it is"
 
 

@@ -80,6 +80,19 @@ def test_a_path_is_admitted_up_to_the_first_document_that_is_not_worth_it() -> N
     assert tree.match_prefix([PathSegment(keys_of("A", "B"), 4)]).num_units == 2
 
 
+def test_units_that_count_for_several_are_taken_in_while_what_goes_makes_room_for_them() -> None:
+    tree = new_tree()
+    ask(tree, "old")
+    offer(tree, keys_of("old"), capacity=2)
+    for _ in range(9):
+        ask(tree, "A")
+    admission = admit(
+        tree, Tier.HOST, keys_of("A"), 1, (), offered_size=lambda key: 3, evicted_size=lambda key: len(key)
+    )
+    assert [unit.key for unit in admission.evicted] == keys_of("old")[::-1], "two and one, for five that are missing"
+    assert admission.num_admitted == 1
+
+
 def test_nothing_goes_for_what_is_protected_or_not_known() -> None:
     tree = new_tree()
     ask(tree, "A")

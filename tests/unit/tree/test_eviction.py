@@ -243,6 +243,18 @@ def test_up_to_as_many_as_can_go_are_evicted() -> None:
     assert tree.evict_up_to(Tier.GPU, 9) == []
 
 
+def test_a_unit_that_counts_for_several_makes_room_for_as_many_and_no_more_go_than_have_to() -> None:
+    tree = new_tree()
+    path = cache(tree, prompt("A", "B", blocks=3))
+    size = {key: 1 + i % 2 for i, key in enumerate(key for node in path for key in node.keys)}
+    evicted = tree.evict(Tier.GPU, 4, size_of=size.__getitem__) or []
+    assert [size[unit.key] for unit in evicted] == [2, 1, 2]
+    assert tree.evict(Tier.GPU, 5, size_of=size.__getitem__) is None, "those that are left count for four"
+    assert tree.tiers[Tier.GPU].num_units == 3
+    assert len(tree.evict_up_to(Tier.GPU, 5, size_of=size.__getitem__)) == 3
+    check_invariants(tree)
+
+
 def test_entries_do_not_pile_up_where_nothing_is_ever_evicted() -> None:
     tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=10**6)
     for i in range(20_000):

@@ -184,3 +184,19 @@ def test_blocks_without_their_prefix_are_orphans_and_so_is_what_follows_them() -
     ]
     assert regrow(it.tree, entries, Tier.HOST, it.tokens_per_block) == ([b"1"], [b"2", b"3", b"4"])
     check_invariants(it.tree)
+
+
+def test_blocks_of_other_groups_are_found_with_their_unit_and_are_orphans_without() -> None:
+    it = controller()
+    entries = [
+        ChunkEntry(b"1 window", b"1", None, 0, 0.0, 0.0),
+        ChunkEntry(b"1", None, "a", 0, 1.0, 0.1),
+        ChunkEntry(b"2", b"lost", "a", 1, 1.0, 0.1),
+        ChunkEntry(b"2 window", b"2", None, 1, 0.0, 0.0),
+    ]
+    found, orphans = regrow(
+        it.tree, entries, Tier.DISK, it.tokens_per_block, lambda entry: (entry.key[:1], len(entry.key) == 1)
+    )
+    assert (found, orphans) == ([b"1", b"1 window"], [b"2", b"2 window"])
+    assert it.tree.tiers[Tier.DISK].num_units == 1
+    check_invariants(it.tree)
