@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -102,8 +102,9 @@ class TreeCachePolicy(CachePolicy):
         if len(offered) <= num_free or not self.is_selective:
             return list(offered)
         new = [key for key in offered if key not in self._chunks]
-        sizes: Counter[Hashable] = Counter(map(unit_of, new))
-        units = [unit_of(key) for key in new if self.groups.is_main(key)]
+        sizes: Counter[Key] = Counter(map(unit_of, new))
+        main = [unit_of(key) for key in new if self.groups.is_main(key)]
+        units = list(dict.fromkeys([*main, *sizes]))  # a state is offered alone, its unit before or after
         num_spare = len(self._spare(offered, len(self._chunks)))
         admission = admit(
             self.controller.tree,
@@ -111,7 +112,7 @@ class TreeCachePolicy(CachePolicy):
             units,
             num_free + num_spare,
             self.controller.tree.shielded(map(unit_of, offered)),
-            offered_size=sizes.__getitem__,
+            offered_size=lambda unit: sizes[cast("Key", unit)],
             evicted_size=self._others.size_of,
         )
         self._chosen = admission.evicted
@@ -234,7 +235,7 @@ class TreeCachePolicy(CachePolicy):
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         chosen, self._chosen = self._chosen, []
         num_chosen = sum(self._others.size_of(unit.key) for unit in chosen)
-        spare = self._spare(protected, n - num_chosen)
+        spare = self._spare(protected, max(n - num_chosen, 0))
         units: list[EvictedUnit] | None = chosen
         if n > num_chosen + len(spare):
             assert not chosen, "what was admitted has room"

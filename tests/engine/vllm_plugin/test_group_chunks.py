@@ -220,6 +220,23 @@ def test_a_document_takes_its_windows_and_states_along(policy: str) -> None:
     assert not gone & {*host.here(old, WINDOW), *host.here(old, STATE)}
 
 
+def test_a_state_that_is_offered_alone_is_taken_in_for_what_is_worth_less() -> None:
+    host = Host(9, "tournament", is_selective=True)
+    host.stored("C")
+    for _ in range(9):
+        popular = host.ask("B")
+        host.finish(popular)
+    popular = host.ask("B")
+    for keys in ([k for k in popular.chunks() if k[-1] != STATE], [make_offload_key(popular.hashes[-1], STATE)]):
+        output = host.manager.prepare_store(keys, popular.context)
+        assert output is not None
+        host.manager.complete_store(output.keys_to_store, popular.context)
+    assert host.here(popular, MAIN) == [0, 1, 2]
+    assert host.here(popular, STATE) == [2]
+    host.finish(popular)
+    host.check()
+
+
 def test_every_group_of_a_document_is_on_the_disk_after_a_new_start(opening: Opening) -> None:
     scene = opening(groups=GROUPS)
     request = stored_on_disk(scene, "BC")
