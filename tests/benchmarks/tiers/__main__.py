@@ -11,6 +11,7 @@ from tests.benchmarks.command import benchmark
 from tests.benchmarks.report import Goal, Part, Plan
 from tests.benchmarks.tiers.disk_ttft import measure_disk_ttft
 from tests.benchmarks.tiers.exactness import measure_exactness
+from tests.benchmarks.tiers.group_share import measure_share_by_groups
 from tests.benchmarks.tiers.hit_share import measure_share, measure_share_by_policy, measure_swap_out
 from tests.benchmarks.tiers.idle_overhead import measure_idle, measure_idle_large
 from tests.benchmarks.tiers.policies import LOSS_ALLOWED, measure_policies
@@ -27,6 +28,8 @@ GOALS: dict[str, Goal] = {
     "exact_chunked_prefills": Goal(">", 0),
     "exact_restarts": Goal(">", 0),
     "cached_share_ratio": Goal(">=", 1.4),
+    "cached_share_ratio_gpt_oss": Goal(">=", 1.3),
+    "cached_share_ratio_gemma_3": Goal(">=", 1.3),
     "decision_p99_ms_1k": Goal("<", 1.0),
     "decision_p99_ms_100k": Goal("<", 1.0),
     "bytes_per_node": Goal("<", 1024),
@@ -48,6 +51,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "policies": measure_policies,
     "exactness": measure_exactness,
     "share": measure_share,
+    "share-by-groups": measure_share_by_groups,
     "share-by-policy": measure_share_by_policy,
     "swap-out": measure_swap_out,
     "disk-ttft": measure_disk_ttft,
