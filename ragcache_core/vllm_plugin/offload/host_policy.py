@@ -105,7 +105,7 @@ class TreeCachePolicy(CachePolicy):
         sizes: Counter[Key] = Counter(map(unit_of, new))
         main = [unit_of(key) for key in new if self.groups.is_main(key)]
         units = list(dict.fromkeys([*main, *sizes]))  # a state is offered alone, its unit before or after
-        num_spare = len(self._spare(offered, len(self._chunks)))
+        num_spare = len(self._spare(set(offered), len(self._chunks)))
         admission = admit(
             self.controller.tree,
             Tier.HOST,

@@ -1,4 +1,4 @@
-"""A model whose layers differ in what they attend to has several groups of KV caches: it is served, by vLLM's order."""
+"""A launched engine over a model with sliding windows, which has several groups of KV caches."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ def prompts(engine: Engine) -> list[RenderedPrompt]:
     return [PromptLayout().render(engine.tokenizer, documents[i : i + 2], "Who is cold?") for i in range(9)]
 
 
-def test_it_is_served_from_host_memory_with_the_same_answers_and_says_what_it_does_without(hybrid: Engine) -> None:
+def test_it_is_served_from_all_tiers_with_the_same_answers_and_nothing_is_left_to_vllms_order(hybrid: Engine) -> None:
     asked = prompts(hybrid)
     first = [hybrid.generate(prompt, max_tokens=8) for prompt in asked]
     again = [hybrid.generate(prompt, max_tokens=8) for prompt in asked]
     assert [a.text for a in again] == [a.text for a in first]
     assert sum(a.stats.num_host_tokens or 0 for a in again) > 0
-    assert [tier.name for tier in hybrid.stats().tiers] == ["gpu", "host"]
+    tiers = hybrid.stats().tiers
+    assert [tier.name for tier in tiers] == ["gpu", "host", "disk"]
+    assert all(0 < tier.used_bytes <= tier.capacity_bytes for tier in tiers)
     assert hybrid.log_path is not None
-    log = hybrid.log_path.read_text(encoding="utf-8")
-    assert "groups of KV caches: its host tier keeps vLLM's own LRU order" in log
+    assert "RAGCache does not order" not in hybrid.log_path.read_text(encoding="utf-8")
