@@ -36,7 +36,7 @@ class DiskPrefetcher:
         self._real: deque[Request] = deque()
         self._speculative: deque[Request] = deque()
         self._num_blocks: dict[str, int] = {}
-        self._limit = controller.tiers[Tier.HOST].num_blocks // 2
+        self._limit = controller.tiers[Tier.HOST].num_blocks // 2 // controller.groups.blocks_per_unit
 
     def add(self, request: Request) -> None:
         """Take in a request that has arrived."""

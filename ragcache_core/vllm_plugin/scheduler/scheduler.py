@@ -15,6 +15,7 @@ from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
 
 _TOKENS_ALONE = 512
 """Tokens of a step that computes speculation only: a real arrival waits for it to end."""

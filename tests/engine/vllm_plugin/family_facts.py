@@ -40,11 +40,6 @@ _LENGTHS = (121, 250, 310, 163, 278, 93, 350, 220)
 _POPULARITY = [1 / (i + 1) for i in range(len(_LENGTHS))]
 _VOCABULARY = range(5, VOCABULARY)
 
-DTYPES = {"qwen3_next": "bfloat16"}
-"""Where vLLM computes on a CPU with no other."""
-OWN_BLOCKS = ("deepseek_v3",)
-"""Whose attention has blocks of another length."""
-
 Asked = tuple[list[int], list[dict[str, Any]], int]
 """Tokens, documents, and how many tokens to answer with."""
 
@@ -83,9 +78,9 @@ class Family:
         self.llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
-            dtype=DTYPES.get(model.name, "float32"),
+            dtype="float32",
             enforce_eager=True,
-            block_size=None if model.name in OWN_BLOCKS else BLOCK,
+            block_size=BLOCK,
             enable_prefix_caching=True,
             max_model_len=1024,
             max_num_seqs=6,

