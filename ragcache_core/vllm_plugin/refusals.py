@@ -32,6 +32,12 @@ def check_engine(vllm_config: VllmConfig) -> None:
             f"{model.model!r} is an encoder-decoder model, for which vLLM has no KV connectors: serve it without "
             "RAGCache (cache=None, 'ragcache serve --no-cache'), or choose a decoder-only model"
         )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError(
+            f"prefix caching is off for {model.model!r} (--no-enable-prefix-caching, or latent attention on a CPU "
+            "without AMX), and behind KV that was kept vLLM would compute something else: switch it on, or serve it "
+            "without RAGCache (cache=None, 'ragcache serve --no-cache')"
+        )
     settings = PluginSettings.from_extra_config(transfer.kv_connector_extra_config)
     policy = vllm_config.scheduler_config.policy
     if policy != "fcfs" and (settings.queue == "cache_aware" or settings.max_prefill_bs > 0):

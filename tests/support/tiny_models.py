@@ -64,4 +64,31 @@ def gpt_oss() -> Any:
     return GptOssForCausalLM(config)
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {function.__name__: function for function in (gemma3, gpt_oss)}
+def llama4() -> Any:
+    """Layers that attend to chunks for one that attends to all; experts."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        intermediate_size_mlp=128,
+        num_local_experts=2,
+        attention_chunk_size=WINDOW,
+        interleave_moe_layer_step=1,
+    )
+    return Llama4ForCausalLM(config)
+
+
+def qwen3_moe() -> Any:
+    """A mixture of experts, with full attention."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **_COMMON, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    function.__name__: function for function in (gemma3, gpt_oss, llama4, qwen3_moe)
+}

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.timeout(900)  # engines one after the other, three for 
 GROUPS = {
     "gemma3": {"SlidingWindowSpec": 5, "FullAttentionSpec": 1},
     "gpt_oss": {"SlidingWindowSpec": 1, "FullAttentionSpec": 1},
+    "llama4": {"ChunkedLocalAttentionSpec": 3, "FullAttentionSpec": 1},
+    "qwen3_moe": {"FullAttentionSpec": 1},
 }
 """The groups of KV caches that vLLM finds in each."""
 

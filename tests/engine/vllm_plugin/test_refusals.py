@@ -31,13 +31,16 @@ _OURS: dict[str, Any] = {
 }
 
 
-def engine(*, is_encoder_decoder: bool = False, policy: str = "fcfs", **transfer: Any) -> Any:
+def engine(
+    *, is_encoder_decoder: bool = False, policy: str = "fcfs", caches_prefixes: bool = True, **transfer: Any
+) -> Any:
     """Return of an engine's configuration what is looked at before it is built."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model="some/model", is_encoder_decoder=is_encoder_decoder),
         scheduler_config=SimpleNamespace(
             policy=policy, scheduler_cls="ragcache_core.vllm_plugin.scheduler.RAGCacheScheduler"
         ),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches_prefixes),
         kv_transfer_config=SimpleNamespace(**{**_OURS, **transfer}) if transfer != {"kv_connector": None} else None,
     )
 
@@ -71,6 +74,12 @@ REFUSALS = {
         "'some/model'",
         "an encoder-decoder model, for which vLLM has no KV connectors",
         "serve it without RAGCache (cache=None",
+    ),
+    "prefix caching switched off": Refusal(
+        lambda: check_engine(engine(caches_prefixes=False)),
+        "prefix caching is off for 'some/model'",
+        "behind KV that was kept vLLM would compute something else",
+        "switch it on, or serve it without RAGCache (cache=None",
     ),
     "expandable segments": Refusal(
         lambda: check_allocator(CacheConfig(), EXPANDABLE, []),
