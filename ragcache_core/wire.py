@@ -32,6 +32,8 @@ from ragcache_core.types import PromptSegment, SegmentKind
 
 WIRE_VERSION = 1
 KEY = "ragcache"
+HUNG = "EngineHungError"
+"""The type of the error with which ``/health`` says, at status 503, that the engine makes no progress."""
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64

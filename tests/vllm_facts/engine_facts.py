@@ -10,7 +10,7 @@ from typing import Any
 
 import vllm
 from transformers import TokenizersBackend
-from vllm import plugins
+from vllm import envs, plugins
 from vllm.config import (
     CacheConfig,
     MultiModalConfig,
@@ -19,8 +19,12 @@ from vllm.config import (
 )
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.entrypoints.launchers.api_server import app_state, entry
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponseStreamChoice
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
@@ -29,6 +33,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import detokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -101,6 +106,22 @@ def facts() -> dict[str, object]:
         "main": list(inspect.signature(entry.main).parameters),
         "engine_is_dead": create_error_response(EngineDeadError()).error.message,
         "tool_parsers": sorted(ToolParserManager.list_registered()),
+        "named_tokens": [
+            name in model.model_fields
+            for name, model in (
+                ("return_token_ids", ChatCompletionRequest),
+                ("request_id", ChatCompletionRequest),
+                ("prompt_token_ids", ChatCompletionStreamResponse),
+                ("token_ids", ChatCompletionResponseStreamChoice),
+                ("return_token_ids", CompletionRequest),
+                ("request_id", CompletionRequest),
+                ("prompt_token_ids", CompletionResponseStreamChoice),
+                ("token_ids", CompletionResponseStreamChoice),
+            )
+        ],
+        "holds_back": "self.stop_buffer_length = max(len(s) for s in self.stop) - 1" in inspect.getsource(detokenizer),
+        "is_sleeping": parameters(AsyncLLM.is_sleeping),
+        "process_titles": [envs.VLLM_PROCESS_NAME_PREFIX, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS],
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
         "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),

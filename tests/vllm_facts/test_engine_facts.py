@@ -84,6 +84,16 @@ def test_requests_carry_our_metadata_and_token_ids(facts: dict[str, Any]) -> Non
     assert facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
 
 
+def test_streams_name_their_tokens_and_hold_back_what_could_begin_a_stop_string(facts: dict[str, Any]) -> None:
+    assert facts["named_tokens"] == [True] * 8, "client/http/resume.py goes on with them"
+    assert facts["holds_back"], "client/http/resume.py counts the characters that a server holds back"
+
+
+def test_the_engine_answers_whether_it_sleeps_and_its_processes_have_titles(facts: dict[str, Any]) -> None:
+    assert facts["is_sleeping"] == ["self"], "server/progress.py asks it: any call that does nothing will do"
+    assert facts["process_titles"] == ["VLLM", 300], "runtime/hangs.py finds the engine's processes by them"
+
+
 def test_the_server_has_the_tokenizer_that_it_hands_out(facts: dict[str, Any]) -> None:
     assert facts["tokenization"] == [
         ["renderer", "model_config", "chat_template", "chat_template_content_format"],

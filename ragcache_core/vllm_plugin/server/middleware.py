@@ -17,6 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
+from ragcache_core.wire import HUNG
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +29,7 @@ OPEN_PATHS = frozenset(
     }
 )
 """What answers without the key: whether and how busy the server is, and what it can be asked."""
+_PROBES = ("/health", "/ping", "/ready")
 _OWN_PREFIX = "/v1/ragcache/"
 _RETRY_AFTER_S = 2
 _OPEN_PREFIX = "/static/"  # the pages of --enable-offline-docs
@@ -52,7 +55,8 @@ def refusal_of_work() -> JSONResponse:
 class Door:
     """ASGI middleware around all routes of the server, inside vLLM's own.
 
-    The server's state says how many bytes a body may have (``ragcache_max_body_bytes``), once there is an engine.
+    The server's state says how many bytes a body may have (``ragcache_max_body_bytes``), and whether the engine hangs
+    (``ragcache_progress``), once there is an engine.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], work: Work) -> None:
@@ -77,6 +81,12 @@ class Door:
                 self._work.num_running -= 1
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        progress = getattr(scope["app"].state, "ragcache_progress", None)
+        hang = None if progress is None else progress.hang
+        if hang is not None and scope["type"] == "http" and _path(scope) in _PROBES:
+            error = {"message": hang, "type": HUNG, "param": None, "code": 503}
+            await JSONResponse({"error": error}, 503)(scope, receive, send)
+            return
         limit = getattr(scope["app"].state, "ragcache_max_body_bytes", None)
         if scope["type"] != "http" or limit is None:
             await self._app(scope, receive, send)

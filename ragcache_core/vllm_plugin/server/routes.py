@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from argparse import Namespace
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from ragcache_core.runtime.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, call_report, require_embeddings
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
+from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
 
@@ -162,12 +164,16 @@ class RAGCacheEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the way to the engine, for confirmations and cached paths; other routes answer from what it has sent.
 
+        From now on it is asked whether it makes progress, which :class:`Door` answers on ``/health``.
         The first report is asked for: an engine sends one with a step, and takes none before its first request.
         """
         state.ragcache_engine_client = engine_client
         model = engine_client.model_config
         require_embeddings(engine_client, is_enabled=bool(getattr(args, "enable_mm_embeds", False)))
         state.ragcache_max_body_bytes = max_body_bytes(model.max_model_len, takes_files=model.is_multimodal_model)
+        if (limit_s := hang_timeout_s(os.environ)) is not None:
+            state.ragcache_progress = EngineProgress.of(engine_client, limit_s)
+            state.ragcache_progress_task = asyncio.create_task(state.ragcache_progress.watch())
         if received.engine() is not None:
             try:
                 received.tell(await call_report(engine_client))

@@ -118,6 +118,9 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], A
     """Begin to serve, with an engine that answers our utility calls so."""
 
     async def with_engine(answer: Callable[[], object]) -> None:
+        async def is_sleeping() -> bool:
+            return False
+
         async def call_utility_async(name: str) -> object:
             assert name == "ragcache_report"
             return answer()
@@ -125,7 +128,12 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], A
         engine_client = SimpleNamespace(
             engine_core=SimpleNamespace(call_utility_async=call_utility_async),
             model_config=SimpleNamespace(max_model_len=2048, is_multimodal_model=False, multimodal_config=None),
-            vllm_config=SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None),
+            vllm_config=SimpleNamespace(
+                kv_transfer_config=None,
+                ec_transfer_config=None,
+                parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+            ),
+            is_sleeping=is_sleeping,
         )
         await RAGCacheEndpoint().init_state(engine_client, SimpleNamespace(), Namespace())
 

@@ -1,0 +1,138 @@
+"""Tell a process that hangs from one that works: both give no answer, but one of them uses no processor time.
+
+A step of an engine may take minutes, where a CPU reads a long prompt. So a time limit alone would end engines that
+work. What hangs is stopped, waits for a lock or for a device that does not answer, and uses none, or next to none: a
+worker that nobody gives work looks for some now and then (measured: 0.2 s in 30 s). One that works on a machine without
+a core to spare may use as little, but it is ready to run, and does not sleep. Of a device that is waited for by asking
+it over and over, all this says nothing: there a limit for the step stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+_STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
+_NEXT_TO_NONE = 0.05
+"""Of the time between two looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What a process has used so far, with what it started for itself, and what it does now.
+
+    ``is_asleep``: it waits for something but a disk. ``is_worker``: it works in every step.
+    """
+
+    title: str
+    cpu_s: float
+    is_stopped: bool = False
+    is_asleep: bool = False
+    is_worker: bool = True
+
+
+def read_use(pid: int) -> dict[int, ProcessUse]:
+    """Return what one process has used; nothing if it is gone."""
+    try:
+        process = psutil.Process(pid)
+        return {pid: ProcessUse(_title(process), _cpu_s(process), *_state(process))}
+    except psutil.Error:
+        return {}
+
+
+def read_engine_use(server_pid: int, prefix: str = "VLLM") -> dict[int, ProcessUse]:
+    """Return what the engine's processes below a server have used: the engine cores, and the workers below them.
+
+    Their titles begin with ``prefix``. Where they have none, or run on other machines, nothing is known.
+    """
+    found: dict[int, ProcessUse] = {}
+    try:
+        for child in psutil.Process(server_pid).children():
+            _add(child, found, f"{prefix}::")
+    except psutil.Error:
+        pass
+    return found
+
+
+def _add(process: psutil.Process, found: dict[int, ProcessUse], prefix: str) -> float:
+    """Add a process and those below it to ``found``; return the seconds of one that belongs to its parent."""
+    try:
+        title, own_s, state = _title(process), _cpu_s(process), _state(process)
+        before = len(found)
+        cpu_s = own_s + sum(_add(child, found, prefix) for child in process.children())
+    except psutil.Error:  # it has ended
+        return 0.0
+    if not title.startswith(prefix):
+        return cpu_s
+    found[process.pid] = ProcessUse(title, cpu_s, *state, is_worker=len(found) == before)
+    return 0.0
+
+
+def _title(process: psutil.Process) -> str:
+    return (process.cmdline() or [process.name()])[0]
+
+
+def _state(process: psutil.Process) -> tuple[bool, bool]:
+    status = process.status()
+    return status in _STOPPED, status == psutil.STATUS_SLEEPING
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+class HangDetector:
+    """Looks at processes that owe an answer, and says when they hang; made anew for each answer.
+
+    Args:
+        limit_s: how long a process may use no processor time.
+        look_s: the time between two looks. Only so much counts that was looked at: while this process itself was
+            stopped, or waited for a core, others may have been, too.
+        step_limit_s: how long the answer may take in any case.
+        all_work: whether every worker works in every step, so that one that stands still is enough.
+    """
+
+    def __init__(
+        self, *, limit_s: float, look_s: float, step_limit_s: float | None = None, all_work: bool = True
+    ) -> None:
+        self._limit_s = limit_s
+        self._longest_s = 2 * look_s
+        self._step_limit_s = step_limit_s
+        self._all_work = all_work
+        self._looked_s: float | None = None
+        self._waited_s = 0.0
+        self._still_s: dict[int, float] = {}
+        self._before: Mapping[int, ProcessUse] = {}
+
+    def look(self, now_s: float, uses: Mapping[int, ProcessUse]) -> str | None:
+        """Return why they hang, ``None`` while they may be working; call it every ``look_s``."""
+        passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, self._longest_s)
+        self._looked_s = now_s
+        self._waited_s += passed_s
+        self._still_s = {
+            pid: self._still_s.get(pid, 0.0) + passed_s if self._stands_still(pid, use, passed_s) else 0.0
+            for pid, use in uses.items()
+        }
+        self._before = uses
+        still = [pid for pid, seconds in self._still_s.items() if seconds >= self._limit_s]
+        workers = [pid for pid, use in uses.items() if use.is_worker]
+        idle = [pid for pid in still if uses[pid].is_worker]
+        if not self._all_work and len(idle) < len(workers):
+            idle = []
+        guilty = [pid for pid in still if uses[pid].is_stopped] + idle
+        if guilty:
+            pid = guilty[0]
+            how = "has been stopped" if uses[pid].is_stopped else "has used no processor time to speak of"
+            return f"{uses[pid].title} (process {pid}) {how} for {self._still_s[pid]:.0f} s, and owes an answer"
+        if self._step_limit_s is not None and self._waited_s >= self._step_limit_s:
+            return f"the engine's step has not ended after {self._waited_s:.0f} s"
+        return None
+
+    def _stands_still(self, pid: int, use: ProcessUse, passed_s: float) -> bool:
+        if (before := self._before.get(pid)) is None:
+            return False
+        used_s = use.cpu_s - before.cpu_s
+        return used_s == 0 or (use.is_asleep and used_s < _NEXT_TO_NONE * passed_s)

@@ -1,0 +1,110 @@
+"""Ask the engine core, while nobody else does, whether it answers; say so when it hangs, on ``/health``.
+
+vLLM's ``/health`` knows whether the engine's process is there. The core answers a call between two steps, at once when
+it has none, and so does one that sleeps or is paused. One that owes an answer works, or hangs: ``runtime/hangs.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV
+from ragcache_core.runtime.hangs import HangDetector, ProcessUse, read_engine_use
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+DEFAULT_HANG_TIMEOUT_S = 30.0
+_LOOKS_PER_LIMIT = 10
+_MAX_LOOK_S = 1.0
+
+
+class EngineProgress:
+    """Knows whether the engine makes progress. :meth:`watch` runs as long as the server.
+
+    Attributes:
+        hang: why the engine hangs; ``None`` while it does not.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[object]],
+        read: Callable[[], Mapping[int, ProcessUse]],
+        *,
+        limit_s: float,
+        step_limit_s: float | None = None,
+        all_work: bool = True,
+    ) -> None:
+        """``ask`` returns when the engine core has answered; ``read`` what its processes have used."""
+        self.hang: str | None = None
+        self._ask = ask
+        self._read = read
+        self._limit_s = limit_s
+        self._step_limit_s = step_limit_s
+        self._all_work = all_work
+        self._look_s = min(limit_s / _LOOKS_PER_LIMIT, _MAX_LOOK_S)
+
+    @classmethod
+    def of(cls, engine_client: Any, limit_s: float) -> EngineProgress:
+        """Return the progress of a server's engine. It has the call that answers whether the engine sleeps.
+
+        Where processor time says nothing, as on a GPU, a step may take as long as vLLM lets a worker's take.
+        """
+        from vllm import envs
+        from vllm.platforms import current_platform
+
+        parallel = engine_client.vllm_config.parallel_config
+        return cls(
+            engine_client.is_sleeping,
+            lambda: read_engine_use(os.getpid(), envs.VLLM_PROCESS_NAME_PREFIX),
+            limit_s=limit_s,
+            step_limit_s=None if current_platform.is_cpu() else float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS),
+            all_work=parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1,
+        )
+
+    async def watch(self) -> None:
+        """Ask again and again. Returns when the engine has died, which vLLM sees itself."""
+        while await self._is_answered():  # noqa: ASYNC110 (a pause, not a wait)
+            await asyncio.sleep(self._look_s)
+
+    async def _is_answered(self) -> bool:
+        """Return whether the engine lives, when it has said so, however late."""
+        answer = asyncio.ensure_future(self._ask())
+        detector = HangDetector(
+            limit_s=self._limit_s, look_s=self._look_s, step_limit_s=self._step_limit_s, all_work=self._all_work
+        )
+        try:
+            while not (await asyncio.wait([answer], timeout=self._look_s))[0]:
+                uses = await asyncio.to_thread(self._read)
+                hang = detector.look(asyncio.get_running_loop().time(), uses)
+                if hang is not None and self.hang is None:
+                    logger.error("The engine hangs, /health answers 503 until it goes on: %s", hang)
+                self.hang = hang
+        finally:
+            answer.cancel()
+        if self.hang is not None:
+            logger.warning("The engine goes on.")
+        self.hang = None
+        if (error := answer.exception()) is not None:
+            logger.info("The engine's progress is not watched any more: %s", error)
+        return error is None
+
+
+def hang_timeout_s(environ: Mapping[str, str]) -> float | None:
+    """Return after how many seconds a process that stands still hangs; ``None`` is never.
+
+    Raises:
+        ConfigError: the variable says something else.
+    """
+    said = environ.get(HANG_TIMEOUT_ENV, "")
+    try:
+        limit_s = float(said) if said else DEFAULT_HANG_TIMEOUT_S
+    except ValueError:
+        limit_s = -1.0
+    if not 0 <= limit_s < float("inf"):
+        raise ConfigError(f"{HANG_TIMEOUT_ENV} is {said!r:.40}; it must be a number of seconds, or 0 for no limit")
+    return limit_s or None
