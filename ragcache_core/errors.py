@@ -10,6 +10,7 @@
     │   ├── EngineAuthError                  it answered: wrong API key
     │   ├── EngineDiedError                  it died while it worked for us
     │   ├── EngineTimeoutError               it did not answer in time
+    │   │   └── EngineHungError              it does not answer anybody any more
     │   ├── EngineClosedError                the handle was used after close()
     │   └── RequestRejectedError             it refused the request, and said why
     ├── PromptError (ValueError)             a prompt that cannot be laid out
@@ -80,6 +81,10 @@ class EngineDiedError(EngineError):
 
 class EngineTimeoutError(EngineError):
     """The server did not answer in the time given."""
+
+
+class EngineHungError(EngineTimeoutError):
+    """The server is there, but its engine makes no progress; the message says since when."""
 
 
 class EngineClosedError(EngineError):

@@ -16,7 +16,8 @@ from typing import Any, Literal, Self
 import httpx
 
 from ragcache_core.client.engine_client import EngineClient, FindTokenizer
-from ragcache_core.client.http.transport import SENT_ONCE, Health
+from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy, check_seconds
+from ragcache_core.client.http.joined_server import JoinedServer
 from ragcache_core.client.launch.launch import launch_server
 from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.launch.supervisor import Supervisor
@@ -53,17 +54,18 @@ class Engine(EngineClient):
         base_url: str,
         api_key: str,
         *,
-        supervisor: Supervisor | None = None,
+        watch: Supervisor | JoinedServer,
+        policy: RetryPolicy,
         find_tokenizer: FindTokenizer | None,
         log_path: Path | None = None,
     ) -> None:
         """Join the server at ``base_url``; use :meth:`launch` or :meth:`connect` instead.
 
-        Without ``find_tokenizer`` there is none.
+        Without ``find_tokenizer`` there is none. :meth:`close` ends the ``watch``.
         """
-        super().__init__(base_url, api_key, supervisor)
+        super().__init__(base_url, api_key, watch, policy)
         self.log_path = log_path
-        self._supervisor = supervisor
+        self._server = watch
         self._closing = threading.Lock()
         _open_engines.add(self)
         try:
@@ -83,7 +85,11 @@ class Engine(EngineClient):
         api_key: str | None = None,
         tokenizer: str | None = None,
         startup_timeout_s: float = 600.0,
-        max_restarts: int = 1,
+        max_restarts: int = 3,
+        restart_window_s: float = 600.0,
+        hang_timeout_s: float | None = 30.0,
+        first_token_timeout_s: float | None = None,
+        resume_greedy: bool = True,
         log_path: str | Path | None = None,
         progress: bool | Callable[[str], None] | None = None,
         env: Mapping[str, str] | None = None,
@@ -101,8 +107,13 @@ class Engine(EngineClient):
             tokenizer: folder or name of the tokenizer, if it is not the model's.
             startup_timeout_s: how long loading may go without progress: without a line in its log that was not
                 there before, and without 16 MiB that are read or written.
-            max_restarts: how often the server is started again if it dies. A request in flight before its first
-                token is sent again; afterwards it fails with :class:`EngineDiedError`.
+            max_restarts: how often the server is started again within ``restart_window_s`` seconds, if it dies or
+                hangs. A request in flight before its first token is sent again; afterwards it goes on where it was cut
+                if it is greedy, and fails with :class:`EngineDiedError` else.
+            hang_timeout_s: an engine hangs that answers nothing for so long, and of whose processes one uses no
+                processor time; ``None`` never looks.
+            first_token_timeout_s: a streamed request that has no token by then is cancelled and sent once more.
+            resume_greedy: whether a greedy answer that lost its engine goes on from its prompt and what was said.
             log_path: the server's log, kept; by default a new file in the user's log folder, or standard error
                 where that cannot be written to.
             progress: draw a progress bar on stderr; by default on a terminal. A function is told each stage instead.
@@ -114,8 +125,9 @@ class Engine(EngineClient):
         Raises:
             EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
             EngineClosedError: the launch was given up.
-            ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``.
+            ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or a time that cannot work.
         """
+        policy = RetryPolicy(first_token_timeout_s, resume_greedy)
         server = launch_server(
             model,
             cache=cache,
@@ -125,6 +137,8 @@ class Engine(EngineClient):
             tokenizer=tokenizer,
             startup_timeout_s=startup_timeout_s,
             max_restarts=max_restarts,
+            restart_window_s=restart_window_s,
+            hang_timeout_s=hang_timeout_s,
             log_path=None if log_path is None else Path(log_path),
             progress=progress,
             env=env,
@@ -135,7 +149,8 @@ class Engine(EngineClient):
         return cls(
             server.base_url,
             server.api_key,
-            supervisor=server.supervisor,
+            watch=server.supervisor,
+            policy=policy,
             find_tokenizer=lambda handshake, _: handed_out(handshake) or server.tokenizer(),
             log_path=server.log_path,
         )
@@ -167,8 +182,17 @@ class Engine(EngineClient):
         api_key: str | None = None,
         tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
         timeout_s: float = 10.0,
+        restart_timeout_s: float | None = 60.0,
+        hang_timeout_s: float | None = 30.0,
+        first_token_timeout_s: float | None = None,
+        resume_greedy: bool = True,
     ) -> Self:
         """Join a server that runs already, at ``http://host:port`` (with or without ``/v1``).
+
+        Requests are sent again as those of :meth:`launch`, once the server answers again, for which they wait
+        ``restart_timeout_s`` seconds (0: not at all; ``None``: as long as for an answer). An engine that hangs is
+        reported with :class:`EngineHungError`: by RAGCache's server, or where the server does not say for
+        ``hang_timeout_s`` seconds how it is.
 
         Documents are found in prompts with the model's tokenizer, which the server hands out. One without RAGCache does
         not: then ``tokenizer`` names a folder, or a model of the Hugging Face hub, that has it, and without one
@@ -178,7 +202,11 @@ class Engine(EngineClient):
             EngineUnreachableError: nothing answers there within ``timeout_s`` seconds.
             EngineAuthError: the key is wrong or missing.
             EngineError: what answers is not a vLLM server.
+            ConfigError: a time that cannot work.
         """
+        policy = RetryPolicy(first_token_timeout_s, resume_greedy)
+        check_seconds("hang_timeout_s", hang_timeout_s)
+        check_seconds("restart_timeout_s", restart_timeout_s or None)
         base_url = url.rstrip("/").removesuffix("/v1") + "/v1"
         try:
             with httpx.Client(transport=httpx.HTTPTransport(), timeout=timeout_s) as client:
@@ -188,7 +216,9 @@ class Engine(EngineClient):
                 f"no engine answers at {url} ({error}): is the server running, and the URL right?"
             ) from error
         find_tokenizer = None if tokenizer is False else partial(_tokenizer_of, tokenizer)
-        return cls(base_url, api_key or "none", find_tokenizer=find_tokenizer)
+        health_url = f"{base_url.removesuffix('/v1')}/health"
+        watch = JoinedServer(health_url, patience_s=restart_timeout_s, hang_timeout_s=hang_timeout_s)
+        return cls(base_url, api_key or "none", watch=watch, policy=policy, find_tokenizer=find_tokenizer)
 
     @classmethod
     async def aconnect(cls, url: str, **settings: Any) -> Self:
@@ -200,7 +230,7 @@ class Engine(EngineClient):
     @property
     def pid(self) -> int | None:
         """Process id of a launched server."""
-        return self._supervisor.pid if self._supervisor is not None else None
+        return self._server.pid if isinstance(self._server, Supervisor) else None
 
     def num_restarts(self) -> int:
         """Return how often a launched server was started again after it had died. Asks the server nothing.
@@ -208,11 +238,9 @@ class Engine(EngineClient):
         Raises:
             EngineDiedError: it died, and is not started again any more.
         """
-        if self._supervisor is None:
-            return 0
-        if self._supervisor.health() is Health.GONE:
-            raise EngineDiedError(self._supervisor.why_gone())
-        return self._supervisor.num_restarts
+        if self._server.health() is Health.GONE:
+            raise EngineDiedError(self._server.why_gone())
+        return self._server.run - 1
 
     def drain(self, timeout_s: float) -> bool:
         """Have the server take no more requests, and wait for those that it is answering; then :meth:`close` it.
@@ -243,8 +271,7 @@ class Engine(EngineClient):
             try:
                 self._close_connections()
             finally:
-                if self._supervisor is not None:
-                    self._supervisor.close(grace_s)
+                self._server.close(grace_s)
             _open_engines.discard(self)
 
     async def aclose(self) -> None:

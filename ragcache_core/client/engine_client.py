@@ -19,8 +19,9 @@ from ragcache_core.client.generation import (
     streamed_body,
     whole,
 )
+from ragcache_core.client.http.attempt import RetryPolicy, ServerWatch
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport, ServerWatch
+from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
@@ -71,14 +72,14 @@ class EngineClient:
     max_model_len: int
     integration: Integration
 
-    def __init__(self, base_url: str, api_key: str, watch: ServerWatch | None) -> None:
-        """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` is the server's owner."""
+    def __init__(self, base_url: str, api_key: str, watch: ServerWatch | None, policy: RetryPolicy) -> None:
+        """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` knows how the server is."""
         self.base_url = base_url
         self.api_key = api_key
         self._watch = watch
-        self._speculations = SpeculationManager(base_url, api_key)
-        self._transport = RetryingTransport(watch, self._speculations)
-        self._async_transport = AsyncRetryingTransport(watch, self._speculations)
+        self._speculations = SpeculationManager(base_url, api_key, watch, resume_greedy=policy.resume_greedy)
+        self._transport = RetryingTransport(watch, self._speculations, policy)
+        self._async_transport = AsyncRetryingTransport(watch, self._speculations, policy)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
         self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +157,24 @@ def prompt_tokens(request: Seen) -> tuple[object, ...]:
         return tuple(ids)
     text = " ".join(f"{m['role']}: {text_of(m) or json.dumps(m.get('tool_calls'))}" for m in request.messages)
     return tuple(words_of(f"{json.dumps(request.body['tools'])} {text}" if request.body.get("tools") else text))
+
+
+def token_ids(tokens: Sequence[object]) -> list[int]:
+    """Return the ids of words; what is an id already stays one."""
+    return [token if isinstance(token, int) else zlib.crc32(str(token).encode()) for token in tokens]
+
+
+def rest_of(text: str) -> Rule:
+    """Return a rule that says ``text``, or what is missing of it where the prompt ends with its beginning."""
+    words = words_of(text)
+    ids = token_ids(words)
+
+    def rule(request: Seen) -> Reply:
+        prompt = list(prompt_tokens(request))
+        said = next((n for n in range(len(ids), 0, -1) if prompt[-n:] == ids[:n]), 0)
+        return Reply("".join(words[said:]))
+
+    return rule
 
 
 def cut_to_request(pieces: list[str], body: JsonObject) -> tuple[list[str], str]:

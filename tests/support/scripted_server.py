@@ -34,6 +34,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, takewhile
 from typing import Any, Self
 
+from ragcache_core.wire import HUNG
 from tests.support.scripted_answers import (
     ENGINE_DEAD,
     JsonObject,
@@ -44,7 +45,9 @@ from tests.support.scripted_answers import (
     answer_like_a_model,
     cut_to_request,
     prompt_tokens,
+    rest_of,
     text_of,
+    token_ids,
     words_of,
 )
 
@@ -58,6 +61,7 @@ __all__ = [
     "ScriptedServer",
     "Seen",
     "answer_like_a_model",
+    "rest_of",
     "text_of",
 ]
 
@@ -101,6 +105,10 @@ class ScriptedServer:
     api_key: str | None = None
     max_model_len: int = 2048
     is_healthy: bool = True
+    hang: str | None = None
+    """Why ``/health`` says that the engine hangs."""
+    health_wait_s: float = 0.0
+    """Seconds before ``/health`` answers."""
     requests: list[Seen] = field(default_factory=list)
     cache: JsonObject | None = None
     """What ``/v1/ragcache/stats`` answers; ``None`` is plain vLLM, which has no such route."""
@@ -128,6 +136,8 @@ class ScriptedServer:
     """Seconds before a speculation is begun with, as far as it says; ``None`` says nothing of it."""
     paused_s: list[float] = field(default_factory=list)
     """Seconds of each pause of a speculation that it tells of afterwards."""
+    names_tokens: bool = False
+    """Whether a stream names its tokens to who asks for them, as vLLM does; see ``rest_of``."""
     aborted: list[Seen] = field(default_factory=list)
     """Requests whose client hung up before the end."""
 
@@ -300,7 +310,12 @@ class _Handler(BaseHTTPRequestHandler):
                 "max_model_len": owner.max_model_len}  # fmt: skip
         match self.path:
             case "/health" | "/ping":
-                self._send(200 if owner.is_healthy else 503, "")
+                self._wait(owner.health_wait_s)
+                error = {"message": owner.hang, "type": HUNG, "param": None, "code": 503}
+                if owner.hang is not None:
+                    self._send(503, {"error": error})
+                else:
+                    self._send(200 if owner.is_healthy else 503, "")
             case "/version":
                 self._send(200, {"version": "0.32.0"})
             case "/metrics":
@@ -411,6 +426,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        names_tokens = self.server_of.names_tokens and request.body.get("return_token_ids")
+        prompt_ids = {"prompt_token_ids": token_ids(prompt_tokens(request))} if names_tokens else {}
         for i, delta in enumerate(_deltas(pieces, calls, is_chat)):
             if answer.cut_after_tokens is not None and i > answer.cut_after_tokens:
                 _shut(self.connection)
@@ -419,7 +436,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._chunk(b'data: {"error": {"message": "out of room", "type": "ServerError", "code": 500}}\n\n')
                 break
             self._wait(answer.token_wait_s if i else 0.0)
-            self._event({**head, "choices": [{"index": 0, **delta, "finish_reason": None}]}, is_chat)
+            said = delta.get("text") or delta.get("delta", {}).get("content")
+            ids = {"token_ids": token_ids([said])} if names_tokens and said else {}
+            choice = {"index": 0, **delta, "finish_reason": None, **ids}
+            self._event({**head, **({} if i else prompt_ids), "choices": [choice]}, is_chat)
         last: JsonObject = {"delta": {}} if is_chat else {"text": ""}
         self._event({**head, "choices": [{"index": 0, **last, "finish_reason": finish_reason}]}, is_chat)
         if (request.body.get("stream_options") or {}).get("include_usage"):

@@ -53,7 +53,29 @@ _POLL_S = 1.0
 @cache_options
 @click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache.")
 @tokenizer_option
-@click.option("--max-restarts", type=click.IntRange(0), default=3, show_default=True, help="Starts after a death.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=3,
+    show_default=True,
+    help="Starts after a death or a hang, within the window.",
+)
+@click.option(
+    "--restart-window",
+    type=FiniteRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds in which restarts are counted.",
+)
+@click.option(
+    "--hang-timeout",
+    type=FiniteRange(0),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds after which an engine hangs that answers nothing and uses no processor time; 0 never looks.",
+)
 @click.option(
     "--startup-timeout",
     type=FiniteRange(0, min_open=True),
@@ -87,6 +109,8 @@ def serve(
     no_cache: bool,
     tokenizer: str | None,
     max_restarts: int,
+    restart_window: float,
+    hang_timeout: float,
     startup_timeout: float,
     drain: float,
     record_trace: Path | None,
@@ -98,9 +122,9 @@ def serve(
     """Serve MODEL over the OpenAI protocol until Ctrl-C or SIGTERM (exit status 0).
 
     MODEL is a folder in Hugging Face format, or a name of the hub. Without --api-key a random key is made. What
-    follows -- goes to vLLM's server as it is. A server that dies is started again at the same address with the same
-    key. After SIGTERM it takes no more requests, and ends when it has answered those that it has; Ctrl-C, or a second
-    SIGTERM, ends it at once.
+    follows -- goes to vLLM's server as it is. A server that dies or hangs is started again at the same address with the
+    same key. After SIGTERM it takes no more requests, and ends when it has answered those that it has; Ctrl-C, or a
+    second SIGTERM, ends it at once.
     """
     check_vllm_args(vllm_args)
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
@@ -120,6 +144,8 @@ def serve(
         tokenizer=tokenizer,
         startup_timeout_s=startup_timeout,
         max_restarts=max_restarts,
+        restart_window_s=restart_window,
+        hang_timeout_s=hang_timeout or None,
         log_path=log,
         env=None if record_trace is None else recording_in_server(record_trace),
         extra_args=vllm_args,

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from ragcache_core.client.http.waiting import async_patient_transport
+
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
 """Nothing is sent again here, so an idle connection has to end before the server ends it."""
 
@@ -24,7 +26,7 @@ class BackgroundLoop:
 
     def __init__(self, name: str, *, verify: bool) -> None:
         """Start the thread. ``verify``: whether the server has a certificate to check."""
-        self.transport = httpx.AsyncHTTPTransport(limits=_LIMITS, verify=verify)
+        self.transport = async_patient_transport(_LIMITS, httpx.create_ssl_context(verify=verify))
         self._loop = asyncio.new_event_loop()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)

@@ -19,7 +19,7 @@ from ragcache_core.errors import (
     RAGCacheError,
     RequestRejectedError,
 )
-from ragcache_core.wire import check_text
+from ragcache_core.wire import HUNG, check_text
 
 ENGINE_DEAD_SIGNS = (
     "EngineCore encountered an issue",
@@ -38,6 +38,18 @@ _TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_
 def says_engine_died(text: str) -> bool:
     """Return whether an error message of the server means that its engine process is gone."""
     return any(sign in text for sign in ENGINE_DEAD_SIGNS)
+
+
+def hang_of(health: httpx.Response) -> str | None:
+    """Return why a server says on ``/health`` that its engine hangs; ``None`` if it says something else."""
+    try:
+        answer = health.json() if health.status_code == 503 else None
+    except ValueError:
+        return None
+    match answer:
+        case {"error": {"type": str(kind), "message": str(message)}} if kind == HUNG:
+            return f"{message:.400}"
+    return None
 
 
 @contextmanager

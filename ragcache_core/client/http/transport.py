@@ -2,8 +2,9 @@
 
 They sit below every client (the OpenAI SDK, LangChain, LlamaIndex), so all of them recover in the same way. A
 response is handed on only when its first bytes are there; until then the caller has seen nothing, and the
-request can be sent to the restarted server. Afterwards the answer fails with
-:class:`~ragcache_core.errors.EngineDiedError` (RAGCache §6: before the first token a request is recomputed).
+request can be sent to the restarted server. Afterwards a greedy answer goes on where it was cut, and every other one
+fails with :class:`~ragcache_core.errors.EngineDiedError` (RAGCache §6: before the first token a request is recomputed,
+afterwards it goes on from the KV that is stored).
 
 A request that was speculated is not sent: it joins the speculation's answer, and is sent if that failed.
 """
@@ -11,104 +12,24 @@ A request that was speculated is not sent: it joins the speculation's answer, an
 from __future__ import annotations
 
 import asyncio
-import enum
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import httpx
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
+from ragcache_core.client.http.waiting import async_patient_transport, checking, patient_transport
 from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.errors import EngineClosedError, EngineDiedError
 
 _POLL_S = 0.05
-_MAX_RETRIES = 3
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
 _ASYNC_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """An idle connection would outlive its event loop, and could not be closed then; a new one costs 0.2 ms on loopback."""
-SENT_ONCE = {"ragcache_sent_once": True}
-"""Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
-that the server has died."""
 _all: WeakSet[RetryingTransport] = WeakSet()
-_BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-
-
-class Health(enum.Enum):
-    """The state of a server, as its supervisor knows it."""
-
-    READY = enum.auto()
-    RESTARTING = enum.auto()
-    GONE = enum.auto()
-
-
-class ServerWatch(Protocol):
-    """The owner of a server, as a transport sees it. Its methods return at once and may be called by any thread."""
-
-    @property
-    def run(self) -> int:
-        """Number of the server's current run; it grows with each restart."""
-        ...
-
-    def health(self) -> Health: ...
-
-    def suspect(self, run: int) -> None:
-        """Ask for a check of the server: its run number ``run`` did not answer as it should."""
-        ...
-
-    def seen_alive_since(self, monotonic_s: float) -> bool:
-        """Return whether a check that was asked for after ``monotonic_s`` found the server alive."""
-        ...
-
-    def why_gone(self) -> str: ...
-
-
-class _Attempt:
-    """Decides, for one request, whether it may be sent again. Holds no connection."""
-
-    def __init__(self, watch: ServerWatch | None, request: httpx.Request) -> None:
-        self._watch = watch = None if SENT_ONCE.keys() <= request.extensions.keys() else watch
-        self._run = watch.run if watch else 0
-        self._failed_at_s = 0.0
-        self._retries_left = _MAX_RETRIES
-
-    def failed(self, error: Exception) -> None:
-        """Note a failure before the first token; raise it if the server has no supervisor, or keeps failing."""
-        if self._watch is None or self._retries_left == 0:
-            raise error
-        self._retries_left -= 1
-        self._failed_at_s = time.monotonic()
-        self._watch.suspect(self._run)
-
-    def check_time(self, request: httpx.Request) -> None:
-        """Give up waiting for a restart when the request's own read timeout is over."""
-        timeout_s = request.extensions.get("timeout", {}).get("read")
-        if timeout_s is not None and time.monotonic() - self._failed_at_s > timeout_s:
-            raise httpx.ReadTimeout(f"the engine was not back after {timeout_s:g} s", request=request)
-
-    def may_retry(self) -> bool:
-        """Return whether the server answers (again); raise if it will not be restarted."""
-        assert self._watch is not None
-        health = self._watch.health()
-        if health is Health.GONE:
-            raise EngineDiedError(self._watch.why_gone())
-        restarted = self._watch.run != self._run
-        if health is Health.READY and (restarted or self._watch.seen_alive_since(self._failed_at_s)):
-            self._run = self._watch.run
-            return True
-        return False
-
-
-def _engine_died(response: httpx.Response, first_bytes: bytes) -> bool:
-    streamed = "text/event-stream" in response.headers.get("content-type", "")
-    failed = response.status_code >= 500 or (streamed and b'"error"' in first_bytes)
-    return failed and says_engine_died(first_bytes.decode(errors="replace"))
-
-
-def _died_early() -> httpx.RemoteProtocolError:
-    return httpx.RemoteProtocolError("the engine died before the first token")
+_FAILED = (*BROKEN, httpx.ReadTimeout)
 
 
 class RetryingTransport(httpx.BaseTransport):
@@ -117,39 +38,56 @@ class RetryingTransport(httpx.BaseTransport):
     A fork starts with connections of its own: on a shared one, two processes would read each other's answers.
     """
 
-    def __init__(self, watch: ServerWatch | None = None, speculations: SpeculationManager | None = None) -> None:
+    def __init__(
+        self,
+        watch: ServerWatch | None = None,
+        speculations: SpeculationManager | None = None,
+        policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
+    ) -> None:
         self._watch = watch
         self._speculations = speculations
+        self._policy = policy
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per fork
         self._inner: httpx.HTTPTransport | None = self._new_inner()
         _all.add(self)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        if self._inner is None:
-            raise EngineClosedError("the engine was closed: launch or connect again")
         request.read()
-        if self._speculations is not None and (joined := self._speculations.join(request)) is not None:
-            return joined
-        attempt = _Attempt(self._watch, request)
+        attempt = Attempt(self._watch, request, self._policy)
+        is_open = self._inner is not None
+        joined = self._speculations.join(request) if is_open and self._speculations is not None else None
+        response = self.open(attempt, attempt.request) if joined is None else joined
+        attempt.answered(response)
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        response.stream = _SyncBody(self, attempt, response.stream)
+        return response
+
+    def open(self, attempt: Attempt, request: httpx.Request, error: Exception | None = None) -> httpx.Response:
+        """Return the answer to ``request`` once its first bytes are there; after ``error``, when the server is back."""
         while True:
-            try:
-                response = self._inner.handle_request(request)
-                try:
-                    assert isinstance(response.stream, httpx.SyncByteStream)
-                    rest = iter(response.stream)
-                    first = next(rest, b"")
-                    if _engine_died(response, first):
-                        raise _died_early()
-                except BaseException:
-                    response.close()
-                    raise
-                response.stream = _SyncBody(first, rest, response.stream)
-                return response
-            except _BROKEN as error:
+            if error is not None:
                 attempt.failed(error)
-            while not attempt.may_retry():
-                attempt.check_time(request)
-                time.sleep(_POLL_S)
+                while not attempt.may_retry():
+                    time.sleep(_POLL_S)
+            if self._inner is None:
+                raise EngineClosedError("the engine was closed: launch or connect again")
+            attempt.begin()
+            try:
+                with checking(attempt.check_first):
+                    response = self._inner.handle_request(request)
+                    try:
+                        assert isinstance(response.stream, httpx.SyncByteStream)
+                        rest = iter(response.stream)
+                        first = next(rest, b"")
+                        if engine_died(response, first):
+                            raise _died_early()
+                    except BaseException:
+                        response.close()
+                        raise
+                response.stream = _Begun(first, rest, response.stream)
+                return response
+            except _FAILED as failure:
+                error = failure
 
     def close(self) -> None:
         if self._inner is not None:
@@ -157,7 +95,7 @@ class RetryingTransport(httpx.BaseTransport):
             self._inner = None
 
     def _new_inner(self) -> httpx.HTTPTransport:
-        return httpx.HTTPTransport(limits=_LIMITS, verify=self._tls)
+        return patient_transport(_LIMITS, self._tls)
 
     def _start_anew(self) -> None:
         # The parent's connections are not closed here: that takes locks, which another of its threads may have held.
@@ -168,43 +106,62 @@ class RetryingTransport(httpx.BaseTransport):
 class AsyncRetryingTransport(httpx.AsyncBaseTransport):
     """The asynchronous transport; one instance serves any number of event loops and keeps no idle connection."""
 
-    def __init__(self, watch: ServerWatch | None = None, speculations: SpeculationManager | None = None) -> None:
+    def __init__(
+        self,
+        watch: ServerWatch | None = None,
+        speculations: SpeculationManager | None = None,
+        policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
+    ) -> None:
         self._watch = watch
         self._speculations = speculations
+        self._policy = policy
         self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncHTTPTransport] = WeakKeyDictionary()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per event loop
         self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self._closed:
-            raise EngineClosedError("the engine was closed: launch or connect again")
-        loop = asyncio.get_running_loop()
-        inner = self._inner.get(loop)
-        if inner is None:
-            inner = self._inner[loop] = httpx.AsyncHTTPTransport(limits=_ASYNC_LIMITS, verify=self._tls)
         await request.aread()
-        if self._speculations is not None and (joined := await self._speculations.ajoin(request)) is not None:
-            return joined
-        attempt = _Attempt(self._watch, request)
+        attempt = Attempt(self._watch, request, self._policy)
+        is_open = not self._closed
+        joined = await self._speculations.ajoin(request) if is_open and self._speculations is not None else None
+        response = await self.open(attempt, attempt.request) if joined is None else joined
+        attempt.answered(response)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _AsyncBody(self, attempt, response.stream)
+        return response
+
+    async def open(self, attempt: Attempt, request: httpx.Request, error: Exception | None = None) -> httpx.Response:
+        """Return the answer to ``request`` once its first bytes are there; after ``error``, when the server is back."""
         while True:
-            try:
-                response = await inner.handle_async_request(request)
-                try:
-                    assert isinstance(response.stream, httpx.AsyncByteStream)
-                    rest = aiter(response.stream)
-                    first = await anext(rest, b"")
-                    if _engine_died(response, first):
-                        raise _died_early()
-                except BaseException:
-                    await response.aclose()
-                    raise
-                response.stream = _AsyncBody(first, rest, response.stream)
-                return response
-            except _BROKEN as error:
+            if error is not None:
                 attempt.failed(error)
-            while not attempt.may_retry():
-                attempt.check_time(request)
-                await asyncio.sleep(_POLL_S)
+                while not attempt.may_retry():  # noqa: ASYNC110 (who watches the server is in no loop)
+                    await asyncio.sleep(_POLL_S)
+            if self._closed:
+                raise EngineClosedError("the engine was closed: launch or connect again")
+            attempt.begin()
+            try:
+                with checking(attempt.check_first):
+                    response = await self._transport().handle_async_request(request)
+                    try:
+                        assert isinstance(response.stream, httpx.AsyncByteStream)
+                        rest = aiter(response.stream)
+                        first = await anext(rest, b"")
+                        if engine_died(response, first):
+                            raise _died_early()
+                    except BaseException:
+                        await response.aclose()
+                        raise
+                response.stream = _AsyncBegun(first, rest, response.stream)
+                return response
+            except _FAILED as failure:
+                error = failure
+
+    def _transport(self) -> httpx.AsyncHTTPTransport:
+        loop = asyncio.get_running_loop()
+        if (inner := self._inner.get(loop)) is None:
+            inner = self._inner[loop] = async_patient_transport(_ASYNC_LIMITS, self._tls)
+        return inner
 
     def close(self) -> None:
         """Refuse further requests. There are no idle connections to close."""
@@ -214,7 +171,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         self.close()
 
 
-class _SyncBody(httpx.SyncByteStream):
+class _Begun(httpx.SyncByteStream):
     """A body whose first bytes were read already."""
 
     def __init__(self, first: bytes, rest: Iterator[bytes], whole: httpx.SyncByteStream) -> None:
@@ -228,7 +185,7 @@ class _SyncBody(httpx.SyncByteStream):
         self._whole.close()
 
 
-class _AsyncBody(httpx.AsyncByteStream):
+class _AsyncBegun(httpx.AsyncByteStream):
     """A body whose first bytes were read already."""
 
     def __init__(self, first: bytes, rest: AsyncIterator[bytes], whole: httpx.AsyncByteStream) -> None:
@@ -241,6 +198,85 @@ class _AsyncBody(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._whole.aclose()
+
+
+class _SyncBody(httpx.SyncByteStream):
+    """What the caller gets of an answer: all of it, from several servers if one of them dies."""
+
+    def __init__(self, transport: RetryingTransport, attempt: Attempt, body: httpx.SyncByteStream) -> None:
+        self._transport, self._attempt, self._body = transport, attempt, body
+
+    def __iter__(self) -> Iterator[bytes]:
+        stream = self._attempt.stream
+        while True:
+            try:
+                parts = iter(self._body)
+                while True:
+                    with checking(self._attempt.check):
+                        part = next(parts, None)
+                    if part is None:
+                        break
+                    if part := part if stream is None else stream.read(part):
+                        yield part
+                if stream is None or stream.is_over:
+                    return
+                raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
+            except BROKEN as error:
+                request = self._attempt.rest(error)
+                self._body.close()
+                response = self._transport.open(self._attempt, request, error)
+                assert isinstance(response.stream, httpx.SyncByteStream)
+                self._body = response.stream
+                _check_rest(response)
+
+    def close(self) -> None:
+        self._body.close()
+
+
+class _AsyncBody(httpx.AsyncByteStream):
+    """What the caller gets of an answer: all of it, from several servers if one of them dies."""
+
+    def __init__(self, transport: AsyncRetryingTransport, attempt: Attempt, body: httpx.AsyncByteStream) -> None:
+        self._transport, self._attempt, self._body = transport, attempt, body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        stream = self._attempt.stream
+        while True:
+            try:
+                parts = aiter(self._body)
+                while True:
+                    with checking(self._attempt.check):
+                        part = await anext(parts, None)
+                    if part is None:
+                        break
+                    if part := part if stream is None else stream.read(part):
+                        yield part
+                if stream is None or stream.is_over:
+                    return
+                raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
+            except BROKEN as error:
+                request = self._attempt.rest(error)
+                await self._body.aclose()
+                response = await self._transport.open(self._attempt, request, error)
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                self._body = response.stream
+                _check_rest(response)
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
+
+
+def _check_rest(response: httpx.Response) -> None:
+    """Raise if a server does not go on with an answer; the caller closes it."""
+    if response.status_code != 200:
+        raise EngineDiedError(
+            f"the engine died during an answer, and its successor answered {response.status_code} when it was to go "
+            "on: ask again"
+        )
+
+
+def _died_early() -> httpx.RemoteProtocolError:
+    return httpx.RemoteProtocolError("the engine died before the first token")
 
 
 def _start_all_anew() -> None:

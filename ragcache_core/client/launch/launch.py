@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from ragcache_core.chunk import AlphaPoint, choose_alpha
+from ragcache_core.client.http.attempt import check_seconds
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
     check_allocator,
@@ -41,7 +42,7 @@ from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
 from ragcache_core.profiles.prefill import find_profile
 from ragcache_core.prompt import PromptTokenizer
-from ragcache_core.runtime.environment import SOCKETS_ENV, STARTED_AGAIN_ENV
+from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV, SOCKETS_ENV, STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, sweep_shared_memory
 
 _ENDING_S = 20.0
@@ -75,6 +76,8 @@ def launch_server(
     tokenizer: str | None,
     startup_timeout_s: float,
     max_restarts: int,
+    restart_window_s: float,
+    hang_timeout_s: float | None,
     log_path: Path | None,
     progress: bool | Callable[[str], None] | None,
     env: Mapping[str, str] | None,
@@ -89,6 +92,8 @@ def launch_server(
         EngineClosedError: ``cancel`` was set before the server was ready.
         ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``.
     """
+    check_seconds("restart_window_s", restart_window_s)
+    check_seconds("hang_timeout_s", hang_timeout_s)
     settings = vllm_arguments(vllm_args)
     check_extra_args(extra_args)
     check_vllm()
@@ -125,7 +130,8 @@ def launch_server(
         *settings,
         *extra_args,
     ]
-    environment = server_environment(api_key, cache, env, engine_id=engine_id)
+    told = {HANG_TIMEOUT_ENV: f"{hang_timeout_s or 0:g}", **(env or {})}
+    environment = server_environment(api_key, cache, told, engine_id=engine_id)
     log = log_path or new_log_path(port)
     if progress is None and is_stream(log):
         progress = False  # a bar would stand between the lines
@@ -158,6 +164,8 @@ def launch_server(
             start,
             f"{address}/health",
             max_restarts=max_restarts,
+            restart_window_s=restart_window_s,
+            hang_timeout_s=hang_timeout_s,
             startup_timeout_s=startup_timeout_s,
             progress=LoadProgress.of(progress),
             closing=cancel or threading.Event(),

@@ -5,29 +5,38 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import httpx
 
-from ragcache_core.client.http.transport import Health
+from ragcache_core.client.http.attempt import Health
+from ragcache_core.client.http.errors import hang_of
 from ragcache_core.client.launch.activity import Activity
 from ragcache_core.client.launch.process import GRACE_S, ServerProcess
 from ragcache_core.client.launch.progress import LoadProgress
 from ragcache_core.errors import EngineClosedError, EngineStartError
+from ragcache_core.runtime.hangs import HangDetector, read_use
 from ragcache_core.runtime.sessions import num_bytes_moved
 
 _POLL_S = 0.1
+_LOOK_S = 1.0
+"""Between two checks of a server that nobody suspects."""
 _HEALTH_TIMEOUT_S = 5.0
 _MAX_SLOW_CHECKS = 3
-"""A server that is busy may be slow to say that it is well; so many times in a row it counts as dead."""
+"""A server that is busy may be slow to say that it is well; so many times in a row one that is suspected counts as
+dead."""
 
 
 class Supervisor:
-    """Keeps one server running; a :class:`~ragcache_core.client.http.transport.ServerWatch`.
+    """Keeps one server running; a :class:`~ragcache_core.client.http.attempt.ServerWatch`.
 
     ``start_process`` starts a run of the server, each time at the same address with the same key, so that clients
-    stay valid over a restart. It is restarted at most ``max_restarts`` times. All methods may be called by any thread.
+    stay valid over a restart. It is restarted when it dies or hangs, at most ``max_restarts`` times within
+    ``restart_window_s``. All methods may be called by any thread.
     """
+
+    patience_s = None
 
     def __init__(
         self,
@@ -35,12 +44,18 @@ class Supervisor:
         health_url: str,
         *,
         max_restarts: int,
+        restart_window_s: float,
+        hang_timeout_s: float | None,
         startup_timeout_s: float,
         progress: LoadProgress,
         closing: threading.Event,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the server and wait until it is ready. ``on_end`` is called when it will not be started again.
+
+        The server says whether its engine hangs; anything else that it says counts only when somebody suspects it. It
+        hangs itself if it does not answer for ``hang_timeout_s`` seconds and uses no processor time; with ``None`` it
+        is asked only when somebody suspects it.
 
         Raises:
             EngineStartError: it ended, or made no progress for ``startup_timeout_s``.
@@ -49,6 +64,11 @@ class Supervisor:
         self._start_process = start_process
         self._health_url = health_url
         self._max_restarts = max_restarts
+        self._restart_window_s = restart_window_s
+        self._restarted_s: deque[float] = deque()
+        self._hang_timeout_s = hang_timeout_s
+        self._detector: HangDetector | None = None
+        self._hang: str | None = None
         self._startup_timeout_s = startup_timeout_s
         self._closing = closing
         self._on_end = on_end
@@ -57,7 +77,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._health = Health.RESTARTING
         self._run = 0
-        self._alive_at_s = 0.0
+        self._alive_at_s = self._asked_at_s = 0.0
         self._suspected_at_s = 0.0
         self._why_gone = ""
         self._num_slow_checks = 0
@@ -88,6 +108,9 @@ class Supervisor:
 
     def health(self) -> Health:
         return self._health
+
+    def why_in_vain(self) -> str | None:
+        return None  # what hangs is killed, which ends every read
 
     def why_gone(self) -> str:
         return self._why_gone
@@ -135,38 +158,61 @@ class Supervisor:
         if self._process.returncode is not None:
             return True
         with self._lock:
-            suspected = self._suspected_at_s > self._alive_at_s
-        return suspected and self._fails_its_check()
+            is_suspected = self._suspected_at_s > self._alive_at_s
+        is_due = self._hang_timeout_s is not None and time.monotonic() - self._asked_at_s >= _LOOK_S
+        return (is_suspected or is_due) and self._fails_its_check(is_suspected)
 
-    def _fails_its_check(self) -> bool:
+    def _fails_its_check(self, is_suspected: bool) -> bool:
         try:
-            return not self._answers()
+            return not self._answers() and (is_suspected or self._hang is not None)
         except httpx.TimeoutException:
             self._num_slow_checks += 1
-            return self._num_slow_checks >= _MAX_SLOW_CHECKS
+            return self._hangs() or (is_suspected and self._num_slow_checks >= _MAX_SLOW_CHECKS)
+
+    def _hangs(self) -> bool:
+        """Return whether the server's own process stands still, since it was slow to answer."""
+        if self._hang_timeout_s is None:
+            return False
+        if self._detector is None:
+            self._detector = HangDetector(limit_s=self._hang_timeout_s, look_s=_HEALTH_TIMEOUT_S + _POLL_S)
+        self._hang = self._detector.look(time.monotonic(), read_use(self.pid))
+        return self._hang is not None
 
     def _answers(self) -> bool:
         """Return whether the server says that it is well; a slow one raises ``httpx.TimeoutException``."""
-        asked_at_s = time.monotonic()
+        self._asked_at_s = asked_at_s = time.monotonic()
         try:
-            alive = self._http.get(self._health_url).status_code == 200
+            answer = self._http.get(self._health_url)
         except httpx.TimeoutException:
             raise
         except (httpx.HTTPError, OSError):
             return False
-        if alive:
+        self._num_slow_checks, self._detector = 0, None
+        self._hang = hang_of(answer)
+        if is_alive := answer.status_code == 200:
             self._alive_at_s = asked_at_s
-            self._num_slow_checks = 0
-        return alive
+        return is_alive
 
     def _restart(self) -> None:
         assert self._process is not None
         self._health = Health.RESTARTING
         self._process.kill()
-        died = f"the engine died (exit status {self._process.returncode}): {self._process.last_words()}"
-        if self.num_restarts >= self._max_restarts:
-            self._give_up(f"{died}. It was restarted {self.num_restarts} times, the limit: launch it again")
+        died = (
+            f"the engine died (exit status {self._process.returncode}): {self._process.last_words()}"
+            if self._hang is None
+            else f"the engine hung: {self._hang} (log: {self._process.log_path})"
+        )
+        now_s = time.monotonic()
+        while self._restarted_s and now_s - self._restarted_s[0] > self._restart_window_s:
+            self._restarted_s.popleft()
+        if len(self._restarted_s) >= self._max_restarts:
+            self._give_up(
+                f"{died}. It was restarted {len(self._restarted_s)} times within {self._restart_window_s:g} s, the "
+                "limit: launch it again"
+            )
             return
+        self._restarted_s.append(now_s)
+        self._hang = self._detector = None
         try:
             self._run_once(LoadProgress.silent())
         except (EngineStartError, EngineClosedError, OSError) as error:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ragcache_core.client.http.transport import SENT_ONCE
+from ragcache_core.client.http.attempt import SENT_ONCE
 
 _TIMEOUT_S = 1.0
 _FRESH_S = 0.02

@@ -15,13 +15,16 @@ import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
 import httpx
 
+from ragcache_core.client.http.attempt import ServerWatch, check_progress
 from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.client.http.buffered_response import BufferedBody
+from ragcache_core.client.http.waiting import checking
 from ragcache_core.client.request_scope import current_scope
 from ragcache_core.client.speculation.pending import Claims
 from ragcache_core.client.speculation.request_capture import CapturedRequest, asks_completion, capture, request_key
@@ -43,10 +46,17 @@ class SpeculationManager:
     request may find one to join.
     """
 
-    def __init__(self, base_url: str, api_key: str) -> None:
-        """``base_url`` ends in ``/v1``."""
+    def __init__(
+        self, base_url: str, api_key: str, watch: ServerWatch | None = None, *, resume_greedy: bool = False
+    ) -> None:
+        """``base_url`` ends in ``/v1``, and ``watch`` knows whether its engine hangs.
+
+        ``resume_greedy``: whether who joins an answer goes on with it after a cut.
+        """
         self._home = f"{httpx.URL(base_url)}/"
         self._routes = SpeculationRoutes(base_url, api_key)
+        self._check = (lambda: None) if watch is None else partial(check_progress, watch)
+        self._resume_greedy = resume_greedy
         self._has_certificate = base_url.startswith("https")
         self._closed = False
         self._start_anew()
@@ -69,7 +79,7 @@ class SpeculationManager:
             EngineClosedError: the engine's handle was closed.
         """
         speculation = Speculation(self, captured, is_claimable=is_claimable, has_documents=has_documents)
-        request = marked_request(captured, speculation.id)
+        request = marked_request(captured, speculation.id, is_resumed=self._resume_greedy)
         with self._lock:
             self._live[speculation] = None
         if is_claimable:
@@ -173,7 +183,10 @@ class SpeculationManager:
     async def _send(self, speculation: Speculation, request: httpx.Request) -> None:
         noting = asyncio.create_task(self._note_wait(speculation))
         try:
-            await receive(self._transport(), request, speculation.response, is_promised=lambda: speculation.is_promised)
+            with checking(self._check):
+                await receive(
+                    self._transport(), request, speculation.response, is_promised=lambda: speculation.is_promised
+                )
         except asyncio.CancelledError:
             noting.cancel()
             speculation.abort()

@@ -21,8 +21,8 @@ from urllib.parse import quote
 import httpx
 from pydantic import Field, TypeAdapter, ValidationError
 
+from ragcache_core.client.http.attempt import SENT_ONCE
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.http.transport import SENT_ONCE
 from ragcache_core.errors import EngineError
 from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, series_of
 

@@ -97,9 +97,11 @@ def test_a_restart_is_told_once_and_a_final_death_is_an_error(monkeypatch: pytes
 def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([], KeyboardInterrupt())
     options = ["--port", "0", "--api-key", "k", "--kv-cache-bytes", "1GiB", "--block-size", "32", "--max-restarts", "2"]
+    options += ["--restart-window", "60", "--hang-timeout", "0"]
     run(monkeypatch, engine, *options, "--", "--max-model-len", "2048", "--dtype=float32")
     assert engine.settings["cache"] == CacheConfig(kv_cache_bytes="1GiB", block_size=32)
     assert (engine.settings["port"], engine.settings["api_key"], engine.settings["max_restarts"]) == (None, "k", 2)
+    assert (engine.settings["restart_window_s"], engine.settings["hang_timeout_s"]) == (60.0, None)
     assert engine.settings["extra_args"] == ("--max-model-len", "2048", "--dtype=float32")
 
 

@@ -66,6 +66,8 @@ class Owner:
             tokenizer=tokenizer,
             startup_timeout_s=1.0,
             max_restarts=1,
+            restart_window_s=60.0,
+            hang_timeout_s=None,
             log_path=Path("log"),
             progress=None,
             env=env,

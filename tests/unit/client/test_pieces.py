@@ -15,8 +15,8 @@ import pytest
 
 from ragcache_core.client import Engine, ModelTokenizer
 from ragcache_core.client.generation import AnswerReader
+from ragcache_core.client.http.attempt import Health
 from ragcache_core.client.http.errors import translate_errors, translated
-from ragcache_core.client.http.transport import Health
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
     check_extra_args,
@@ -229,11 +229,11 @@ def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> No
 
 
 def test_an_engine_tells_its_restarts_until_it_stays_dead(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = SimpleNamespace(num_restarts=2, health=lambda: Health.READY, why_gone=lambda: "it died three times")
+    owner = SimpleNamespace(run=3, health=lambda: Health.READY, why_gone=lambda: "it died three times")
     with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
         assert engine.num_restarts() == 0
         with monkeypatch.context() as patched:
-            patched.setattr(engine, "_supervisor", owner)
+            patched.setattr(engine, "_server", owner)
             assert engine.num_restarts() == 2
             owner.health = lambda: Health.GONE
             with pytest.raises(EngineDiedError, match="it died three times"):

@@ -36,7 +36,7 @@ from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.support import scripted_server
 from tests.support.asking_ahead import speculate, warm
-from tests.support.scripted_server import ENGINE_DEAD, IDLE, Refusal, Reply, ScriptedServer
+from tests.support.scripted_server import ENGINE_DEAD, IDLE, Refusal, Reply, ScriptedServer, rest_of
 from tests.support.waiting import until
 
 MODEL = "examples/demo_model"
@@ -411,6 +411,33 @@ def test_an_answer_that_was_joined_and_is_cut_off_fails_as_any_other(server: Scr
     with pytest.raises(EngineDiedError):
         of_the_engine(engine)
     assert len(server.requests) == 1
+
+
+def test_an_answer_that_was_joined_goes_on_when_its_engine_hangs_and_is_back(
+    server: ScriptedServer, engine: Engine
+) -> None:
+    server.names_tokens, server.rules = True, [rest_of("one two three")]
+    server.script(Reply("one two three", token_wait_s=60.0))
+    text = "Who founded Zorval?"  # of a chat, the first event has no token yet
+    speculate(engine, lambda: engine.generate(text, max_tokens=8))
+    stream = engine.stream(text, max_tokens=8)
+    assert next(stream).text == "one"
+    server.hang = "VLLM::Worker has been stopped"
+    assert until(lambda: server.num_running == 0, 20), "the speculation is given up"
+    server.hang = None
+    assert "".join(chunk.text for chunk in stream) == " two three"
+
+
+@asked_anyhow
+def test_a_greedy_answer_that_was_joined_and_is_cut_off_goes_on(
+    server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
+) -> None:
+    server.names_tokens, server.rules = True, [rest_of("one two three")]
+    server.script(Reply("one two three", token_wait_s=0.2, cut_after_tokens=2))
+    speculation = speculate(engine, lambda: ask(engine))
+    assert until(lambda: server.num_running == 1)
+    assert ask(engine) == "one two three"
+    assert [request.speculation for request in server.requests] == [speculation.id, None]
 
 
 @asked_anyhow

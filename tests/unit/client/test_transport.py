@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Protocol
 
 import httpx
 import pytest
 
-from ragcache_core.client.http.transport import SENT_ONCE, AsyncRetryingTransport, Health, RetryingTransport
-from ragcache_core.errors import EngineClosedError, EngineDiedError
+from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy
+from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
+from ragcache_core.errors import EngineClosedError, EngineDiedError, EngineHungError
+from tests.support.greedy_server import PROMPT, GreedyServer
 
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace","code":500}}'
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -57,6 +62,30 @@ def fine(handler: BaseHTTPRequestHandler) -> None:
     _reply(handler, 200, b"data: token\n\n", "text/event-stream")
 
 
+def silent(handler: BaseHTTPRequestHandler) -> None:
+    """Begin a stream, and send nothing until the client hangs up."""
+    handler.send_response(200)
+    handler.send_header("content-type", "text/event-stream")
+    handler.end_headers()
+    handler.wfile.flush()
+    assert handler.connection.recv(1) == b"", "the client hangs up"
+
+
+def greedy(text: str, end: str | None = None) -> Answer:
+    """Return an answer that says the words of ``text`` after what the prompt holds of them, and breaks off at one."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        data = GreedyServer(tuple(text.split())).answer(json.loads(handler.server.last_body))  # type: ignore[attr-defined]
+        handler.send_response(200)
+        handler.send_header("content-type", "text/event-stream")
+        handler.send_header("content-length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data if end is None else data[: data.index(end.encode())])
+        handler.wfile.flush()
+
+    return answer
+
+
 def our_mistake(handler: BaseHTTPRequestHandler) -> None:
     """Answer with an ordinary server error."""
     _reply(handler, 500, b'{"error":{"message":"a bug"}}')
@@ -75,6 +104,7 @@ class FakeServer:
 
             def do_POST(self) -> None:
                 outer.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+                self.server.last_body = outer.bodies[-1]  # type: ignore[attr-defined]
                 self.close_connection = True
                 outer.script.pop(0)(self)
 
@@ -97,6 +127,8 @@ class FakeWatch:
     def __init__(self, finds: Health | str) -> None:
         self.finds = finds
         self.run = 1
+        self.patience_s: float | None = None
+        self.hang: str | None = None
         self.suspected: list[int] = []
         self._health = Health.READY
         self._alive = False
@@ -116,6 +148,9 @@ class FakeWatch:
     def seen_alive_since(self, monotonic_s: float) -> bool:
         return self._alive
 
+    def why_in_vain(self) -> str | None:
+        return self.hang
+
     def why_gone(self) -> str:
         return "the engine died and stays dead"
 
@@ -127,18 +162,28 @@ def server() -> Iterator[FakeServer]:
     fake.close()
 
 
-Ask = Callable[[FakeServer, FakeWatch | None], bytes]
+PLAIN = RetryPolicy()
 
 
-def ask_blocking(server: FakeServer, watch: FakeWatch | None) -> bytes:
-    with httpx.Client(transport=RetryingTransport(watch)) as client:
-        return client.post(server.url, content=b"prompt").raise_for_status().content
+class Ask(Protocol):
+    def __call__(
+        self, server: FakeServer, watch: FakeWatch | None, body: bytes = ..., policy: RetryPolicy = ...
+    ) -> bytes: ...
 
 
-def ask_async(server: FakeServer, watch: FakeWatch | None) -> bytes:
+def ask_blocking(
+    server: FakeServer, watch: FakeWatch | None, body: bytes = b"prompt", policy: RetryPolicy = PLAIN
+) -> bytes:
+    with httpx.Client(transport=RetryingTransport(watch, policy=policy)) as client:
+        return client.post(server.url, content=body).raise_for_status().content
+
+
+def ask_async(
+    server: FakeServer, watch: FakeWatch | None, body: bytes = b"prompt", policy: RetryPolicy = PLAIN
+) -> bytes:
     async def run() -> bytes:
-        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch)) as client:
-            return (await client.post(server.url, content=b"prompt")).raise_for_status().content
+        async with httpx.AsyncClient(transport=AsyncRetryingTransport(watch, policy=policy)) as client:
+            return (await client.post(server.url, content=body)).raise_for_status().content
 
     return asyncio.run(run())
 
@@ -193,6 +238,125 @@ def test_an_ordinary_server_error_is_not_taken_for_a_death(server: FakeServer, a
     with pytest.raises(httpx.HTTPStatusError):
         ask(server, watch)
     assert watch.suspected == []
+
+
+GREEDY = json.dumps({"prompt": PROMPT, "stream": True, "temperature": 0}).encode()
+
+
+def text_of(answer: bytes) -> str:
+    events = [json.loads(line[6:]) for line in answer.decode().split("\n\n") if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+@both
+def test_a_greedy_answer_that_lost_its_engine_goes_on_where_it_was_cut(server: FakeServer, ask: Ask) -> None:
+    text, watch = "one two three four", FakeWatch("restarts")
+    server.script = [greedy(text, "three"), greedy(text, "four"), greedy(text)]
+    answer = ask(server, watch, GREEDY)
+    assert text_of(answer) == "onetwothreefour"
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert [len(json.loads(body)["prompt"]) - len(PROMPT) for body in server.bodies] == [0, 2, 3]
+    assert watch.suspected == [1, 2]
+
+
+@both
+def test_whoever_does_not_want_that_gets_the_error(server: FakeServer, ask: Ask) -> None:
+    server.script = [greedy("one two three", "three"), fine]
+    with pytest.raises(httpx.RemoteProtocolError):
+        ask(server, FakeWatch("restarts"), GREEDY, RetryPolicy(resume_greedy=False))
+    assert server.bodies == [GREEDY]
+
+
+@both
+def test_a_server_that_refuses_the_rest_of_an_answer_is_reported(server: FakeServer, ask: Ask) -> None:
+    server.script = [greedy("one two three", "three"), our_mistake]
+    with pytest.raises(EngineDiedError, match="its successor answered 500"):
+        ask(server, FakeWatch("restarts"), GREEDY)
+
+
+@both
+def test_a_refusal_of_a_greedy_request_arrives_as_it_is(server: FakeServer, ask: Ask) -> None:
+    server.script = [our_mistake]
+    with pytest.raises(httpx.HTTPStatusError) as refused:
+        ask(server, FakeWatch("restarts"), GREEDY)
+    assert b"a bug" in refused.value.response.content
+
+
+@both
+def test_a_request_without_a_first_token_in_time_is_cancelled_and_sent_once_more(server: FakeServer, ask: Ask) -> None:
+    server.script, watch = [silent, greedy("one two")], FakeWatch("is alive")
+    assert text_of(ask(server, watch, GREEDY, RetryPolicy(first_token_timeout_s=0.1))) == "onetwo"
+    assert len(server.bodies) == 2
+    assert watch.suspected == [], "a slow engine is not dead"
+
+
+@both
+def test_it_is_sent_once_more_and_then_waits_as_long_as_its_own_timeout(server: FakeServer, ask: Ask) -> None:
+    def slow(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.7)
+        greedy("one")(handler)
+
+    server.script = [silent, slow]
+    assert text_of(ask(server, FakeWatch("is alive"), GREEDY, RetryPolicy(first_token_timeout_s=0.1))) == "one"
+
+
+@both
+def test_a_whole_answer_has_no_first_token_to_wait_for(server: FakeServer, ask: Ask) -> None:
+    def slow(handler: BaseHTTPRequestHandler) -> None:
+        time.sleep(0.7)
+        fine(handler)
+
+    server.script = [slow]
+    assert ask(server, FakeWatch("is alive"), b'{"stream":false}', RetryPolicy(first_token_timeout_s=0.1))
+    assert len(server.bodies) == 1
+
+
+class Hanging(FakeWatch):
+    """Who knows that a server hangs, and may see it restarted."""
+
+    def __init__(self, finds: Health | str) -> None:
+        super().__init__(finds)
+        self.patience_s = 0.2
+        self.hang = "its worker is stopped"
+
+    def suspect(self, run: int) -> None:
+        self.suspected.append(run)
+        if self.finds == "restarts":
+            self.run, self.hang = self.run + 1, None
+
+
+@both
+def test_an_engine_that_hangs_is_reported_long_before_a_requests_own_timeout(server: FakeServer, ask: Ask) -> None:
+    server.script = [silent]
+    with pytest.raises(EngineHungError, match="its worker is stopped"):
+        ask(server, Hanging("never"), GREEDY)
+
+
+@both
+def test_a_request_at_an_engine_that_hangs_is_sent_again_when_that_is_back(server: FakeServer, ask: Ask) -> None:
+    server.script = [silent, greedy("one two")]
+    assert text_of(ask(server, Hanging("restarts"), GREEDY)) == "onetwo"
+
+
+@both
+def test_an_answer_that_hangs_in_the_middle_goes_on_elsewhere_if_it_is_greedy(server: FakeServer, ask: Ask) -> None:
+    def stuck(handler: BaseHTTPRequestHandler) -> None:
+        data = GreedyServer(("one", "two")).answer(json.loads(GREEDY))
+        handler.send_response(200)
+        handler.send_header("content-type", "text/event-stream")
+        handler.end_headers()
+        handler.wfile.write(data[: data.index(b"two")])
+        handler.wfile.flush()
+        watch.hang = "its core is stopped"
+        handler.connection.recv(1)
+
+    watch = Hanging("restarts")
+    watch.hang = None
+    server.script = [stuck, greedy("one two")]
+    assert text_of(ask(server, watch, GREEDY)) == "onetwo"
+    server.script = [stuck]
+    with pytest.raises(EngineHungError, match="its core is stopped"):
+        ask(server, watch, GREEDY, RetryPolicy(resume_greedy=False))
 
 
 class NeverBack(FakeWatch):

@@ -19,7 +19,7 @@ from ragcache_core.errors import (
     RequestRejectedError,
 )
 from ragcache_integrations.langchain import ChatRAGCache
-from tests.support.scripted_server import ENGINE_DEAD, Refusal, Reply, ScriptedServer
+from tests.support.scripted_server import ENGINE_DEAD, Refusal, Reply, ScriptedServer, rest_of
 
 ENDLESS = Reply("word " * 100_000, token_wait_s=0.002)
 
@@ -117,6 +117,26 @@ async def test_errors_of_the_server_become_ours_in_every_way_to_ask(
         llm.invoke("hello")
     with pytest.raises(expected):
         await llm.ainvoke("hello")
+
+
+async def test_a_greedy_stream_that_lost_its_engine_goes_on_as_if_nothing_had_happened(
+    llm: ChatRAGCache, server: ScriptedServer
+) -> None:
+    server.names_tokens, server.rules = True, [rest_of("one two three four")]
+    greedy = llm.bind(temperature=0)
+    whole = AIMessageChunk("")
+    for chunk in greedy.stream("hello"):
+        whole += chunk
+    for cut in (1, 2, 3):
+        server.script(Reply("one two three four", cut_after_tokens=cut))
+        again = AIMessageChunk("")
+        async for chunk in greedy.astream("hello"):
+            again += chunk
+        assert again.content == "one two three four"
+        assert again.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
+        assert again.usage_metadata["input_tokens"] == whole.usage_metadata["input_tokens"]
+    assert len(server.requests) == 7
+    assert all(request.body["return_token_ids"] for request in server.requests)
 
 
 def test_a_question_that_does_not_fit_is_refused_before_it_is_sent(llm: ChatRAGCache, server: ScriptedServer) -> None:

@@ -20,7 +20,7 @@ from ragcache_core.errors import (
     RequestRejectedError,
 )
 from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM
-from tests.support.scripted_server import Refusal, Reply, ScriptedServer
+from tests.support.scripted_server import Refusal, Reply, ScriptedServer, rest_of
 from tests.unit.llamaindex_integration.conftest import EventLog
 from tests.unit.llamaindex_integration.ways import (
     MESSAGES,
@@ -156,6 +156,18 @@ async def test_connection_that_breaks_in_an_answer_is_reported(
     server.script(Reply("one two three four", cut_after_tokens=2))
     with pytest.raises(EngineDiedError):
         await ask(llm)
+
+
+@pytest.mark.parametrize("ask", STREAMED)
+async def test_a_greedy_stream_that_lost_its_engine_goes_on_as_if_nothing_had_happened(
+    ask: Ask, llm: RAGCacheLLM, server: ScriptedServer
+) -> None:
+    server.names_tokens, server.rules, llm.temperature = True, [rest_of("one two three four")], 0.0
+    expected = await ask(llm)
+    server.script(Reply("one two three four", cut_after_tokens=2))
+    answer = await ask(llm)
+    assert answer[0] == expected[0] == "one two three four"
+    assert len(server.requests) == 3
 
 
 # What there is not

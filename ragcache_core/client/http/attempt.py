@@ -1,0 +1,205 @@
+"""Decide, for one request, whether it is sent again: what its server's owner knows, and how long it may wait."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import httpcore
+import httpx
+
+from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.resume import GreedyStream, is_streamed
+from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
+
+SENT_ONCE = {"ragcache_sent_once": True}
+"""Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
+that the server has died."""
+BROKEN = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+"""How a connection ends whose server is gone."""
+_MAX_RETRIES = 3
+
+_logger = logging.getLogger(__name__)
+
+
+class Health(enum.Enum):
+    """The state of a server, as its watch knows it."""
+
+    READY = enum.auto()
+    RESTARTING = enum.auto()
+    GONE = enum.auto()
+
+
+class ServerWatch(Protocol):
+    """Who watches a server, as a transport sees it. Its methods return at once and may be called by any thread."""
+
+    @property
+    def run(self) -> int:
+        """Number of the server's current run; it grows with each restart."""
+        ...
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long a completion waits for a server that is gone; other requests do not. ``None``: all of them wait, as
+        long as for their answer."""
+        ...
+
+    def health(self) -> Health: ...
+
+    def suspect(self, run: int) -> None:
+        """Ask for a check of the server: its run number ``run`` did not answer as it should."""
+        ...
+
+    def seen_alive_since(self, monotonic_s: float) -> bool:
+        """Return whether a check that was asked for after ``monotonic_s`` found the server alive."""
+        ...
+
+    def why_in_vain(self) -> str | None:
+        """Return why nobody need wait for an answer any more, ``None`` if somebody may. Those who wait ask often."""
+        ...
+
+    def why_gone(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """What is done for requests besides sending them again when their server died.
+
+    One that is streamed and has no token after ``first_token_timeout_s`` is cancelled and sent once more.
+    ``resume_greedy``: whether a greedy answer goes on where it was cut.
+    """
+
+    first_token_timeout_s: float | None = None
+    resume_greedy: bool = True
+
+    def __post_init__(self) -> None:
+        check_seconds("first_token_timeout_s", self.first_token_timeout_s)
+
+
+class Attempt:
+    """One request, over all the times that it is sent. Holds no connection.
+
+    Attributes:
+        request: what is sent first.
+        stream: reads its answer, if that can go on after a cut.
+    """
+
+    def __init__(self, watch: ServerWatch | None, request: httpx.Request, policy: RetryPolicy) -> None:
+        self._watch = None if SENT_ONCE.keys() <= request.extensions.keys() else watch
+        may_resume = self._watch is not None and policy.resume_greedy
+        self.stream = GreedyStream.of(request) if may_resume else None
+        self.request = request if self.stream is None else self.stream.request()
+        self._run = self._watch.run if self._watch else 0
+        self._patience_s = self._watch.patience_s if self._watch else None
+        if self._patience_s is not None and not asks_completion(request):
+            self._patience_s = 0.0
+        self._limit_s = policy.first_token_timeout_s if is_streamed(request) else None
+        self._read_timeout_s: float | None = request.extensions.get("timeout", {}).get("read")
+        self._sent_s = self._failed_s = 0.0
+        self._error: Exception | None = None
+        self._retries_left = _MAX_RETRIES
+
+    def begin(self) -> None:
+        """Note that it is sent now."""
+        self._sent_s = time.monotonic()
+
+    def answered(self, response: httpx.Response) -> None:
+        """Note what kind of answer it got: only a stream of events can go on."""
+        kind = response.headers.get("content-type", "")
+        if response.status_code != 200 or "text/event-stream" not in kind or "content-encoding" in response.headers:
+            self.stream = None
+
+    def check(self) -> None:
+        """End a read for an answer that will not come; called while one waits."""
+        if self._watch is not None:
+            check_progress(self._watch)
+
+    def check_first(self) -> None:
+        """Do :meth:`check`, and end a read for a first token that is late: once."""
+        self.check()
+        if self._limit_s is not None and time.monotonic() - self._sent_s > self._limit_s:
+            raise _LateError
+
+    def failed(self, error: Exception) -> None:
+        """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
+        if isinstance(error.__cause__, _LateError):
+            _logger.warning("no first token after %g s: the request is cancelled and sent once more", self._limit_s)
+            self._limit_s = None
+            return
+        if isinstance(error.__cause__, _HungError):
+            error = EngineHungError(str(error))
+        if self._watch is None or self._retries_left == 0 or isinstance(error, httpx.ReadTimeout):
+            raise error
+        self._error = error
+        self._retries_left -= 1
+        self._failed_s = time.monotonic()
+        self._watch.suspect(self._run)
+
+    def may_retry(self) -> bool:
+        """Return whether the server answers (again).
+
+        Raises:
+            EngineDiedError: it will not be restarted.
+            httpx.ReadTimeout: the time that the request waits for its answer is over.
+            Exception: what failed, because the server's owner has had its time.
+        """
+        if self._error is None:
+            return True
+        assert self._watch is not None
+        if self._watch.health() is Health.GONE:
+            raise EngineDiedError(self._watch.why_gone())
+        is_restarted = self._watch.run != self._run
+        if self._watch.health() is Health.READY and (is_restarted or self._watch.seen_alive_since(self._failed_s)):
+            self._run, self._error = self._watch.run, None
+            return True
+        waited_s = time.monotonic() - self._failed_s
+        if self._patience_s is not None and waited_s >= self._patience_s:
+            raise self._error
+        if self._read_timeout_s is not None and waited_s > self._read_timeout_s:
+            raise httpx.ReadTimeout(
+                f"the engine was not back after {self._read_timeout_s:g} s", request=self.request
+            ) from self._error
+        return False
+
+    def rest(self, error: Exception) -> httpx.Request:
+        """Return the request for what is missing of an answer that ``error`` cut; raise that if there is none."""
+        request = None if self.stream is None else self.stream.rest()
+        if request is None:
+            raise EngineHungError(str(error)) if isinstance(error.__cause__, _HungError) else error
+        return request
+
+
+def check_progress(watch: ServerWatch) -> None:
+    """End a read for an answer that will not come, as far as ``watch`` knows."""
+    if (why := watch.why_in_vain()) is not None:
+        raise _HungError(why)
+
+
+def check_seconds(name: str, value: float | None) -> None:
+    """Refuse a time that is none.
+
+    Raises:
+        ConfigError: it is not a positive number of seconds.
+    """
+    if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ConfigError(f"{name} is {value!r:.40}; it must be a number of seconds above 0, or None for no limit")
+
+
+def engine_died(response: httpx.Response, first_bytes: bytes) -> bool:
+    """Return whether an answer says, where its first token should be, that the engine's process is gone."""
+    is_stream = "text/event-stream" in response.headers.get("content-type", "")
+    failed = response.status_code >= 500 or (is_stream and b'"error"' in first_bytes)
+    return failed and says_engine_died(first_bytes.decode(errors="replace"))
+
+
+class _HungError(httpcore.ReadError):
+    """Ends a read: the server will not answer."""
+
+
+class _LateError(httpcore.ReadTimeout):
+    """Ends a read: the first token is late."""

@@ -1,0 +1,113 @@
+"""Watch a server that runs elsewhere: while somebody waits for it, ask whether it is well.
+
+Whoever runs it may start it again, at the same address. RAGCache's server says on ``/health`` that its engine hangs
+(``vllm_plugin/server/progress.py``); vLLM's own knows only whether the engine's process is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import httpcore
+import httpx
+
+from ragcache_core.client.http.attempt import Health
+from ragcache_core.client.http.errors import hang_of
+from ragcache_core.client.http.waiting import checking, patient_transport
+
+_LOOK_S = 1.0
+_SUSPICIOUS_LOOK_S = 0.2
+_WANTED_S = 5.0
+"""For so long after somebody waited it is looked at."""
+_TIMEOUT_S = 5.0
+
+
+class JoinedServer:
+    """A :class:`~ragcache_core.client.http.attempt.ServerWatch` of a server with another owner.
+
+    Its thread runs while requests wait. All methods may be called by any thread; a fork begins with no thread.
+    """
+
+    run = 1
+
+    def __init__(self, health_url: str, *, patience_s: float | None, hang_timeout_s: float | None) -> None:
+        """``patience_s``: how long a request waits for a server that is gone.
+
+        One that says nothing for ``hang_timeout_s`` seconds, not even how it is, hangs.
+        """
+        self.patience_s = patience_s
+        self._url = health_url
+        self._hang_timeout_s = hang_timeout_s
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wanted_until_s = 0.0
+        self._is_suspected = False
+        self._alive_at_s = 0.0
+        self._hang: str | None = None
+
+    def health(self) -> Health:
+        return Health.READY
+
+    def suspect(self, run: int) -> None:
+        self._is_suspected = True
+        self._wake.set()
+        self._look()
+
+    def seen_alive_since(self, monotonic_s: float) -> bool:
+        self._look()
+        return self._alive_at_s > monotonic_s
+
+    def why_in_vain(self) -> str | None:
+        self._look()
+        return self._hang
+
+    def why_gone(self) -> str:
+        raise AssertionError("nobody but its owner knows that a server does not come back")
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End the thread; the server is its owner's. May be called again."""
+        self._closed.set()
+        self._wake.set()
+        if (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _look(self) -> None:
+        """Have the thread look at the server for a while."""
+        self._wanted_until_s = time.monotonic() + _WANTED_S
+        if (thread := self._thread) is not None and thread.is_alive():
+            return
+        if not self._closed.is_set() and self._starting.acquire(blocking=False):  # else another one does
+            self._hang = None
+            self._thread = threading.Thread(target=self._watch, name="ragcache-joined-server", daemon=True)
+            self._thread.start()
+            self._starting.release()
+
+    def _watch(self) -> None:
+        silent_s = 0.0
+        tls = httpx.create_ssl_context(verify=self._url.startswith("https"))
+        with httpx.Client(transport=patient_transport(httpx.Limits(), tls), timeout=_TIMEOUT_S) as http:
+            while not self._closed.is_set() and time.monotonic() < self._wanted_until_s:
+                self._wake.clear()
+                asked_s = time.monotonic()
+                try:
+                    with checking(self._check_open):
+                        answer = http.get(self._url)
+                except httpx.ReadTimeout:
+                    silent_s += _TIMEOUT_S
+                    if self._hang_timeout_s is not None and silent_s >= self._hang_timeout_s:
+                        self._hang = f"the engine at {self._url} has not said for {silent_s:g} s how it is"
+                    continue
+                except httpx.HTTPError:
+                    answer = None
+                silent_s = 0.0
+                self._hang = None if answer is None else hang_of(answer)
+                if answer is not None and answer.status_code < 500:  # a proxy may keep how it is to itself
+                    self._alive_at_s, self._is_suspected = asked_s, False
+                self._wake.wait(_SUSPICIOUS_LOOK_S if self._is_suspected else _LOOK_S)
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise httpcore.ReadError("nobody waits any more")

@@ -1,0 +1,248 @@
+"""A greedy answer that outlives its engine: what was said of it, and the request for the rest.
+
+Greedy decoding is a function of the tokens before it. So the rest of an answer is the answer to the prompt and the
+tokens that were said, which the server is asked to name (``return_token_ids``): nothing is tokenised again. RAGCache
+§6: "the request can continue computation by reusing the stored KV cache".
+
+::
+
+    prompt | said                            | said, above all what tokens after the mark hold | lost
+           |                                 ^ mark                                            ^ the engine died
+    ------- next prompt ---------------------|---- told again: compared, and left out ---------|--- passed on
+
+Without stop strings the mark is the last event with text, and nothing is told again. A server holds back as much text
+as could begin a stop string, ``len(stop) - 1`` characters: the tokens of an event reach so far beyond its text. And a
+stop string may have begun before the mark, so that lies as far before what was said last.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Self
+
+import httpx
+
+from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.errors import EngineDiedError
+
+_GREEDY_BELOW = 1e-5
+"""Of temperatures: vLLM's own limit."""
+_HARMLESS = frozenset(
+    {
+        *("model", "messages", "prompt", "stream", "max_tokens", "max_completion_tokens", "min_tokens"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "top_p", "top_k", "min_p", "seed"),
+        *("user", "metadata", "store", "cache_salt", "kv_transfer_params", "priority", "request_id", "logit_bias"),
+        *("repetition_penalty", "skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens"),
+        *("chat_template", "chat_template_kwargs", "add_generation_prompt", "parallel_tool_calls", "temperature"),
+    }
+)
+"""What a request may say whatever it says: the rest of its answer does not depend on where that was cut."""
+_NEUTRAL: dict[str, object] = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": False,
+    "return_token_ids": False,
+    "use_beam_search": False,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+}
+"""What it may say only with these values."""
+_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class GreedyStream:
+    """The events of one greedy, streamed answer, whichever engines give it; holds no connection.
+
+    :meth:`read` takes what a server sends, and returns what the client gets. After a cut, :meth:`rest` is the request
+    whose answer :meth:`read` takes next.
+    """
+
+    def __init__(self, request: httpx.Request, body: dict[str, Any]) -> None:
+        self._request = request
+        self._body = body
+        stops = body.get("stop") or []
+        longest = max(map(len, [stops] if isinstance(stops, str) else stops), default=1)
+        self._overlap = longest - 1
+        self._held = 0 if body.get("include_stop_str_in_output") else self._overlap
+        prompt = body.get("prompt")
+        self._prompt_ids: list[int] | None = prompt if isinstance(prompt, list) else None
+        self._ids: list[int] = []
+        self._text = ""
+        self._marks = [(0, 0)]  # tokens, and characters that the server had sent by then
+        self._told_again = ""
+        self._num_ids_before = 0
+        self._first: dict[str, Any] | None = None
+        self._buffer = b""
+        self._is_known = True
+        self._is_finished = self._is_done = False
+
+    @classmethod
+    def of(cls, request: httpx.Request) -> Self | None:
+        """Return the stream that ``request`` asks for; ``None`` where its answer could not go on after a cut."""
+        if not asks_completion(request) or not is_streamed(request):
+            return None
+        try:
+            body = json.loads(request.content)
+        except ValueError:
+            return None
+        return cls(request, body) if isinstance(body, dict) and can_go_on(body) else None
+
+    def request(self) -> httpx.Request:
+        """Return the request that is sent first."""
+        return self._asking({})
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is missing, or nothing that could be had."""
+        return self._is_done or not self._is_known
+
+    def read(self, part: bytes) -> bytes:
+        """Return what the client gets of the next bytes: whole events.
+
+        Raises:
+            httpx.RemoteProtocolError: the server says that its engine died.
+            EngineDiedError: it goes on otherwise than it had begun.
+        """
+        *events, self._buffer = (self._buffer + part).split(b"\n\n")
+        return b"".join(told + b"\n\n" for event in events if (told := self._told(event)) is not None)
+
+    def rest(self) -> httpx.Request | None:
+        """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on."""
+        self._buffer = b""
+        if self._first is None and self._is_known:  # the client has nothing yet
+            return self.request()
+        if not self._is_known or self._prompt_ids is None or self._is_finished:
+            return None
+        told = len(self._text) - len(self._told_again)
+        while self._marks[-1][0] and self._marks[-1][1] + self._overlap > told:
+            self._marks.pop()
+        num_ids, num_chars = self._marks[-1]
+        self._told_again = self._text[num_chars + self._held if num_ids else 0 :]
+        del self._ids[num_ids:]
+        self._num_ids_before = num_ids
+        ids = [*self._prompt_ids, *self._ids]
+        changes: dict[str, Any] = {"request_id": self._own_id()}
+        if "messages" in self._body:
+            changes["kv_transfer_params"] = {**(self._body.get("kv_transfer_params") or {}), "prompt_token_ids": ids}
+        else:
+            changes["prompt"] = ids
+        for limit in ("max_tokens", "max_completion_tokens", "min_tokens"):
+            if self._body.get(limit) is not None:
+                changes[limit] = max(self._body[limit] - num_ids, 0)
+        return self._asking(changes)
+
+    def _asking(self, changes: dict[str, Any]) -> httpx.Request:
+        headers = [(name, value) for name, value in self._request.headers.raw if name.lower() != b"content-length"]
+        body = {**self._body, **changes, "return_token_ids": True}
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        asked = self._request
+        return httpx.Request(asked.method, asked.url, headers=headers, content=content, extensions=asked.extensions)
+
+    def _own_id(self) -> str:
+        """Return the id that makes the next answer's the same, in which its figures are found."""
+        assert self._first is not None
+        own: str = self._first["id"]
+        return next((own.removeprefix(prefix) for prefix in _PREFIXES if own.startswith(prefix)), own)
+
+    def _told(self, raw: bytes) -> bytes | None:
+        """Return what the client gets of an event; ``None`` is nothing."""
+        if not raw.startswith(b"data: {"):
+            self._is_done = self._is_done or raw == b"data: [DONE]"
+            return raw
+        try:
+            event = json.loads(raw[6:])
+        except ValueError:
+            event = {"error": "no event of this protocol"}
+        if "error" in event:
+            if says_engine_died(raw.decode(errors="replace")):
+                raise httpx.RemoteProtocolError("the engine died during an answer")
+            self._is_known = False
+            return raw
+        is_first = self._first is None
+        if self._first is None:
+            self._first = {name: event.get(name) for name in ("id", "created")}
+        event |= self._first
+        prompt_ids = event.get("prompt_token_ids")
+        if prompt_ids is not None:
+            event["prompt_token_ids"] = None
+        is_empty = not event.get("usage")
+        for choice in event.get("choices") or ():
+            prompt_ids = choice.get("prompt_token_ids") or prompt_ids
+            is_empty = not self._take(choice) and is_empty
+        if self._prompt_ids is None:
+            self._prompt_ids = prompt_ids
+        if usage := event.get("usage"):
+            self._correct(usage)
+        if is_empty and not is_first:
+            return None
+        return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _take(self, choice: dict[str, Any]) -> bool:
+        """Note what a choice says, and leave out what was said before; return whether it is worth an event."""
+        shown, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+        said: str = shown.get(name) or ""
+        ids = choice.get("token_ids")
+        self._ids += ids or ()
+        others = [key for key, value in choice.get("delta", {}).items() if value and key not in ("role", "content")]
+        self._is_finished = self._is_finished or choice.get("finish_reason") is not None
+        for hidden in ("token_ids", "prompt_token_ids"):
+            if hidden in choice:
+                choice[hidden] = None
+        again, said = said[: len(self._told_again)], said[len(self._told_again) :]
+        if not self._told_again.startswith(again):
+            raise EngineDiedError(
+                "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
+            )
+        self._told_again = self._told_again[len(again) :]
+        self._text += said
+        if again or said:
+            shown[name] = said
+            self._is_known = self._is_known and ids is not None and not others
+            self._marks.append((len(self._ids), len(self._text) - len(self._told_again)))
+        else:
+            self._is_known = self._is_known and not others
+        return bool(said or others or choice.get("finish_reason"))
+
+    def _correct(self, usage: dict[str, Any]) -> None:
+        """Count what engines that died have said to the answer, and not to the prompt."""
+        usage["prompt_tokens"] -= self._num_ids_before
+        usage["completion_tokens"] += self._num_ids_before
+        details = usage.get("prompt_tokens_details") or {}
+        if details.get("cached_tokens"):
+            details["cached_tokens"] = min(details["cached_tokens"], usage["prompt_tokens"])
+
+
+def can_go_on(body: dict[str, Any]) -> bool:
+    """Return whether the answer to a request for a completion can go on after a cut."""
+    temperature = body.get("temperature")
+    is_greedy = isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
+    if not is_greedy or body.get("stream") is not True:
+        return False
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
+        return False  # several prompts
+    options = body.get("stream_options") or {}
+    if any(value for name, value in options.items() if name != "include_usage"):
+        return False
+    if not all(_is_text(message.get("content")) for message in body.get("messages") or ()):
+        return False  # its token ids alone would not be its prompt
+    ignored = {"stream_options", *(("tools",) if body.get("tool_choice") == "none" else ())}
+    return all(
+        value is None or name in _HARMLESS or name in ignored or _NEUTRAL.get(name, ...) == value
+        for name, value in body.items()
+    )
+
+
+def is_streamed(request: httpx.Request) -> bool:
+    """Return whether ``request``, whose body was read, asks for its answer in pieces."""
+    return b'"stream":true' in request.content or b'"stream": true' in request.content
+
+
+def _is_text(content: object) -> bool:
+    return not isinstance(content, list) or all(
+        isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content
+    )

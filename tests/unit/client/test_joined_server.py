@@ -1,0 +1,95 @@
+"""A server with another owner: requests wait for its restart, and are told when its engine hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ragcache_core.client import Engine
+from ragcache_core.client.http.joined_server import JoinedServer
+from ragcache_core.errors import ConfigError, EngineHungError, EngineUnreachableError
+from tests.support.scripted_server import ENGINE_DEAD, Reply, ScriptedServer
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def server(demo_model: str) -> Iterator[ScriptedServer]:
+    with ScriptedServer(root=demo_model) as running:
+        yield running
+
+
+def connect(server: ScriptedServer, **settings: float | bool) -> Engine:
+    return Engine.connect(server.url, tokenizer=False, **settings)  # type: ignore[arg-type]
+
+
+def test_a_request_waits_until_its_server_is_back(server: ScriptedServer) -> None:
+    server.script(ENGINE_DEAD, Reply("it is back"))
+    server.is_healthy = False
+    threading.Timer(0.6, lambda: setattr(server, "is_healthy", True)).start()
+    with connect(server) as engine:
+        assert engine.generate("a question").text == "it is back"
+    assert len(server.requests) == 2
+
+
+def test_a_server_that_is_not_back_in_time_is_reported_as_it_failed(server: ScriptedServer) -> None:
+    server.is_healthy = False
+    server.rules = [lambda _: ENGINE_DEAD]
+    with connect(server, restart_timeout_s=0.3) as engine, pytest.raises(EngineUnreachableError, match="died before"):
+        engine.generate("a question")
+    assert len(server.requests) == 1
+
+
+def test_figures_of_a_server_that_is_gone_are_not_waited_for(server: ScriptedServer) -> None:
+    engine = connect(server)
+    server.__exit__()
+    began_s = time.monotonic()
+    with pytest.raises(EngineUnreachableError):
+        engine.stats()
+    assert time.monotonic() - began_s < 30, "a completion would wait for a minute"
+    engine.close()
+
+
+async def test_an_engine_that_hangs_ends_what_waits_for_it_with_an_error_that_says_why(server: ScriptedServer) -> None:
+    server.rules = [lambda _: Reply("never", wait_s=60)]
+    with connect(server, restart_timeout_s=0.3) as engine:
+        threading.Timer(0.3, lambda: setattr(server, "hang", "VLLM::EngineCore is stopped")).start()
+        with pytest.raises(EngineHungError, match="VLLM::EngineCore is stopped"):
+            await engine.agenerate("a question")
+        assert until(lambda: server.num_running == 0), "the request was given up"
+        with pytest.raises(EngineHungError):
+            engine.generate("another one")
+        server.hang, server.rules = None, ()
+        assert until(lambda: engine.generate("the same").text.endswith("the same"), 10)
+
+
+def test_a_server_that_says_nothing_at_all_hangs(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragcache_core.client.http.joined_server._TIMEOUT_S", 0.1)
+    server.health_wait_s = 5.0
+    watch = JoinedServer(f"{server.url}/health", patience_s=1.0, hang_timeout_s=0.3)
+    try:
+        assert until(lambda: watch.why_in_vain() is not None)
+        assert "has not said" in (watch.why_in_vain() or "")
+    finally:
+        watch.close()
+
+
+def test_nobody_looks_at_a_server_that_nobody_waits_for(server: ScriptedServer) -> None:
+    def is_watched() -> bool:
+        return any(thread.name == "ragcache-joined-server" for thread in threading.enumerate())
+
+    server.rules = [lambda _: Reply("slow", wait_s=0.6)]
+    with connect(server) as engine:
+        assert not is_watched()
+        assert engine.generate("a question").text == "slow"
+        assert is_watched()
+    assert not is_watched()
+
+
+@pytest.mark.parametrize("setting", ["hang_timeout_s", "first_token_timeout_s", "restart_timeout_s"])
+@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), "soon"])
+def test_a_time_that_is_none_is_refused(setting: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} is .* must be a number of seconds above 0"):
+        Engine.connect("http://127.0.0.1:1", **{setting: value})  # type: ignore[arg-type]

@@ -1,0 +1,182 @@
+"""A greedy stream that is cut goes on with exactly what was missing, wherever it was cut; what cannot, does not try."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ragcache_core.client.http.resume import GreedyStream
+from ragcache_core.errors import EngineDiedError
+from tests.support.greedy_server import PROMPT, GreedyServer
+
+DEAD = b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}\n\n'
+
+
+def body_of(is_chat: bool, **more: Any) -> dict[str, Any]:
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": PROMPT}
+    return {"model": "m", **prompt, "stream": True, "temperature": 0.0, **more}
+
+
+def request_of(body: dict[str, Any]) -> httpx.Request:
+    kind = "chat/completions" if "messages" in body else "completions"
+    return httpx.Request("POST", f"http://host/v1/{kind}", json=body)
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
+
+
+def text_of(data: bytes) -> str:
+    choices = [choice for event in events_of(data) for choice in event["choices"]]
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+
+def read_through(server: GreedyServer, body: dict[str, Any], cuts: list[float], part_bytes: int = 7) -> bytes:
+    """Return what a client gets of an answer that is cut at these shares of what each server sends."""
+    stream = GreedyStream.of(request_of(body))
+    assert stream is not None
+    asked: httpx.Request | None = stream.request()
+    got = b""
+    for cut in [*cuts, None]:
+        assert asked is not None
+        data = server.answer(json.loads(asked.content))
+        finish = data.find(b'"finish_reason": "')
+        data = data if cut is None else data[: int(cut * data.rfind(b"\n\n", 0, finish) + 2)]
+        for i in range(0, len(data), part_bytes):
+            got += stream.read(data[i : i + part_bytes])
+        if cut is not None:
+            asked = stream.rest()
+    assert stream.is_over
+    return got
+
+
+TOKENS = st.lists(st.text("ab\n é", min_size=0, max_size=3), max_size=12).map(tuple)
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=2)
+CUTS = st.lists(st.floats(0, 1), max_size=3)
+
+
+@given(TOKENS, st.integers(1, 4), STOPS, st.booleans(), st.none() | st.integers(1, 12), st.booleans(), CUTS)
+@example(("a", "b", "a", "b", "\n"), 1, ["b\n"], False, None, True, [0.9])
+@example(("aaa", "aaa", "b"), 2, ["ab"], True, None, False, [0.7, 0.7])
+def test_wherever_an_answer_is_cut_the_client_gets_what_it_would_have_got(
+    tokens: tuple[str, ...],
+    interval: int,
+    stops: list[str],
+    keeps: bool,
+    limit: int | None,
+    is_chat: bool,
+    cuts: list[float],
+) -> None:
+    settings: dict[str, Any] = {"stop": stops} if stops else {}
+    settings |= {} if limit is None else {"max_tokens": limit}
+    body = body_of(is_chat, **settings, include_stop_str_in_output=keeps)
+    server = GreedyServer(tokens, interval)
+    whole, got = read_through(server, body, []), read_through(server, body, cuts)
+    assert text_of(got) == text_of(whole) == text_of(server.answer(body))
+    (*_, last, usage), (*_, expected, counted) = events_of(got), events_of(whole)
+    assert last["choices"][0]["finish_reason"] == expected["choices"][0]["finish_reason"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert usage["usage"][name] == counted["usage"][name]
+    assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] <= len(PROMPT)
+    assert {(event["id"], event["created"]) for event in events_of(got)} == {(usage["id"], len(PROMPT))}
+    assert got.endswith(b"data: [DONE]\n\n")
+    assert b"100" not in got, "token ids that the client did not ask for"
+
+
+def test_nothing_is_generated_twice_without_stop_strings() -> None:
+    stream = GreedyStream.of(request_of(body_of(False, max_tokens=9)))
+    assert stream is not None
+    data = GreedyServer(("one", " two", " three", " four")).answer(json.loads(stream.request().content))
+    stream.read(data[: data.find(b" three")])
+    rest = stream.rest()
+    assert rest is not None
+    asked = json.loads(rest.content)
+    assert (asked["prompt"], asked["max_tokens"]) == ([*PROMPT, 100, 101], 7)
+
+
+def test_a_chat_goes_on_with_its_documents_and_its_own_settings() -> None:
+    params = {"ragcache": {"version": 1, "documents": []}, "prompt_token_ids": PROMPT}
+    body = body_of(True, kv_transfer_params=params, max_completion_tokens=5, min_tokens=2, top_p=0.5)
+    stream = GreedyStream.of(request_of(body))
+    assert stream is not None
+    data = GreedyServer(("one", " two", " three")).answer(json.loads(stream.request().content))
+    stream.read(data[: data.find(b" two")])
+    rest = stream.rest()
+    assert rest is not None
+    asked = json.loads(rest.content)
+    assert asked["kv_transfer_params"] == {**params, "prompt_token_ids": [*PROMPT, 100]}
+    assert asked["messages"] == body["messages"]
+    assert (asked["max_completion_tokens"], asked["min_tokens"], asked["top_p"]) == (4, 1, 0.5)
+
+
+def test_the_death_of_the_engine_in_a_stream_cuts_it_and_is_not_told() -> None:
+    stream = GreedyStream.of(request_of(body_of(False)))
+    assert stream is not None
+    data = GreedyServer(("one", " two")).answer(json.loads(stream.request().content))
+    got = stream.read(data[: data.find(b'" two"')])
+    with pytest.raises(httpx.RemoteProtocolError, match="died"):
+        stream.read(DEAD)
+    assert b"error" not in got
+    assert stream.rest() is not None
+
+
+def test_an_engine_that_goes_on_otherwise_is_an_error_and_no_wrong_answer() -> None:
+    stream = GreedyStream.of(request_of(body_of(False, stop=["xx"])))
+    assert stream is not None
+    data = GreedyServer(("one", " two", " six")).answer(json.loads(stream.request().content))
+    stream.read(data[: data.find(b'"finish_reason": "')])
+    rest = stream.rest()
+    assert rest is not None
+    with pytest.raises(EngineDiedError, match="otherwise"):
+        stream.read(GreedyServer(("one", " TWO", " SIX")).answer(json.loads(rest.content)))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.7},
+        {"temperature": None},
+        {"n": 2},
+        {"logprobs": True},
+        {"presence_penalty": 0.5},
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a+"}},
+        {"return_token_ids": True},
+        {"a_setting_of_another_release": 1},
+        {"stream_options": {"continuous_usage_stats": True}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        {"stream": False},
+    ],
+)
+def test_what_depends_on_where_an_answer_was_cut_does_not_go_on(more: dict[str, Any]) -> None:
+    body = body_of(True, **more)
+    assert GreedyStream.of(request_of({name: value for name, value in body.items() if value is not None})) is None
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
+def test_several_prompts_in_one_request_do_not_go_on(prompt: object) -> None:
+    assert GreedyStream.of(request_of({**body_of(False), "prompt": prompt})) is None
+
+
+@pytest.mark.parametrize("delta", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])
+def test_an_answer_with_more_in_it_than_text_does_not_go_on(delta: dict[str, Any]) -> None:
+    stream = GreedyStream.of(request_of(body_of(True)))
+    assert stream is not None
+    event = {"id": "chatcmpl-1", "created": 1, "prompt_token_ids": PROMPT}
+    choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [100]}
+    got = stream.read(f"data: {json.dumps({**event, 'choices': [choice]})}\n\n".encode())
+    assert events_of(got)[0]["choices"][0]["delta"] == delta
+    assert stream.rest() is None
+
+
+def test_a_server_that_names_no_tokens_is_not_asked_for_the_rest() -> None:
+    stream = GreedyStream.of(request_of(body_of(False)))
+    assert stream is not None
+    stream.read(b'data: {"id": "cmpl-1", "choices": [{"index": 0, "text": "one", "finish_reason": null}]}\n\n')
+    assert stream.rest() is None

@@ -1,0 +1,178 @@
+"""The owner of a server: what it takes for dead or hanging, and how often it starts it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.client.http.attempt import Health
+from ragcache_core.client.launch import supervisor as module
+from ragcache_core.client.launch.progress import LoadProgress
+from ragcache_core.client.launch.supervisor import Supervisor
+from tests.support.scripted_server import ScriptedServer
+from tests.support.waiting import until
+
+BUSY = "exec('while True: pass')"
+IDLE = "import time; time.sleep(600)"
+
+
+class FakeProcess:
+    """A run of the server as its owner sees it: a process, which answers nothing itself."""
+
+    log_path = Path("server.log")
+
+    def __init__(self, work: str = IDLE) -> None:
+        self._popen = subprocess.Popen([sys.executable, "-c", work])
+        self.pid = self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.poll()
+
+    def log_text(self) -> str:
+        return ""
+
+    def last_words(self) -> str:
+        return "it said nothing"
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        self.kill()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as running:
+        yield running
+
+
+Own = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def own(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
+    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(module, "_HEALTH_TIMEOUT_S", 0.2)
+    owners: list[Supervisor] = []
+
+    def own(
+        start: Callable[[], Any] = FakeProcess,
+        *,
+        max_restarts: int = 1,
+        window_s: float = 60.0,
+        hang_s: float | None = 1.0,
+    ) -> Supervisor:
+        owner = Supervisor(
+            start,
+            f"{server.url}/health",
+            max_restarts=max_restarts,
+            restart_window_s=window_s,
+            hang_timeout_s=hang_s,
+            startup_timeout_s=30.0,
+            progress=LoadProgress.silent(),
+            closing=threading.Event(),
+        )
+        owners.append(owner)
+        return owner
+
+    yield own
+    for owner in owners:
+        owner.close()
+
+
+def test_an_engine_that_hangs_by_its_servers_word_is_killed_and_started_again(own: Own, server: ScriptedServer) -> None:
+    runs: list[FakeProcess] = []
+
+    def start() -> FakeProcess:
+        server.hang = None
+        runs.append(FakeProcess())
+        return runs[-1]
+
+    owner = own(start)
+    server.hang = "VLLM::Worker is stopped"
+    assert until(lambda: owner.run == 2)
+    assert runs[0].returncode == -signal.SIGKILL
+    assert runs[1].returncode is None
+    assert owner.health() is Health.READY
+    server.hang = "VLLM::Worker is stopped again"
+    assert until(lambda: owner.health() is Health.GONE)
+    assert "the engine hung: VLLM::Worker is stopped again" in owner.why_gone()
+    assert "restarted 1 times within 60 s, the limit" in owner.why_gone()
+
+
+def test_restarts_are_counted_within_a_window_and_not_for_ever(own: Own) -> None:
+    runs: list[FakeProcess] = []
+
+    def start() -> FakeProcess:
+        runs.append(FakeProcess())
+        return runs[-1]
+
+    owner = own(start, max_restarts=1, window_s=0.5)
+    for run in (2, 3, 4):
+        runs[-1].kill()
+        assert until(lambda run=run: owner.run == run)
+        threading.Event().wait(0.6)  # the window passes
+    assert owner.num_restarts == 3
+    runs[-1].kill()
+    assert until(lambda: owner.run == 5)
+    runs[-1].kill()
+    assert until(lambda: owner.health() is Health.GONE), "the second one within the window"
+    assert "exit status -9" in owner.why_gone()
+
+
+def test_a_server_whose_own_process_stands_still_and_does_not_answer_is_started_again(
+    own: Own, server: ScriptedServer
+) -> None:
+    def start() -> FakeProcess:
+        server.health_wait_s = 0.0
+        return FakeProcess()
+
+    owner = own(start)
+    os.kill(owner.pid, signal.SIGSTOP)
+    server.health_wait_s = 60.0
+    assert until(lambda: owner.run == 2, 20)
+
+
+def test_a_busy_server_that_is_slow_to_say_how_it_is_is_left_alone(own: Own, server: ScriptedServer) -> None:
+    owner = own(lambda: FakeProcess(BUSY), hang_s=2.0)
+    server.health_wait_s = 60.0
+    assert not until(lambda: owner.run == 2 or owner.health() is Health.GONE, 4.0)
+    server.health_wait_s = 0.0
+    assert owner.health() is Health.READY
+
+
+def test_a_server_that_is_not_asked_for_hangs_is_left_alone(own: Own, server: ScriptedServer) -> None:
+    def start() -> FakeProcess:
+        server.hang = None
+        return FakeProcess()
+
+    owner = own(start, hang_s=None)
+    server.hang = "VLLM::Worker is stopped"
+    assert not until(lambda: owner.run == 2, 1.0)
+    owner.suspect(1)
+    assert until(lambda: owner.run == 2, 20)
+
+
+def test_a_server_that_takes_no_more_requests_is_left_alone_until_somebody_suspects_it(
+    own: Own, server: ScriptedServer
+) -> None:
+    def start() -> FakeProcess:
+        server.is_healthy = True
+        return FakeProcess()
+
+    owner = own(start)
+    server.is_healthy = False
+    assert not until(lambda: owner.run == 2, 1.0)
+    owner.suspect(1)
+    assert until(lambda: owner.run == 2, 20)
