@@ -162,6 +162,10 @@ class CacheConfig(_Settings):
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
     """Of a prompt with many documents only the first so many are kept; ``None`` keeps all."""
 
+    replicated_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
+    """Of host memory, the share for copies of the most used upper documents (a prompt's prefix, the first behind it):
+    they are given up last while the GPU has them, so that a GPU's failure does not take them along (RAGCache §6)."""
+
     queue: QueueOrder = "cache_aware"
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
     computed (RAGCache §5.2), ``fifo`` the one that came first."""

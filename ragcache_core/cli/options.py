@@ -94,6 +94,12 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         "--max-cached-documents", type=int, metavar="N", help="Keep the first N documents of a prompt. [default: all]"
     ),
     click.option(
+        "--replicated-share",
+        type=float,
+        metavar="SHARE",
+        help="Of host memory, for copies of the hottest upper documents, which go last. [default: 0]",
+    ),
+    click.option(
         "--queue",
         type=click.Choice(get_args(QueueOrder)),
         help="Which waiting request is next: the one the cache knows best, or the first. [default: cache_aware]",

@@ -65,6 +65,11 @@ def _check_protection(tree: KnowledgeTree) -> None:
         for node in location.node.path():
             counts[node.id] += count
     assert tree.protected == counts
+    assert tree.num_replicated_units == sum(tree.replicated.values())
+    replicated = [node for node in tree.nodes() if node.id in tree.replicated]
+    assert {node.id: len(node.keys) for node in replicated} == tree.replicated
+    assert all(tree.resident_mask(node, Tier.GPU) for node in replicated)
+    assert tree.tiers[Tier.HOST].protected == counts + Counter(node.id for node in replicated)
 
 
 def _check_shadows(tree: KnowledgeTree) -> None:

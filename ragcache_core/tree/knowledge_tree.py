@@ -34,6 +34,8 @@ class KnowledgeTree(TieredTree):
             when it has left the last tier (RAGCache's text leaves it open).
         shadow_tokens: tokens that each shadow of a :class:`TournamentPolicy` holds; 0 runs none.
         moves_down: whether what leaves a tier is put into the next one by whoever evicts it.
+        replicated_units: units of the most used upper nodes (a prompt's prefix and first document) that host memory
+            gives up last while they lie on the GPU; 0 are none.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class KnowledgeTree(TieredTree):
         keeps_frequency: bool = True,
         shadow_tokens: int = 0,
         moves_down: bool = False,
+        replicated_units: int = 0,
     ) -> None:
+        self._max_replicated = replicated_units
+        self._fewest_uses = 0
         self._tournament: ShadowTournament | None = None
         if isinstance(policy, TournamentPolicy) and shadow_tokens > 0:
             self._tournament = ShadowTournament(policy, shadow_tokens)
@@ -172,6 +177,8 @@ class KnowledgeTree(TieredTree):
                 self._ghosts.move_to_end(node.id)
         for state in self.tiers:
             state.compact(self._nodes)
+        if self._max_replicated:
+            self._replicate_upper(path)
         if self._tournament is not None and self._tournament.observe(path, self._nodes):
             for state in self.tiers:
                 state.rerank()
@@ -233,6 +240,40 @@ class KnowledgeTree(TieredTree):
             if not self._resident_anywhere(node):
                 node.frequency = node.num_computed = 0
                 node.total_cost_s = 0.0
+
+    def _replicate_upper(self, path: Sequence[TreeNode]) -> None:
+        """Replicate the prefix and the first document of a path that was just retrieved, if they are hot enough."""
+        for node in path:
+            is_here = self.tiers[Tier.GPU].resident[node.id] and not node.is_transient
+            if is_here and node.id not in self.replicated and len(node.keys) <= self._max_replicated:
+                self._replicate_instead(node)
+            if node.doc_id is not None:
+                return
+
+    def _replicate_instead(self, node: TreeNode) -> None:
+        """Replicate ``node`` where there is room, or instead of others that are less used.
+
+        No replicated node has fewer uses than ``_fewest_uses``: it spares most others a look at all of them.
+        """
+        num_missing = self.num_replicated_units + len(node.keys) - self._max_replicated
+        leaving: list[TreeNode] = []
+        if num_missing > 0:
+            if node.frequency <= self._fewest_uses:
+                return
+            others = [other for node_id in self.replicated if (other := self._nodes[node_id]) is not None]
+            others.sort(key=lambda other: other.frequency)
+            self._fewest_uses = others[0].frequency
+            for other in others:
+                if num_missing <= 0 or other.frequency >= node.frequency:
+                    break
+                leaving.append(other)
+                num_missing -= len(other.keys)
+            if num_missing > 0:
+                return
+        for other in leaving:
+            self.unreplicate(other)
+        self.replicate(node)
+        self._fewest_uses = min(self._fewest_uses, node.frequency)
 
     def _note_if_ghost(self, node: TreeNode) -> None:
         if node.children or node.num_users or node.num_pins or self.is_protected(node):

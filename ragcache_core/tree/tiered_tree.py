@@ -26,6 +26,8 @@ class TieredTree(PrefixTree):
         num_requests: that were counted since the start.
         protected_keys: what waiting requests will hit, and how many of them.
         protected: how many of those are in a node or below it, by node id; such a node is evicted last.
+        replicated: nodes whose copy in host memory is evicted last, by node id, with their units.
+        num_replicated_units: of all of them.
         changes: is told of every node that changes, if somebody wants to know.
     """
 
@@ -36,8 +38,11 @@ class TieredTree(PrefixTree):
         self.changes: NodeChanges | None = None
         self.protected_keys: dict[Hashable, int] = {}
         self.protected: dict[int, int] = {}
+        self.replicated: dict[int, int] = {}
+        self.num_replicated_units = 0
+        self._host_protected: dict[int, int] = {}
         disk = TierState(policy, (), self.protected, moves_down=moves_down)
-        host = TierState(policy, (disk,), self.protected, moves_down=moves_down)
+        host = TierState(policy, (disk,), self._host_protected, moves_down=moves_down)
         gpu = TierState(policy, (host, disk), self.protected, moves_down=moves_down)
         self.tiers = (gpu, host, disk)
         self._up_from: dict[TierState, tuple[TierState, ...]] = {gpu: (gpu,), host: (gpu, host), disk: self.tiers}
@@ -97,6 +102,7 @@ class TieredTree(PrefixTree):
         last = self._locations[key].node
         for node in last.path():
             self.protected[node.id] = self.protected.get(node.id, 0) + 1
+            self._protect_in_host(node)
         self._on_arrived(last)
 
     def unprotect(self, key: Hashable) -> None:
@@ -109,13 +115,28 @@ class TieredTree(PrefixTree):
             self.protected[node.id] -= 1
             if not self.protected[node.id]:
                 del self.protected[node.id]
-                for state in self.tiers:
-                    state.unprotect(node)
+                self.tiers[Tier.GPU].unprotect(node)
+                self.tiers[Tier.DISK].unprotect(node)
+            self._unprotect_in_host(node)
         self._on_left(last)
 
     def is_protected(self, node: TreeNode) -> bool:
         """Return whether ``node`` is evicted last."""
         return node.id in self.protected
+
+    def replicate(self, node: TreeNode) -> None:
+        """Evict ``node`` last from host memory, until :meth:`unreplicate`, or until the GPU has nothing of it.
+
+        What a GPU that fails takes with it is then still there. RAGCache §6 replicates the most used upper nodes.
+        """
+        self.replicated[node.id] = len(node.keys)
+        self.num_replicated_units += len(node.keys)
+        self._protect_in_host(node)
+
+    def unreplicate(self, node: TreeNode) -> None:
+        """Undo :meth:`replicate`."""
+        self.num_replicated_units -= self.replicated.pop(node.id)
+        self._unprotect_in_host(node)
 
     # Entering and leaving a tier
 
@@ -224,7 +245,10 @@ class TieredTree(PrefixTree):
         if num_protected := self.protected.get(node.id, 0):
             num_protected -= sum(self.protected_keys.get(key, 0) for key in node.keys)
             if num_protected:
-                self.protected[lower.id] = num_protected
+                self.protected[lower.id] = self._host_protected[lower.id] = num_protected
+        if node.id in self.replicated:
+            self.num_replicated_units -= len(lower.keys)
+            self.replicated[node.id] = len(node.keys)
         num_units = len(node.keys)
         low_bits = node.full_mask
         for state in self.tiers:
@@ -270,6 +294,8 @@ class TieredTree(PrefixTree):
         self._offer_again(node, state)
         if after:
             return
+        if node.id in self.replicated and state is self.tiers[Tier.GPU]:
+            self.unreplicate(node)
         if node.parent is not None:
             state.num_resident_children[node.parent.id] -= 1
             self._offer_again(node.parent, state)
@@ -340,6 +366,15 @@ class TieredTree(PrefixTree):
             node = self._nodes[node_id]
             assert node is not None
             state.offer(node)
+
+    def _protect_in_host(self, node: TreeNode) -> None:
+        self._host_protected[node.id] = self._host_protected.get(node.id, 0) + 1
+
+    def _unprotect_in_host(self, node: TreeNode) -> None:
+        self._host_protected[node.id] -= 1
+        if not self._host_protected[node.id]:
+            del self._host_protected[node.id]
+            self.tiers[Tier.HOST].unprotect(node)
 
     def _note_change(self, node: TreeNode, state: TierState) -> None:
         """Take note that units of ``node`` came to ``state``, left it, or are another node's since it was cut.

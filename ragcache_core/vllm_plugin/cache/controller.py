@@ -85,11 +85,14 @@ class CacheController:
         self.settings = settings
         self.groups = groups or KVGroups()
         self.tokens_per_block = tokens_per_block
+        host = None if tiers is None else tiers.get(Tier.HOST)
+        num_host_units = 0 if host is None else host.num_blocks // self.groups.blocks_per_unit
         self.tree = KnowledgeTree(
             make_policy(settings.policy, prefill_cost),
             ghost_size=settings.ghost_size,
             keeps_frequency=settings.keeps_frequency,
             shadow_tokens=shadow_blocks * tokens_per_block,
+            replicated_units=int(settings.replicated_share * num_host_units),
         )
         self.paths = PrefixPublisher(self.tree, tokens_per_block)
         self.counters = Counters()

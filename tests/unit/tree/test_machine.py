@@ -20,14 +20,21 @@ LENGTHS = {"A": 1, "B": 3, "C": 2, "D": 5}
 class TreeMachine(RuleBasedStateMachine):
     """Requests come, units enter and leave the tiers; the model holds the sets of resident, held and retained keys."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), ghost_size=st.integers(0, 6), keeps=st.booleans())
-    def start(self, policy: str, ghost_size: int, keeps: bool) -> None:
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        ghost_size=st.integers(0, 6),
+        keeps=st.booleans(),
+        replicated_units=st.sampled_from([0, 3, 6]),
+    )
+    def start(self, policy: str, ghost_size: int, keeps: bool, replicated_units: int) -> None:
         self.new_tree = lambda: KnowledgeTree(
             POLICIES[policy](PrefillCostModel.default()),
             ghost_size=ghost_size,
             keeps_frequency=keeps,
             shadow_tokens=8,
+            replicated_units=replicated_units,
         )
+        self.max_replicated = replicated_units
         self.num_answers = 0
         self._begin()
 
@@ -97,9 +104,9 @@ class TreeMachine(RuleBasedStateMachine):
                 self.tree.protect(key)
             return
         assert len(evicted) == num_units
-        if not shields and any(self.tree.is_protected(unit.node) for unit in evicted):
-            state = self.tree.tiers[tier]
-            assert not [n for n in self.tree.nodes() if state.is_evictable(n) and not self.tree.is_protected(n)]
+        state = self.tree.tiers[tier]
+        if not shields and any(unit.node.id in state.protected for unit in evicted):
+            assert not [n for n in self.tree.nodes() if state.is_evictable(n) and n.id not in state.protected]
         for unit in evicted:
             assert unit.key in self.resident[tier] - self.held[tier] - set(shielded)
             self.resident[tier].remove(unit.key)
@@ -246,6 +253,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_sound_and_holds_what_the_model_holds(self) -> None:
+        assert self.tree.num_replicated_units <= self.max_replicated
         check_invariants(self.tree, is_connected=self.is_connected)
         for tier in Tier:
             found = {

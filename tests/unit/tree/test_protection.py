@@ -74,6 +74,45 @@ def test_what_nobody_waits_for_any_more_goes_as_always(policy: str) -> None:
     assert orders == ["ABCD", "AD"]
 
 
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_host_copy_of_a_hot_upper_node_goes_last_while_the_gpu_has_it(policy: str) -> None:
+    """Also where its rank is the lowest: it is cheap to compute, and others came since."""
+    tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()), replicated_units=2)
+    for _ in range(2):  # it is on the GPU when it is used again
+        cache(tree, document("A"))
+    cache(tree, document("A"), tier=Tier.HOST)
+    for doc_id in "BCDE":
+        for _ in range(1 if doc_id == "E" else 2):
+            path = cache(tree, document(doc_id, blocks=3), tier=Tier.HOST)
+            tree.record_access(path, num_hit_units=0, cost_per_token_s=1.0)
+    assert evict_all(tree, Tier.HOST)[-1] == "A"
+    assert [node.doc_id for node in tree.nodes() if tree.resident_mask(node, Tier.GPU)] == ["A"]
+
+
+def test_a_hotter_upper_node_takes_the_place_of_another_and_one_that_left_the_gpu_has_none() -> None:
+    tree = KnowledgeTree(LRUPolicy(), replicated_units=4)
+
+    def replicated() -> set[str | None]:
+        return {node.doc_id for node in tree.nodes() if node.id in tree.replicated}
+
+    for doc_id in "ABAB":
+        cache(tree, document(doc_id), document("below", doc_id))
+    assert replicated() == {"A", "B"}, "first documents, and not what stands behind them"
+    for _ in range(2):
+        cache(tree, document("C"))
+    assert replicated() == {"A", "B"}, "none of them is less used than C"
+    cache(tree, document("C"))
+    assert len(replicated()) == 2
+    assert "C" in replicated()
+    cache(tree, document("large", blocks=5))
+    for _ in range(9):
+        cache(tree, document("large", blocks=5))
+    assert "large" not in replicated(), "it has more units than may be replicated"
+    tree.clear_tier(Tier.GPU)
+    assert replicated() == set()
+    check_invariants(tree)
+
+
 def test_protection_never_makes_an_eviction_fail() -> None:
     tree = KnowledgeTree(LRUPolicy())
     for doc_id in "ABC":

@@ -25,6 +25,7 @@ def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
     config = CacheConfig(
         policy="hybrid",
         max_cached_documents=3,
+        replicated_share=0.25,
         host_bytes="1MiB",
         queue="fifo",
         queue_window=5,
@@ -35,6 +36,7 @@ def test_what_a_launch_sends_is_what_the_plugin_reads(tmp_path: Path) -> None:
     assert PluginSettings.from_extra_config(transfer["kv_connector_extra_config"]) == PluginSettings(
         policy="hybrid",
         host_bytes=1 << 20,
+        replicated_share=0.25,
         max_cached_documents=3,
         profile=tmp_path / "profile.json",
         queue="fifo",
