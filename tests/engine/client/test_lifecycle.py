@@ -26,6 +26,7 @@ from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.asking_ahead import speculate
 
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
+GREEDY: dict[str, Any] = {"max_tokens": 500, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = GRACE_S + 10) -> bool:
@@ -75,30 +76,39 @@ def engine_core(engine: Engine) -> psutil.Process:
     return next(p for p in children if "EngineCore" in " ".join([p.name(), *p.cmdline()]))
 
 
-async def suspend_after_the_first_token(core: psutil.Process, stream: AsyncGenerator[GenerationChunk]) -> None:
-    """Suspend the engine when the answer has begun, and run it in short pulses until then.
+async def suspend_after_the_first_tokens(
+    core: psutil.Process, *streams: AsyncGenerator[GenerationChunk]
+) -> list[GenerationChunk]:
+    """Suspend the engine when all answers have begun, and run it in short pulses until then; return their beginnings.
 
     The server waits for a core while the engine and its worker spin on theirs. On a busy machine it is seconds late,
     and a whole answer has been computed when its first token is seen.
     """
-    first = asyncio.ensure_future(anext(stream))
-    while not first.done():
+    first = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    while not all(each.done() for each in first):
         core.resume()
-        await asyncio.sleep(0.02)  # a pulse: a few steps of the 1,500 that the answer takes
+        await asyncio.sleep(0.02)  # a pulse: a few steps of the hundreds that an answer takes
         core.suspend()
-        await asyncio.wait([first], timeout=0.2)
-    assert first.result().text
+        await asyncio.wait(first, timeout=0.2)
+    assert all(each.result().text for each in first)
+    return [each.result() for each in first]
 
 
-def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_token_are_retried(tmp_path: Path) -> None:
-    """Also one that waits for the tokens of its speculation, which fails."""
+def test_an_engine_that_hangs_is_restarted_and_every_request_recovers_that_can(tmp_path: Path) -> None:
+    """Those before their first token are sent again, also one that waits for the tokens of its speculation, which
+    fails. Greedy answers go on, others fail. A second death within the window is the last."""
     shared: set[Path] = set()
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
     async def scenario() -> None:
         async with await Engine.alaunch(
-            str(DEMO_MODEL), log_path=tmp_path / "log", env={"TMPDIR": str(temporary)}, **ENGINE_ARGS
+            str(DEMO_MODEL),
+            log_path=tmp_path / "log",
+            env={"TMPDIR": str(temporary)},
+            hang_timeout_s=2.0,
+            max_restarts=1,
+            **ENGINE_ARGS,
         ) as engine:
             expected = (await engine.agenerate("Document: Zorval", max_tokens=5)).text
             key, url, session = engine.api_key, engine.base_url, engine.pid
@@ -106,20 +116,36 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
             shared.update(shared_memory(session))
             assert shared
 
+            greedy = [
+                await engine.agenerate(prompt, **GREEDY)
+                for prompt in ("Document: Zorval", [{"role": "user", "content": "Who founded Zorval?"}])
+            ]
             stream = engine.astream("Document: Zorval", **LONG)
+            going_on = [
+                engine.astream(prompt, **GREEDY)
+                for prompt in ("Document: Zorval", [{"role": "user", "content": "Who founded Zorval?"}])
+            ]
             core = engine_core(engine)
             document = "Document: " + "Zorval was a company founded by Anna. " * 20
             stored = (await engine.agenerate(document, max_tokens=5)).text
             await asyncio.sleep(0.5)  # it is noted a little later
-            await suspend_after_the_first_token(core, stream)  # the next request cannot have its own
+            _, *begun = await suspend_after_the_first_tokens(core, stream, *going_on)  # the next has none
             waiting = asyncio.create_task(engine.agenerate("Document: Zorval", max_tokens=5))
             ahead = speculate(engine, lambda: engine.generate("Document: Tenrik", max_tokens=5))
             joined = asyncio.create_task(engine.agenerate("Document: Tenrik", max_tokens=5))
             await asyncio.sleep(0.5)  # it has joined what gives no token
-            core.kill()
             with pytest.raises(EngineDiedError, match="ask again"):
                 while True:
                     await anext(stream)
+            for first, rest, whole in zip(begun, going_on, greedy, strict=True):
+                chunks = [first, *[chunk async for chunk in rest]]
+                assert len(first.text) < len(whole.text), "it was cut in the middle"
+                assert "".join(chunk.text for chunk in chunks) == whole.text
+                assert chunks[-1].finish_reason == whole.finish_reason
+                stats = chunks[-1].stats
+                assert stats is not None
+                assert stats.num_output_tokens == whole.stats.num_output_tokens == GREEDY["max_tokens"]
+                assert stats.num_prompt_tokens == whole.stats.num_prompt_tokens
             assert (await waiting).text == expected
             assert (await joined).text == (await engine.agenerate("Document: Tenrik", max_tokens=5)).text
             assert ahead.is_failed
@@ -135,7 +161,7 @@ def test_a_dead_engine_is_restarted_once_and_the_requests_before_their_first_tok
             second_session = engine.pid
             shared.update(shared_memory(second_session))
             os.kill(engine.pid, signal.SIGKILL)  # the API server itself this time
-            with pytest.raises(EngineDiedError, match="restarted 1 times, the limit"):
+            with pytest.raises(EngineDiedError, match="restarted 1 times within 600 s, the limit"):
                 while True:
                     await engine.agenerate("Document: Zorval", max_tokens=5)
             assert session_members(second_session) == []

@@ -367,7 +367,12 @@ def test_after_a_kill_the_next_requests_are_served_from_what_survived(tiers: Eng
         answers.ask(mark)
     time.sleep(1.0)  # writes behind are written
     num_from_disk = num_cached = num_prompt = 0
+    greedy: dict[str, Any] = {"max_tokens": 600, "stop": ["no such word"], "extra_body": {"ignore_eos": True}}
+    whole = tiers.generate("Document: Zorval", **greedy)
+    stream = tiers.stream("Document: Zorval", **greedy)
+    begun = [next(stream)]
     kill_the_core(tiers)
+    assert "".join(chunk.text for chunk in [*begun, *stream]) == whole.text, "it goes on in the next engine"
     again = Answers(tiers)
     again.texts = answers.texts
     for mark in marks:
