@@ -29,7 +29,8 @@ def test_every_test_is_run_once_and_each_part_says_how_long_it_took(tmp_path: Pa
     assert all(re.search(r'&& echo "ragcache: .* took \$\(\(', line) for line in runs)
     assert "tests/unit tests/contracts" in unit
     assert '-m "not benchmark and not alone"' in engine
-    assert "--ignore" not in engine
+    (parallel,) = (line for line in _lines("test-parallel", tmp_path / "venv") if "-m pytest" in line)
+    assert re.findall(r"--ignore=(\S+?)\b(?=[\s)])", engine) == re.findall(r"tests/engine/\w+", parallel)
     assert "-m alone" in alone
     marked = {path for path in (ROOT / "tests").rglob("*.py") if "@pytest.mark.alone" in path.read_text()}
     assert {ROOT / path for path in re.findall(r"tests/\S+\.py", alone)} == marked - {Path(__file__).resolve()}
