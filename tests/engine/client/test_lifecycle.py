@@ -94,6 +94,7 @@ async def suspend_after_the_first_tokens(
     return [each.result() for each in first]
 
 
+@pytest.mark.alone
 def test_an_engine_that_hangs_is_restarted_and_every_request_recovers_that_can(tmp_path: Path) -> None:
     """Those before their first token are sent again, also one that waits for the tokens of its speculation, which
     fails. Greedy answers go on, others fail. A second death within the window is the last."""
