@@ -15,10 +15,11 @@ from tests.conftest import ROOT
 from tests.support.waiting import until
 
 OWNER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from ragcache_core.client.launch import process
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, and who is started inherits that
 process.SERVER_MODULE = "tests.support.idle_server"
 server = process.ServerProcess([], env=os.environ, log_path=Path(sys.argv[1]))
 while "serving" not in server.log_text():
