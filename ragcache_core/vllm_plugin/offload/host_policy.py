@@ -380,11 +380,12 @@ class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
     def take_over(cls, tier: CPUPrimaryTierOffloadingManager, *, is_selective: bool = True) -> None:
         """Make ``tier`` one of this class, before its first request.
 
-        One that is not ``is_selective`` passes over only what no hit will need.
+        One that is not ``is_selective`` passes over only what no hit will need; so does that of a model with several
+        groups, where what was chosen to go need not go in the end.
         """
         tier.__class__ = cls
         assert isinstance(tier, cls)
-        tier._policy.is_selective = is_selective
+        tier._policy.is_selective = is_selective and not tier._policy.groups.others
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         offered = self._policy.admit(keys)

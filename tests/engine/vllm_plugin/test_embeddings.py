@@ -40,8 +40,16 @@ def engine_client(model: Path, connector: str = "RAGCacheConnector", module: str
     )
     model_config = ModelConfig(model=str(model), dtype="float32")
     config = VllmConfig(model_config=model_config, device_config=DeviceConfig("cpu"), kv_transfer_config=transfer)
+
+    async def is_sleeping() -> bool:
+        return False
+
     return SimpleNamespace(
-        vllm_config=config, model_config=config.model_config, renderer=renderer_from_config(config), engine_core=None
+        vllm_config=config,
+        model_config=config.model_config,
+        renderer=renderer_from_config(config),
+        engine_core=None,
+        is_sleeping=is_sleeping,
     )
 
 

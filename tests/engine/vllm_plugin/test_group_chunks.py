@@ -195,7 +195,7 @@ class GroupChunksMachine(RuleBasedStateMachine):
         assert self.it.manager.prepare_store(keys, last.context) is not None, "something is held for ever"
 
 
-GroupChunksMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+GroupChunksMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestGroupChunks = GroupChunksMachine.TestCase
 
 
