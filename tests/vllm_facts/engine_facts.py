@@ -98,7 +98,7 @@ def facts() -> dict[str, object]:
         "handshake": [
             parameters(base.get_handshake_metadata),
             parameters(base.set_xfer_handshake_metadata_pp_aware),
-            "kv_connector.set_xfer_handshake_metadata_pp_aware(content)" in inspect.getsource(EngineCore.__init__),
+            "kv_connector.set_xfer_handshake_metadata_pp_aware(content)" in inspect.getsource(EngineCore),
             "return {(pp_rank, tp_rank): metadata}" in inspect.getsource(Worker.get_kv_connector_handshake_metadata),
         ],
         "stages": [parameters(compat.get_pp_group), sets(GroupCoordinator, "world_size", "cpu_group")],
