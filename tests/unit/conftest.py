@@ -1,11 +1,13 @@
-"""Of a package's scripted ``server``: that it takes speculations, and what it was asked for."""
+"""What tests of several folders need: a disk that waits, and what a scripted ``server`` says and was asked for."""
 
 import ssl
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 
+from ragcache_core.chunkstore.slotfile import SlotFile
 from tests.support.scripted_server import IDLE, ScriptedServer, Seen
 
 # Clients of scripted servers check no certificate, and reading the authorities' for each takes longer than most tests.
@@ -22,3 +24,14 @@ def idle(server: ScriptedServer) -> None:
 def generations(server: ScriptedServer) -> Callable[[], list[Seen]]:
     """The requests for an answer that the server has seen."""
     return lambda: [r for r in server.requests if r.path == "/v1/chat/completions"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds every write and read of the disk until it is set."""
+    go_on = threading.Event()
+    write, read = SlotFile.write, SlotFile.read
+    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
+    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(10), read(self, *args))[1])
+    yield go_on
+    go_on.set()

@@ -71,17 +71,6 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     opened.threads.close()
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds every write and read of the disk until it is set."""
-    go_on = threading.Event()
-    write, read = SlotFile.write, SlotFile.read
-    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
-    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(10), read(self, *args))[1])
-    yield go_on
-    go_on.set()
-
-
 def fail(code: int) -> Callable[..., None]:
     def raise_error(*args: object) -> None:
         raise OSError(code, "as the test wants it")

@@ -59,17 +59,6 @@ def opening(tmp_path: Path) -> Iterator[Opening]:
         memory.close()
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds every write and read of the disk until it is set."""
-    go_on = threading.Event()
-    write, read = SlotFile.write, SlotFile.read
-    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
-    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(10), read(self, *args))[1])
-    yield go_on
-    go_on.set()
-
-
 def kv(layer: int, num_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (num_tokens, LAYERS[layer].num_kv_heads, LAYERS[layer].head_dim)
     generator = torch.Generator().manual_seed(1000 * seed + layer)

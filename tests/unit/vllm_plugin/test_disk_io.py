@@ -91,17 +91,6 @@ def opening(tmp_path: Path) -> Iterator[Opening]:
         scene.io.close()
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Holds every write and read of the disk until it is set."""
-    go_on = threading.Event()
-    write, read = SlotFile.write, SlotFile.read
-    monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
-    monkeypatch.setattr(SlotFile, "read", lambda self, *args: (go_on.wait(10), read(self, *args))[1])
-    yield go_on
-    go_on.set()
-
-
 def keys(num_keys: int, mark: str = "k") -> list[bytes]:
     return [f"{mark}{i}".encode() for i in range(num_keys)]
 
