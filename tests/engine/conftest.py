@@ -20,7 +20,6 @@ LONGEST_FIRST = (
     "cli/test_serve.py",
     "cli/test_in_a_container.py",
     "chunk/test_interleavings.py",
-    "vllm_plugin/test_small_host.py",
     "llamaindex_integration/test_llamaindex_on_the_engine.py",
 )
 """Files that take more than half a minute: with the short ones at the end no process runs on for long by itself."""

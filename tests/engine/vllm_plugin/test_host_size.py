@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.types import Tier
 from tests.engine.vllm_plugin.storing_scene import host_scheduler
 
@@ -38,3 +39,17 @@ def test_host_memory_below_half_of_the_engines_is_warned_of(
 ) -> None:
     with host_scheduler(400, host_bytes):
         assert ("less than half of the" in plugin_log.text and "raise host_bytes" in plugin_log.text) is is_little
+
+
+def test_a_default_of_host_memory_that_holds_no_block_leaves_the_engine_with_its_own_and_says_so(
+    plugin_log: pytest.LogCaptureFixture,
+) -> None:
+    with host_scheduler(40, "1KiB", most_host_bytes=1 << 10) as scheduler:
+        assert set(scheduler._controller.tiers) == {Tier.GPU}
+    assert plugin_log.text.count("RAGCache keeps nothing in host memory: its default size here is 1024, a block") == 1
+
+
+def test_host_memory_that_somebody_chose_and_that_holds_no_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"host_bytes is 1024, a block of KV of this model needs 4096: raise"):
+        with host_scheduler(40, "1KiB"):
+            pass
