@@ -39,6 +39,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+from vllm.v1.metrics import loggers
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_worker import Worker
@@ -269,6 +270,7 @@ def facts() -> dict[str, object]:
             sets(compat.KVConnectorPromMetrics, "_counter_cls", "_gauge_cls", "per_engine_labelvalues"),
             parameters(compat.KVConnectorPromMetrics.observe),
         ],
+        "series": re.findall(r'name="(vllm:\w+)"', inspect.getsource(loggers)),
         "stats": sorted(compat.KVConnectorStats.__dataclass_fields__),
         "stats_methods": sorted(methods(compat.KVConnectorStats)),
     }

@@ -269,3 +269,9 @@ def test_statistics_travel_as_ours_do(facts: dict[str, Any]) -> None:
     assert facts["stats_methods"] == ["aggregate", "is_empty", "reduce", "reset", "to_dict"], (
         "follow it in RAGCacheStats"
     )
+
+
+def test_the_series_that_the_board_and_the_rules_show_are_there(facts: dict[str, Any]) -> None:
+    files = (ROOT / "examples" / "monitoring").glob("ragcache-*")
+    named = {name for path in files for name in re.findall(r"vllm:\w+", path.read_text(encoding="utf-8"))}
+    assert {re.sub("_(total|bucket)$", "", name) for name in named} - set(facts["series"]) == set()
