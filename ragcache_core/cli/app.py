@@ -8,6 +8,7 @@ import click
 
 from ragcache_core._version import __version__
 from ragcache_core.cli.command import Group
+from ragcache_core.cli.commands.advise import advise
 from ragcache_core.cli.commands.ask import ask
 from ragcache_core.cli.commands.bench import bench
 from ragcache_core.cli.commands.calibrate import calibrate
@@ -35,7 +36,7 @@ def cli() -> None:
     """
 
 
-for command in (index, ask, store, serve, stats, profile, quality, calibrate, trace, simulate, bench):
+for command in (index, ask, store, serve, stats, profile, quality, calibrate, trace, simulate, advise, bench):
     cli.add_command(command)
 
 

@@ -132,7 +132,7 @@ def read_facts(engine: Engine) -> EngineFacts:
         version = http.get(f"{root}/version").raise_for_status()
         tokenized = http.post(f"{root}/tokenize", json=text, headers=key).raise_for_status()
     try:
-        block_size, num_kv_tokens = _kv_memory(page)
+        block_size, num_kv_tokens = kv_memory(page)
         return EngineFacts(
             model_root=Handshake(http, engine.base_url, engine.api_key).model_card().root,
             block_size=block_size,
@@ -233,7 +233,7 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
     return (*values, last)
 
 
-def _kv_memory(page: str) -> tuple[int, int]:
+def kv_memory(page: str) -> tuple[int, int]:
     """Return the block size, and how many tokens fit into the KV memory, from the text of ``/metrics``."""
     samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
     (told,) = {sample.name: sample.labels for sample in samples if sample.name == "vllm:cache_config_info"}.values()

@@ -23,6 +23,7 @@ class Job:
         served: what it found, once it was admitted.
         first_token_s, done_s: None until then.
         decision_ns: real time that was spent on its decisions.
+        prefill_s: what its prefill took, had it run alone.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Job:
     done_s: float | None = None
     decision_ns: int = 0
     num_output_tokens: int = 0
+    prefill_s: float = 0.0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,7 +83,8 @@ class EngineModel:
                 continue
             reuse = served.reuse
             num_known_tokens = served.num_cached_tokens + reuse.num_tokens
-            compute_s += testbed.cost.estimate_s(num_known_tokens, max(served.num_new_tokens, 1))
+            job.prefill_s = testbed.cost.estimate_s(num_known_tokens, max(served.num_new_tokens, 1))
+            compute_s += job.prefill_s
             num_host_tokens += served.num_cached_tokens_by_tier[Tier.HOST] + reuse.num_host_tokens
             num_disk_tokens += served.num_cached_tokens_by_tier[Tier.DISK] + reuse.num_disk_tokens
         if len(admitted) < len(self.running):

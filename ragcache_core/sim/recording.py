@@ -40,6 +40,7 @@ class Recorder:
         self._hit_tokens = [0] * len(Tier)
         self._num_reordered = self._swapped_out_tokens = self._loaded_tokens = 0
         self._computed_tokens = self._chunk_reused_tokens = self._chunk_recomputed_tokens = 0
+        self._prefill_s = 0.0
         self._last_s = -math.inf
         self._records: list[RequestRecord | None] | None = [None] * len(trace) if keeps_requests else None
 
@@ -55,7 +56,7 @@ class Recorder:
             documents = [_MISS] * len(job.order)
             for place, (index, tier) in enumerate(zip(job.order, served.tiers, strict=True)):
                 documents[index] = _CHUNK if tier is None and place in served.reuse.documents else _LABELS[tier]
-            self._records[job.number] = RequestRecord(ttft_s, tuple(documents), served.num_cached_tokens)
+            self._records[job.number] = RequestRecord(ttft_s, tuple(documents), served.num_cached_tokens, job.prefill_s)
         if job.number < self._options.warm_up:
             return
         self._ttft_s.append(ttft_s)
@@ -73,6 +74,7 @@ class Recorder:
         self._swapped_out_tokens += served.num_swapped_out_tokens
         self._loaded_tokens += served.num_loaded_tokens
         self._computed_tokens += served.num_new_tokens
+        self._prefill_s += job.prefill_s
         self._chunk_reused_tokens += served.reuse.num_tokens
         self._chunk_recomputed_tokens += served.reuse.num_recomputed_tokens
         self._last_s = max(self._last_s, job.done_s)
@@ -98,6 +100,7 @@ class Recorder:
             swapped_out_tokens=self._swapped_out_tokens,
             loaded_tokens=self._loaded_tokens,
             computed_tokens=self._computed_tokens,
+            prefill_s=self._prefill_s,
             chunk_reused_tokens=self._chunk_reused_tokens,
             chunk_recomputed_tokens=self._chunk_recomputed_tokens,
             p50_decision_s=float(np.percentile(decision_s, 50)),

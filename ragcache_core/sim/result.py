@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ragcache_core.sim.options import SimulationOptions
 
@@ -13,16 +13,18 @@ class RequestRecord:
     """One request: its time to first token, and ``gpu``, ``host``, ``disk``, ``chunk`` or ``miss`` for each document.
 
     Documents stand as in the trace, whatever order the prompt showed. A ``chunk`` is one that is read from a stored
-    chunk, but for what is computed again; ``cached_tokens`` are those of exact prefixes alone.
+    chunk, but for what is computed again; ``cached_tokens`` are those of exact prefixes alone. ``prefill_s`` is what
+    its prefill takes, alone on the engine.
     """
 
     ttft_s: float
     documents: tuple[str, ...]
     cached_tokens: int
+    prefill_s: float
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
-        return {"ttft_s": self.ttft_s, "documents": list(self.documents), "cached_tokens": self.cached_tokens}
+        return {**asdict(self), "documents": list(self.documents)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Summary:
         swapped_out_tokens: copied from GPU to host.
         loaded_tokens: copied from host or disk to the GPU.
         computed_tokens: of all prompts.
+        prefill_s: seconds of their prefills, each as if alone on the engine.
         chunk_reused_tokens: read from stored chunks, behind other documents than those they were computed behind.
         chunk_recomputed_tokens: of the documents that were reused so, computed all the same.
         p50_decision_s, p99_decision_s: real time to look up, count, order, evict and place, for a request.
@@ -58,6 +61,7 @@ class Summary:
     swapped_out_tokens: int
     loaded_tokens: int
     computed_tokens: int
+    prefill_s: float
     chunk_reused_tokens: int
     chunk_recomputed_tokens: int
     p50_decision_s: float

@@ -1,0 +1,196 @@
+"""``ragcache advise``: what a change of an engine would bring for one's own traffic, and which documents cost most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.cures import options_as_typed
+from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.cli.output import (
+    check_outputs,
+    check_plot,
+    counting_requests,
+    output_option,
+    printable,
+    write_json,
+)
+from ragcache_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from ragcache_core.bench.page import Report, Table
+    from ragcache_core.sim.advice import Advice, Outcome
+
+_WARM_UP_SHARE = 0.2
+"""Of the requests, at the beginning, while an empty cache fills; they do not count."""
+
+
+@click.command(
+    cls=Command,
+    short_help="Say what more memory, another order or another engine would bring.",
+    examples=[
+        "ragcache serve MODEL --record-trace mine.jsonl     (for a day)",
+        "ragcache advise --log mine.jsonl --url http://127.0.0.1:8000 --cost-model profile.json",
+        "ragcache advise --log mine.jsonl --gpu-tokens 80000 --host-tokens 400000 --price 2.50",
+        "ragcache advise --log mine.jsonl --plot advice.html --output advice.json",
+    ],
+)
+@click.option(
+    "--log",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="TRACE",
+    help="Your traffic: what --record-trace wrote, or 'ragcache trace import' made of another log.",
+)
+@click.option("--url", metavar="URL", help="A running server whose tiers are the sizes now.")
+@api_key_option
+@click.option("--gpu-tokens", type=int, metavar="N", help="KV on the GPU now. [default: 40,960]")
+@click.option("--host-tokens", type=int, metavar="N", help="KV in host memory now. [default: 65,536]")
+@click.option("--disk-tokens", type=int, metavar="N", help="KV on disk now. [default: 0]")
+@click.option(
+    "--system-tokens", type=int, default=0, show_default=True, metavar="N", help="Of the prompt that all share."
+)
+@click.option(
+    "--cost-model",
+    default="a10g-mistral-7b",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="What a prefill costs: a testbed of 'ragcache simulate', or a file of 'ragcache profile --output'.",
+)
+@click.option("--max-batch", type=int, default=8, show_default=True, metavar="N", help="Requests that run at a time.")
+@click.option(
+    "--retrieval-s", type=float, default=0.08, show_default=True, metavar="S", help="How long a search takes."
+)
+@click.option(
+    "--warm-up",
+    type=int,
+    metavar="N",
+    help=f"Requests at the start that do not count. [default: {_WARM_UP_SHARE:.0%} of them]",
+)
+@click.option("--price", type=FiniteRange(min=0), metavar="P", help="Of an hour of an engine's GPUs, in any currency.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="A picture: .png, .svg or .html.")
+@output_option("Where everything goes as JSON, with the options of each simulation.")
+def advise(
+    log: Path,
+    url: str | None,
+    api_key: str | None,
+    price: float | None,
+    warm_up: int | None,
+    plot: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Simulate your traffic on the engine that you have, and again with one thing changed at a time.
+
+    Each line of the table is a run of 'ragcache simulate' over the same requests. Prefill is the GPU time in which the
+    prompts of 1,000 requests are computed; what answers cost to generate is the same for all, and not in it. Below
+    stand the documents that take most of it now.
+    """
+    from ragcache_core.sim.advice import advise as simulate_changes
+    from ragcache_core.sim.advice import changes
+    from ragcache_core.sim.options import SimulationOptions
+    from ragcache_core.sim.traces.trace import read_trace
+
+    check_plot(plot)
+    check_outputs({"--output": output, "--plot": plot}, (log, Path(settings["cost_model"])))
+    trace = read_trace(log)
+    sizes = {} if url is None else _sizes_of(url, api_key)
+    given = {name: value for name, value in settings.items() if value is not None}
+    num_warm_up = int(_WARM_UP_SHARE * len(trace)) if warm_up is None else warm_up
+    with options_as_typed(advise):
+        now = SimulationOptions(**{**sizes, **given, "warm_up": num_warm_up})
+        num_runs = 1 + sum(1 for _ in changes(now))
+        with counting_requests("simulating", num_runs * len(trace)) as report:
+            advice = simulate_changes(trace, now, price_per_hour=price, progress=report)
+    if as_json:
+        print_json(advice.to_dict())
+    else:
+        click.echo("\n\n".join(each.text() for each in tables(advice)))
+    for note in advice.notes:
+        click.echo(f"ragcache: {note}", err=True)
+    if output is not None:
+        write_json(advice.to_dict(), output)
+    if plot is not None:
+        page(advice, log.name, len(trace)).save(plot)
+    for path in (output, plot):
+        if path is not None:
+            click.echo(f"ragcache: written to {path}", err=True)
+
+
+def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
+    """Return how many tokens each tier of a server holds."""
+    import httpx
+
+    from ragcache_core.client import Engine
+    from ragcache_core.client.profiling import kv_memory
+
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        tiers = {tier.name: tier for tier in engine.stats().tiers}
+        if "gpu" not in tiers:
+            raise EngineError(
+                f"the server at {url} is plain vLLM and has no tiers: give --gpu-tokens and --host-tokens"
+            )
+        page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=10.0).raise_for_status().text
+    _, num_gpu_tokens = kv_memory(page)
+    bytes_per_token = tiers["gpu"].capacity_bytes / num_gpu_tokens
+    return {f"{name}_tokens": int(tier.capacity_bytes / bytes_per_token) for name, tier in tiers.items()}
+
+
+def tables(advice: Advice) -> list[Table]:
+    """Return the changes, those that shorten the time to first token most first, and the dearest documents."""
+    from ragcache_core.bench.page import Table
+
+    has_price = any(outcome.saved is not None for outcome in advice.outcomes)
+    heads = ["", "mean TTFT", "p99", "found", "prefill of 1,000", *(["saved on 1,000,000"] if has_price else []), ""]
+    rows = [list(_cells(outcome, advice.now, has_price)) for outcome in (advice.now, *_best_first(advice))]
+    documents = [
+        [printable(cost.doc_id), f"{cost.num_tokens:,}", f"{cost.num_uses:,}", f"{cost.num_misses:,}",
+         f"{cost.prefill_s:.1f} s"]
+        for cost in advice.documents
+    ]  # fmt: skip
+    return [
+        Table("", heads, rows),
+        Table("", ["dearest documents", "tokens", "retrieved", "computed", "GPU time"], documents),
+    ]
+
+
+def page(advice: Advice, log: str, num_requests: int) -> Report:
+    """Return the tables below a picture of mean TTFT and prefill time by change."""
+    from ragcache_core.bench.page import Report
+    from ragcache_core.bench.plots import bars
+
+    outcomes = (advice.now, *_best_first(advice))
+    ttft = {outcome.change.name: {"mean TTFT": outcome.mean_ttft_s} for outcome in outcomes}
+    prefill = {outcome.change.name: {"prefill": outcome.prefill_s} for outcome in outcomes}
+    return Report(
+        "What changes would bring",
+        [f"{num_requests:,} requests of {log}, simulated on one engine with one thing changed at a time."],
+        [
+            bars("Mean time to first token", "mean TTFT, s", ttft),
+            bars("Prefill of 1,000 requests", "GPU time, s", prefill),
+        ],
+        tables(advice),
+        notes=advice.notes,
+        options=advice.now.change.options.to_dict(),
+    )
+
+
+def _best_first(advice: Advice) -> list[Outcome]:
+    return sorted(advice.outcomes, key=lambda outcome: outcome.mean_ttft_s)
+
+
+def _cells(outcome: Outcome, now: Outcome, has_price: bool) -> Iterator[str]:
+    change = outcome.change
+    yield change.name
+    yield f"{outcome.mean_ttft_s:.3f} s"
+    yield f"{outcome.p99_ttft_s:.3f} s"
+    yield f"{outcome.token_hit_rate:.1%}"
+    yield f"{outcome.prefill_s:.1f} s" + ("" if outcome is now else f" ({outcome.prefill_s / now.prefill_s - 1:+.0%})")
+    if has_price:
+        yield "" if outcome.saved is None else f"{outcome.saved:,.2f}"
+    yield change.caveat

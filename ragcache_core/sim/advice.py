@@ -1,0 +1,218 @@
+"""What a change of an engine would bring for one's own traffic, and which documents cost most: by simulation.
+
+Every line is a run of :func:`~ragcache_core.sim.simulator.simulate` over the same requests, with one thing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from zlib import crc32
+
+import numpy as np
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.result import SimulationResult
+from ragcache_core.sim.simulator import simulate
+from ragcache_core.sim.traces.trace import Trace
+from ragcache_core.types import DocId
+
+CHUNK_REUSE = 0.3
+"""The fraction of a reused chunk that is computed again, Cache-Craft's own setting (seed 004, section 5)."""
+_DISK_FOR_HOST = 8
+"""The disk that is tried where there is none, in sizes of host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that is otherwise than now.
+
+    Attributes:
+        name: as it is shown.
+        options: of each engine.
+        num_engines: among which requests are divided by their first document.
+        num_fewer: documents that each prompt has less, as long as one is left.
+        caveat: what the figures do not say.
+    """
+
+    name: str
+    options: SimulationOptions
+    num_engines: int = 1
+    num_fewer: int = 0
+    caveat: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a change.
+
+    Attributes:
+        mean_ttft_s, p99_ttft_s: seconds from a request's arrival to its first token, its search included.
+        token_hit_rate: share of the documents' tokens that lay in some tier.
+        prefill_s: GPU seconds in which the prompts of 1,000 requests are computed.
+        saved: what of these a price saves against now, for a million requests; None without a price.
+    """
+
+    change: Change
+    mean_ttft_s: float
+    p99_ttft_s: float
+    token_hit_rate: float
+    prefill_s: float
+    saved: float | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data; ``options`` are what ``ragcache simulate`` takes."""
+        data = asdict(self)
+        del data["change"]
+        change = {**asdict(self.change), "options": self.change.options.to_dict()}
+        return {**change, **data}
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentCost:
+    """A document, how often it was retrieved and how often computed, and the GPU seconds which that took."""
+
+    doc_id: DocId
+    num_tokens: int
+    num_uses: int
+    num_misses: int
+    prefill_s: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """``now`` and what changes of it would bring, and the documents that cost most now, dearest first."""
+
+    now: Outcome
+    outcomes: tuple[Outcome, ...]
+    documents: tuple[DocumentCost, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {
+            "now": self.now.to_dict(),
+            "changes": [outcome.to_dict() for outcome in self.outcomes],
+            "documents": [document.to_dict() for document in self.documents],
+            "notes": list(self.notes),
+        }
+
+
+def changes(now: SimulationOptions) -> Iterator[Change]:
+    """Yield what is worth asking of an engine with the options ``now``."""
+    if now.host_tokens:
+        yield Change("GPU memory alone", replace(now, host_tokens=0, disk_tokens=0, chunk_reuse=None))
+        for times in (2, 4):
+            yield Change(f"host memory x {times}", replace(now, host_tokens=times * now.host_tokens))
+        disk_tokens = 2 * now.disk_tokens or _DISK_FOR_HOST * now.host_tokens
+        name = "disk x 2" if now.disk_tokens else f"a disk of {_DISK_FOR_HOST} x host memory"
+        yield Change(name, replace(now, disk_tokens=disk_tokens))
+    else:
+        yield Change("host memory as large as the GPU's", replace(now, host_tokens=now.gpu_tokens))
+    if now.order != "cache_aware":
+        yield Change("cache-aware document order", replace(now, order="cache_aware"), caveat="answers may change")
+    if now.queue != "cache-aware":
+        yield Change("cache-aware queue", replace(now, queue="cache-aware"))
+    if now.speculation == "none":
+        yield Change("speculation during the search", replace(now, speculation="dynamic"))
+    if now.chunk_reuse is None and now.host_tokens:
+        reused = replace(now, chunk_reuse=CHUNK_REUSE)
+        yield Change(f"chunk reuse, {CHUNK_REUSE:.0%} computed again", reused, caveat="answers are approximate")
+    yield Change("a document less in each prompt", now, num_fewer=1, caveat="answers may change")
+    yield Change("a second engine", now, num_engines=2, caveat="twice the machines")
+
+
+def advise(
+    trace: Trace,
+    now: SimulationOptions,
+    *,
+    price_per_hour: float | None = None,
+    num_documents: int = 10,
+    progress: Callable[[int], object] | None = None,
+) -> Advice:
+    """Return what ``trace`` costs on an engine with the options ``now``, and what each of :func:`changes` makes of it.
+
+    Args:
+        price_per_hour: of an engine's GPUs, in any currency.
+        progress: told how many more requests are done, of ``len(trace)`` for each change and for now.
+
+    Raises:
+        ConfigError: the options do not fit the trace, or the price is negative.
+    """
+    if price_per_hour is not None and not 0.0 <= price_per_hour < float("inf"):
+        raise ConfigError(f"the price of an hour is {price_per_hour:g}: give 0 or more")
+    baseline = simulate(trace, now, progress=progress, keeps_requests=True)
+    first = _outcome(Change("now", now), [baseline])
+    outcomes = []
+    for change in changes(now):
+        results = [
+            simulate(part, options, progress=progress, keeps_requests=True) for part, options in _parts(trace, change)
+        ]
+        outcome = _outcome(change, results)
+        if price_per_hour is not None:
+            saved_s = first.prefill_s - outcome.prefill_s  # of 1,000 requests
+            outcome = replace(outcome, saved=saved_s * 1000 / 3600 * price_per_hour)
+        outcomes.append(outcome)
+    return Advice(first, tuple(outcomes), tuple(_dearest(trace, baseline, num_documents)), baseline.notes)
+
+
+def _parts(trace: Trace, change: Change) -> Iterator[tuple[Trace, SimulationOptions]]:
+    """Yield the requests of each engine, in which those of the warm-up are the first as in the whole."""
+    options, requests = change.options, list(trace)
+    if change.num_fewer:
+        kept = [max(len(request.doc_ids) - change.num_fewer, min(len(request.doc_ids), 1)) for request in requests]
+        requests = [
+            replace(request, doc_ids=request.doc_ids[:count], doc_tokens=request.doc_tokens[:count])
+            for request, count in zip(requests, kept, strict=True)
+        ]
+    for engine in range(change.num_engines):
+        own = [
+            number
+            for number, request in enumerate(requests)
+            if crc32("".join(request.doc_ids[:1]).encode()) % change.num_engines == engine
+        ]
+        num_warm_up = sum(number < options.warm_up for number in own)
+        if num_warm_up < len(own):
+            yield Trace.from_requests(requests[number] for number in own), replace(options, warm_up=num_warm_up)
+
+
+def _outcome(change: Change, results: Sequence[SimulationResult]) -> Outcome:
+    summaries = [result.summary for result in results]
+    num_requests = sum(summary.num_requests for summary in summaries)
+    ttft_s = np.concatenate(
+        [[record.ttft_s for record in (result.requests or ())[result.options.warm_up :]] for result in results]
+    )
+    weights = [summary.num_requests / num_requests for summary in summaries]
+    return Outcome(
+        change,
+        mean_ttft_s=float(ttft_s.mean()),
+        p99_ttft_s=float(np.percentile(ttft_s, 99)),
+        token_hit_rate=sum(w * summary.token_hit_rate for w, summary in zip(weights, summaries, strict=True)),
+        prefill_s=1000 * sum(summary.prefill_s for summary in summaries) / num_requests,
+    )
+
+
+def _dearest(trace: Trace, result: SimulationResult, num_documents: int) -> list[DocumentCost]:
+    """Return the documents whose tokens took most seconds to compute: each its share of its prompts' prefills."""
+    assert result.requests is not None
+    costs: dict[DocId, DocumentCost] = {}
+    for number, (request, record) in enumerate(zip(trace, result.requests, strict=True)):
+        if number < result.options.warm_up:
+            continue
+        missed = [found == "miss" for found in record.documents]
+        num_missed_tokens = sum(n for n, is_missed in zip(request.doc_tokens, missed, strict=True) if is_missed)
+        per_token_s = record.prefill_s / max(num_missed_tokens + request.question_tokens, 1)
+        for doc_id, num_tokens, is_missed in zip(request.doc_ids, request.doc_tokens, missed, strict=True):
+            cost = costs.get(doc_id) or DocumentCost(doc_id, num_tokens, 0, 0, 0.0)
+            costs[doc_id] = replace(
+                cost,
+                num_uses=cost.num_uses + 1,
+                num_misses=cost.num_misses + is_missed,
+                prefill_s=cost.prefill_s + is_missed * num_tokens * per_token_s,
+            )
+    return sorted(costs.values(), key=lambda cost: (-cost.prefill_s, cost.doc_id))[:num_documents]
