@@ -22,6 +22,7 @@ from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
+DEPLOYMENT = ROOT / "examples" / "deployment"
 ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 HOW_IT_WORKS = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
 OVERLAP = (DOCS / "overlap.md").read_text(encoding="utf-8")
@@ -71,11 +72,12 @@ def test_every_setting_of_the_cache_is_explained_with_its_option() -> None:
 
 
 def test_containers_run_commands_that_are_understood_and_probe_what_answers_without_a_key() -> None:
-    page = (DOCS / "containers.md").read_text(encoding="utf-8")
-    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", page, re.MULTILINE)
-    program, command, *options = json.loads(entry)
-    assert (program, command) == ("ragcache", "serve")
-    compose, kubernetes = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    for dockerfile in DEPLOYMENT.glob("Dockerfile*"):
+        (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
+        program, command, *options = json.loads(entry)
+        assert (program, command) == ("ragcache", "serve")
+    texts = [(DEPLOYMENT / name).read_text(encoding="utf-8") for name in ("compose.yaml", "kubernetes/engine.yaml")]
+    compose, kubernetes = map(yaml.safe_load, texts)
     service, pod = compose["services"]["engine"], kubernetes["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     graces = int(service["stop_grace_period"].removesuffix("s")), pod["terminationGracePeriodSeconds"]
@@ -87,9 +89,19 @@ def test_containers_run_commands_that_are_understood_and_probe_what_answers_with
     assert port == given["port"]
     probes = [container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
     assert {probe["port"] for probe in probes} == {port}
-    paths = {probe["path"] for probe in probes} | set(re.findall(r"127\.0\.0\.1:8000(/\w+)", page))
+    paths = {probe["path"] for probe in probes} | set(re.findall(r"127\.0\.0\.1:8000(/\w+)", texts[0]))
     assert paths == {"/ready", "/health"}
     assert paths <= OPEN_PATHS
+
+
+def test_every_file_that_a_deployment_mounts_or_builds_from_is_there() -> None:
+    compose = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8"))
+    mounted = [volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]]
+    files = [source for source in mounted if source.endswith((".yml", ".yaml", ".json"))]
+    assert len(files) >= 5
+    assert [source for source in files if not (DEPLOYMENT / source).is_file()] == []
+    listed = yaml.safe_load((DEPLOYMENT / "kubernetes" / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
+    assert {*listed, "kustomization.yaml"} == {path.name for path in (DEPLOYMENT / "kubernetes").iterdir()}
 
 
 def test_every_series_of_ours_is_listed() -> None:
