@@ -255,19 +255,21 @@ def may_change_weights(method: object, *, is_paused: bool) -> bool:
     return (is_paused or says_so) and method not in _LEAVES_WEIGHTS
 
 
-async def call_confirm(engine_client: Any, speculation_id: str) -> dict[str, Any] | None:
+async def call_confirm(engine_client: Any, speculation_id: str) -> list[dict[str, Any] | None]:
     """Call what :func:`attach_utilities` attached in the engine's process; it answers when the running step is done.
 
-    Of several data-parallel engines the answer is the first one's.
+    There is an answer of each of several data-parallel engines, in their order.
     """
-    report: dict[str, Any] | None = await engine_client.engine_core.call_utility_async(_CONFIRM, speculation_id)
-    return report
+    reports: list[dict[str, Any] | None] = await engine_client.engine_core.call_utility_all_async(
+        _CONFIRM, speculation_id
+    )
+    return reports
 
 
-async def call_report(engine_client: Any) -> dict[str, Any]:
-    """Return the report of the engine's scheduler, as :func:`call_confirm` gets one."""
-    report: dict[str, Any] = await engine_client.engine_core.call_utility_async(_REPORT)
-    return report
+async def call_report(engine_client: Any) -> list[dict[str, Any]]:
+    """Return the reports of the engines' schedulers, as :func:`call_confirm` gets them."""
+    reports: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_REPORT)
+    return reports
 
 
 async def call_cached_paths(engine_client: Any, cursor: str) -> dict[str, Any]:

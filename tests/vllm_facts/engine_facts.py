@@ -226,7 +226,9 @@ def facts() -> dict[str, object]:
         "request_states": [compat.RequestStatus.PREEMPTED.name, compat.RequestStatus.WAITING_FOR_STREAMING_REQ.name],
         "utility": [
             "method(*self._convert_msgspec_args(method, args))" in inspect.getsource(EngineCoreProc),
-            parameters(AsyncMPClient.call_utility_async),
+            parameters(AsyncMPClient.call_utility_all_async),
+            "for engine in self.core_engines" in inspect.getsource(AsyncMPClient.call_utility_all_async),
+            "engine_idxs=self.engine_core.engine_ranks_managed" in inspect.getsource(AsyncLLM.__init__),
             sets(compat.EngineCore, "scheduler"),
             sets(AsyncLLM, "engine_core"),
         ],

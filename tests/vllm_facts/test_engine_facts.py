@@ -220,9 +220,10 @@ def test_the_scheduler_makes_room_as_we_ask(facts: dict[str, Any]) -> None:
 
 
 def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(facts: dict[str, Any]) -> None:
-    assert facts["utility"] == [True, ["self", "method", "args"], ["scheduler"], ["engine_core"]], (
-        "compat.attach_utilities() adds methods to EngineCore, others there call them: find the new way"
-    )
+    assert facts["utility"] == [
+        *(True, ["self", "method", "args"], True, True),
+        *(["scheduler"], ["engine_core"]),
+    ], "compat.attach_utilities() adds methods to EngineCore, others there call them, of each engine: find the new way"
 
 
 def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(facts: dict[str, Any]) -> None:

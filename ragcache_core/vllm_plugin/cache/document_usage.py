@@ -9,7 +9,7 @@ from heapq import nsmallest
 from ragcache_core.tree import KnowledgeTree, PathSegment
 from ragcache_core.types import DocId, Tier
 
-_MAX_HOTTEST = 10
+MAX_HOTTEST = 10
 _MAX_COUNTED = 1024
 
 
@@ -48,7 +48,7 @@ class DocumentUses:
 
     def hottest(self) -> list[dict[str, object]]:
         """Return the documents used most, as the engine's stats route has them; see ``client/stats/cache_stats.py``."""
-        hottest = nsmallest(_MAX_HOTTEST, self._uses.items(), key=lambda item: (-item[1].num_uses, item[0]))
+        hottest = nsmallest(MAX_HOTTEST, self._uses.items(), key=lambda item: (-item[1].num_uses, item[0]))
         return [
             {
                 "doc_id": doc_id,

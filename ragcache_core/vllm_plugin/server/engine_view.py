@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.vllm_plugin.server.notifier import Notifier
 from ragcache_core.vllm_plugin.server.series import ENGINE
+from ragcache_core.vllm_plugin.server.several_engines import merged_report
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
@@ -45,7 +46,7 @@ class Received:
         self._num_pending: dict[int, int] = {}
         self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
-        self._first_engine = 0
+        self._indices: Sequence[int] = (0,)
         self._observe: Callable[[dict[str, Any], int], None] = self.add
         self._lock = threading.Lock()
 
@@ -53,14 +54,14 @@ class Received:
         self,
         settings: PluginSettings,
         observe: Callable[[dict[str, Any], int], None] | None = None,
-        first_engine: int = 0,
+        engines: Sequence[int] = (0,),
     ) -> None:
-        """Have an empty report until the first engine is asked for one, when the server is nearly ready.
+        """Have an empty report until the ``engines`` are asked for one, when the server is nearly ready.
 
-        ``observe`` takes in what the first engine says otherwise than with a step, and calls :meth:`add`. One server of
-        several may have none but a later engine, which then is its ``first_engine``.
+        ``observe`` takes in what an engine says otherwise than with a step, and calls :meth:`add`. One server of
+        several may have none but later engines.
         """
-        self._first_engine = first_engine
+        self._indices = sorted(engines)
         if observe is not None:
             self._observe = observe
         zeros = dict.fromkeys(ENGINE, 0)
@@ -73,9 +74,16 @@ class Received:
             "hottest_documents": [],
         }
 
-    def tell(self, report: dict[str, Any]) -> None:
-        """Take in a report of the first engine that came without a step, because it was asked for or nothing ran."""
-        self._observe({"engine": report}, self._first_engine)
+    @property
+    def num_engines(self) -> int:
+        """The number of data-parallel engines behind this server."""
+        return len(self._indices)
+
+    def tell(self, reports: Sequence[dict[str, Any] | None]) -> None:
+        """Take in what each engine, or None, reported without a step, because it was asked to or nothing ran."""
+        for engine, report in zip(self._indices, reports, strict=True):
+            if report is not None:
+                self._observe({"engine": report}, engine)
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:
         """Take in the statistics of a step."""
@@ -120,14 +128,14 @@ class Received:
         return None if wait is None or wait.num_told <= after else wait
 
     def engine(self) -> dict[str, Any] | None:
-        """Return the latest report; of several data-parallel engines, that of the first."""
+        """Return the latest report; of several data-parallel engines, what they say together."""
         with self._lock:
-            return self._engines[min(self._engines)] if self._engines else self._before_the_first
+            return merged_report([*self._engines.values()]) if self._engines else self._before_the_first
 
     def load(self) -> dict[str, Any] | None:
         """Return whether a speculative request would be admitted, as of the last step; None without RAGCache.
 
-        Of several data-parallel engines all must admit it: which of them serves a request is vLLM's choice. An engine
+        Of several data-parallel engines all must admit it: which of them would serve it is not known yet. An engine
         that has not said anything is idle.
         """
         with self._lock:

@@ -32,7 +32,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = settings_in_force(extra_config)
-        received.begin(settings, self.observe, min(per_engine_labelvalues))
+        received.begin(settings, self.observe, [*per_engine_labelvalues])
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config and why_alone() is None

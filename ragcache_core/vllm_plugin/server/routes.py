@@ -99,8 +99,7 @@ async def confirm(speculation_id: str, request: Request) -> None:
     """Make a speculation's requests real, those to come as well; an unknown id does no harm."""
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    if report := await call_confirm(request.app.state.ragcache_engine_client, speculation_id):
-        received.tell(report)
+    received.tell(await call_confirm(request.app.state.ragcache_engine_client, speculation_id))
 
 
 @router.get("/tokenizer")

@@ -27,11 +27,12 @@ def test_the_first_report_of_an_engine_takes_the_empty_ones_place() -> None:
 
 def test_what_an_idle_engine_says_without_a_step_is_its_report() -> None:
     received, observed = Received(), list[object]()
-    received.begin(PluginSettings(policy="pgdsf"), lambda *said: observed.append(said), first_engine=2)
-    received.tell({"num_requests": 1})
-    assert observed == [({"engine": {"num_requests": 1}}, 2)]
+    received.begin(PluginSettings(policy="pgdsf"), lambda *said: observed.append(said), engines=[3, 2])
+    received.tell([{"num_requests": 1}, None])
+    received.tell([None, {"num_requests": 2}])
+    assert observed == [({"engine": {"num_requests": 1}}, 2), ({"engine": {"num_requests": 2}}, 3)]
     received = Received()
-    received.tell({"num_requests": 1})
+    received.tell([{"num_requests": 1}])
     assert received.engine() == {"num_requests": 1}
 
 

@@ -1,0 +1,40 @@
+"""Several data-parallel engines behind one server, which answers for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragcache_core.vllm_plugin.server.several_engines import merged_report
+
+
+def report(**figures: Any) -> dict[str, Any]:
+    tier = {"name": "gpu", "capacity_bytes": 100, "num_hit_tokens": 32, "is_enabled": True}
+    use = {"doc_id": "a", "frequency": 2, "num_tokens": 64, "tiers": ["host"]}
+    return {
+        "policy": "pgdsf",
+        "num_requests": 3,
+        "max_overtaken": 1,
+        "tiers": [tier],
+        "hottest_documents": [use],
+        **figures,
+    }
+
+
+def test_figures_of_several_engines_add_up() -> None:
+    disk = {"name": "disk", "capacity_bytes": 7, "num_hit_tokens": 0, "is_enabled": False}
+    others = [
+        {"doc_id": "b", "frequency": 9, "num_tokens": 32, "tiers": []},
+        {"doc_id": "a", "frequency": 1, "num_tokens": 96, "tiers": ["gpu"]},
+    ]
+    second = report(num_requests=4, max_overtaken=0, hottest_documents=others, chunks={"num_chunks": 2, "is_on": False})
+    second["tiers"] = [{**second["tiers"][0], "num_hit_tokens": 64, "is_enabled": False}, disk]
+    merged = merged_report([report(chunks={"num_chunks": 1, "is_on": True}), second])
+    assert merged == {
+        "policy": "pgdsf",
+        "num_requests": 7,
+        "max_overtaken": 1,
+        "chunks": {"num_chunks": 3, "is_on": False},
+        "tiers": [{"name": "gpu", "capacity_bytes": 200, "num_hit_tokens": 96, "is_enabled": False}, disk],
+        "hottest_documents": [others[0], {"doc_id": "a", "frequency": 3, "num_tokens": 96, "tiers": ["gpu", "host"]}],
+    }
+    assert merged_report([second]) is second
