@@ -21,8 +21,8 @@ DocumentOrder = Literal["retrieval", "canonical", "cache_aware"]
 DOCUMENT_ORDERS: tuple[DocumentOrder, ...] = ("retrieval", "canonical", "cache_aware")
 MAX_PATH_DOCUMENTS = 32
 """Documents of a prompt that are mirrored, from the first on; those behind them hardly find the same 32 in front."""
-PATHS_VERSION = 2
-"""Of what an engine says about cached paths."""
+PATHS_VERSION = 3
+"""Of what a server says about cached paths."""
 
 _DIGEST_BYTES = 16
 _MAX_PATHS = 200_000
@@ -120,19 +120,27 @@ class CachedPaths:
                 break
         return num_tokens
 
-    def best_order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...]:
-        """Return the permutation of ``documents`` with the longest cached prefix; of equal ones, the first in order.
-
-        Without a ``prefix`` that is the best after any of the static prefixes that changed last. Where very many
-        orders are cached the search ends early, with the best that it has seen: it begins with the longest.
-        """
-        search = _Search(documents, keep_first)
+    def after(self, prefix: bytes | None) -> Iterable[Mapping[DocPath, _Cached]]:
+        """Return what is cached after a static prefix; for none, after each of those that changed last."""
         if prefix is None:
-            for paths in islice(reversed(self._by_prefix.values()), _MAX_PREFIXES):
-                search.walk(paths)
-        elif (known := self._by_prefix.get(prefix)) is not None:
-            search.walk(known)
-        return search.best
+            return islice(reversed(self._by_prefix.values()), _MAX_PREFIXES)
+        return (known,) if (known := self._by_prefix.get(prefix)) is not None else ()
+
+
+def best_order(
+    caches: Iterable[CachedPaths], documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool
+) -> tuple[int, ...]:
+    """Return the permutation of ``documents`` with the longest prefix that one of the ``caches`` has.
+
+    Of equal ones it is the first in order. Without a ``prefix`` that is the best after any of the static prefixes that
+    changed last. Where very many orders are cached the search ends early, with the best that it has seen: it begins
+    with the longest.
+    """
+    search = _Search(documents, keep_first)
+    for cache in caches:
+        for paths in cache.after(prefix):
+            search.walk(paths)
+    return search.best
 
 
 def arrange(
@@ -161,7 +169,8 @@ def arrange(
             kept = 1 if keep_first else 0
             return (*identity[:kept], *sorted(identity[kept:], key=lambda i: documents[i]))
         case "cache_aware":
-            return identity if paths is None else paths.best_order(documents, prefix=prefix, keep_first=keep_first)
+            caches = () if paths is None else (paths,)
+            return best_order(caches, documents, prefix=prefix, keep_first=keep_first)
     raise ValueError(f"document_order is {order!r}; it must be one of {', '.join(DOCUMENT_ORDERS)}")
 
 

@@ -272,9 +272,9 @@ async def call_report(engine_client: Any) -> list[dict[str, Any]]:
     return reports
 
 
-async def call_cached_paths(engine_client: Any, cursor: str) -> dict[str, Any]:
-    """Return what is cached by ``PrefixPublisher.changes``, as :func:`call_confirm` gets an answer."""
-    changes: dict[str, Any] = await engine_client.engine_core.call_utility_async(_PATHS, cursor)
+async def call_cached_paths(engine_client: Any, cursor: str) -> list[dict[str, Any]]:
+    """Return what each engine has cached by ``PrefixPublisher.changes``, as :func:`call_confirm` gets answers."""
+    changes: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PATHS, cursor)
     return changes
 
 

@@ -24,14 +24,13 @@ def keep_cached(server: ScriptedServer, engine: Engine, *orders: tuple[Seen, str
     assert until(lambda: engine.arrange_documents(told, "cache_aware").is_reordered)
 
 
-def all_cached(changes: Iterable[PathChange], cursor: str = "0.0") -> dict[str, Any]:
-    """Return an answer of the engine's that says all there is."""
+def all_cached(*engines: Iterable[PathChange], cursor: str = "0.0", is_reset: bool = True) -> dict[str, Any]:
+    """Return an answer of the server's that says all there is, of each engine."""
     return {
         "version": PATHS_VERSION,
         "cursor": cursor,
-        "is_reset": True,
         "is_complete": True,
-        "changes": encode_changes(changes),
+        "engines": [{"is_reset": is_reset, "changes": encode_changes(changes)} for changes in engines],
     }
 
 

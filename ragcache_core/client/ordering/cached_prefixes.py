@@ -13,7 +13,7 @@ from weakref import WeakSet
 import httpx
 
 from ragcache_core.client.http.background_loop import BackgroundLoop
-from ragcache_core.ordering import PATHS_VERSION, CachedPaths, arrange
+from ragcache_core.ordering import PATHS_VERSION, CachedPaths, best_order
 from ragcache_core.types import DocId
 
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
@@ -45,7 +45,7 @@ class CachedPrefixes:
         _all.add(self)
 
     def _start_anew(self) -> None:
-        self._paths: CachedPaths | None = None
+        self._engines: list[CachedPaths] | None = None
         self._lock = threading.Lock()
         self._starting = threading.Lock()
         self._thread: BackgroundLoop | None = None
@@ -53,7 +53,7 @@ class CachedPrefixes:
     @property
     def is_current(self) -> bool:
         """Whether the engine's cache is known as it was a moment ago."""
-        return self._paths is not None
+        return self._engines is not None
 
     def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
         """Return the order whose prefix is cached the furthest; None where that is not known (yet).
@@ -63,9 +63,9 @@ class CachedPrefixes:
         if self._thread is None:
             self._start()
         with self._lock:
-            if self._paths is None:
+            if self._engines is None:
                 return None
-            return arrange(documents, "cache_aware", self._paths, prefix=prefix, keep_first=keep_first)
+            return best_order(self._engines, documents, prefix=prefix, keep_first=keep_first)
 
     def close(self) -> None:
         """End the thread and its connection. May be called again."""
@@ -96,21 +96,22 @@ class CachedPrefixes:
                 )
                 pause_s = _FIRST_PAUSE_S if self.is_current else min(2 * pause_s, _LAST_PAUSE_S)
             finally:
-                self._paths = None
+                self._engines = None
             await asyncio.sleep(pause_s)
 
     async def _read(self, client: httpx.AsyncClient) -> None:
-        """Keep a copy until an answer is missing or makes no sense."""
-        cursor, paths = "", CachedPaths()
+        """Keep a copy of each data-parallel engine's until an answer is missing or makes no sense."""
+        cursor, engines = "", list[CachedPaths]()
         while True:
             answer = await self._ask(client, cursor)
-            if answer["is_reset"]:
-                paths = CachedPaths()  # until it is complete, the one before serves
+            told = answer["engines"]  # what was before a reset serves until all is complete
+            engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(told)]
             cursor = str(answer["cursor"])
             with self._lock:
-                paths.apply(answer["changes"])
+                for paths, each in zip(engines, told, strict=True):
+                    paths.apply(each["changes"])
                 if answer["is_complete"]:
-                    self._paths = paths
+                    self._engines = engines
             await asyncio.sleep(_ASK_EVERY_S if answer["is_complete"] else 0)
 
     async def _ask(self, client: httpx.AsyncClient, cursor: str) -> dict[str, Any]:

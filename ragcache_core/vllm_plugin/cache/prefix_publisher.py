@@ -2,11 +2,12 @@
 
 ::
 
-    GET /v1/ragcache/cached_paths?cursor=      ->  {"cursor": "5f0c.2", "is_reset": true, "is_complete": true,
-                                                    "changes": [[prefix, [document, ...], tokens, is whole], ...]}
-    GET /v1/ragcache/cached_paths?cursor=5f0c.2 -> what has changed since
+    changes("")       ->  {"cursor": "5f0c.2", "is_reset": true, "is_complete": true,
+                           "changes": [[prefix, [document, ...], tokens, is whole], ...]}
+    changes("5f0c.2") ->  what has changed since
 
-The tree's changes are followed while somebody asks for them. What each path consists of is known from requests.
+The server joins the answers of its engines (``server/several_engines.py``). The tree's changes are followed while
+somebody asks for them. What each path consists of is known from requests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 
 from ragcache_core.ordering import (
     MAX_PATH_DOCUMENTS,
-    PATHS_VERSION,
     DocPath,
     PathChange,
     encode_changes,
@@ -122,20 +122,20 @@ class PrefixPublisher:
     def changes(self, cursor: str) -> dict[str, object]:
         """Return what has changed since the answer that ended with ``cursor``, or all there is after none.
 
-        What is too much for one answer comes with the next one, until it ``is_complete``.
+        What is too much for one answer comes with the next one, until it ``is_complete``. A cursor may be those of
+        several engines: the one with this log's epoch counts.
         """
         if self._changed is None:
             self._follow()
         elif len(self._log) > max(2 * len(self._paths), _MIN_LOG):
             self._begin_log()
         self._look()
-        epoch, _, number = cursor.partition(".")
-        is_reset = epoch != self._epoch
-        start = 0 if is_reset else int(number)
+        numbers = dict(each.split(".") for each in cursor.split("-") if each)
+        is_reset = self._epoch not in numbers
+        start = int(numbers.get(self._epoch, 0))
         changes = self._log[start : start + _MAX_AT_ONCE]
         end = start + len(changes)
         return {
-            "version": PATHS_VERSION,
             "cursor": f"{self._epoch}.{end}",
             "is_reset": is_reset,
             "is_complete": end >= len(self._log) and not self._unsaid,

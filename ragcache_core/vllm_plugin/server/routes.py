@@ -22,12 +22,13 @@ from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
+from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
 
 logger = init_logger(f"vllm.{__name__}")
 
 _PATIENCE_S = 0.5
-_CURSOR = r"^([0-9a-f]{1,16}\.[0-9]{1,12})?$"
+_CURSOR = r"^([0-9a-f]{1,16}\.[0-9]{1,12}(-[0-9a-f]{1,16}\.[0-9]{1,12}){0,1023})?$"
 
 router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
 probes = APIRouter(tags=["ragcache"])
@@ -59,11 +60,11 @@ async def stats() -> dict[str, Any]:
 async def cached_paths(request: Request, cursor: Annotated[str, Query(pattern=_CURSOR)] = "") -> Response:
     """Return which documents are cached after which others, as far as that has changed since ``cursor``.
 
-    The engine is asked, between two steps; of several data-parallel engines the first.
+    The engine is asked, between two steps; of several data-parallel engines each.
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    changes = await call_cached_paths(request.app.state.ragcache_engine_client, cursor)
+    changes = joined_changes(await call_cached_paths(request.app.state.ragcache_engine_client, cursor))
     return Response(json.dumps(changes, separators=(",", ":")), media_type="application/json")
 
 

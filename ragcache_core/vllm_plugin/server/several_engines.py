@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ragcache_core.ordering import PATHS_VERSION
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.document_usage import MAX_HOTTEST
 
@@ -31,6 +32,24 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "max_overtaken": max(report["max_overtaken"] for report in reports),
         "tiers": [*tiers.values()],
         "hottest_documents": sorted(uses.values(), key=lambda use: (-use["frequency"], use["doc_id"]))[:MAX_HOTTEST],
+    }
+
+
+def joined_changes(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what engines say of their cached paths, side by side: an order is worth what one of them has of it.
+
+    ::
+
+        GET /v1/ragcache/cached_paths?cursor=             ->  {"version": 3, "cursor": "5f0c.2-77ab.9",
+                                                               "is_complete": true, "engines": [
+                                                                   {"is_reset": true, "changes": [...]}, ...]}
+        GET /v1/ragcache/cached_paths?cursor=5f0c.2-77ab.9 -> what has changed since
+    """
+    return {
+        "version": PATHS_VERSION,
+        "cursor": "-".join(answer["cursor"] for answer in answers),
+        "is_complete": all(answer["is_complete"] for answer in answers),
+        "engines": [{"is_reset": answer["is_reset"], "changes": answer["changes"]} for answer in answers],
     }
 
 

@@ -168,14 +168,14 @@ async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_sa
     assert (await routes.stats())["tiers"] == []
 
 
-async def test_who_asks_what_is_cached_is_answered_by_the_engine(received: Received) -> None:
-    engine = Engine()
+async def test_who_asks_what_is_cached_is_answered_by_all_engines(received: Received) -> None:
+    engines = [Engine(), Engine()]
 
-    async def call_utility_async(name: str, cursor: str) -> object:
+    async def call_utility_all_async(name: str, cursor: str) -> list[object]:
         assert name == "ragcache_cached_paths"
-        return engine.controller.paths.changes(cursor)
+        return [engine.controller.paths.changes(cursor) for engine in engines]
 
-    engine_client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_async=call_utility_async))
+    engine_client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async))
     state = SimpleNamespace(ragcache_engine_client=engine_client)
     request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
     with pytest.raises(HTTPException, match="without RAGCache"):
@@ -183,7 +183,8 @@ async def test_who_asks_what_is_cached_is_answered_by_the_engine(received: Recei
     Server()
     first = json.loads((await routes.cached_paths(request)).body)
     again = json.loads((await routes.cached_paths(request, first["cursor"])).body)
-    assert [(answer["is_reset"], answer["is_complete"]) for answer in (first, again)] == [(True, True), (False, True)]
+    assert first["is_complete"]
+    assert [[each["is_reset"] for each in answer["engines"]] for answer in (first, again)] == [[True] * 2, [False] * 2]
 
 
 def test_what_became_of_chunks_is_counted_in_series_of_its_own() -> None:

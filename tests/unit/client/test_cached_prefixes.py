@@ -103,8 +103,8 @@ class PathServer:
         is_reset = known is None or int(known[1]) != self._epoch
         start = 0 if is_reset or known is None else int(known[2])
         end = min(start + 1, len(self._changes))
-        answer = all_cached(self._changes[start:end], f"{self._epoch}.{end}")
-        return json.dumps({**answer, "is_reset": is_reset, "is_complete": end == len(self._changes)}).encode()
+        answer = all_cached(self._changes[start:end], cursor=f"{self._epoch}.{end}", is_reset=is_reset)
+        return json.dumps({**answer, "is_complete": end == len(self._changes)}).encode()
 
 
 class Door(OrderingClient):
@@ -177,6 +177,17 @@ def test_what_changes_is_followed() -> None:
         until(lambda: door.ids(A, B, C) == "bac")
 
 
+def test_of_several_engines_the_order_that_one_of_them_has_counts() -> None:
+    """What the one has of `a` is no use to the other, which has `b` behind it: together they would be the longest."""
+    first = [PathChange(P, ("a",), 40), PathChange(P, ("c",), 50)]
+    second = [PathChange(P, ("a",), 0), PathChange(P, ("a", "b"), 90), PathChange(P, ("b",), 10)]
+    answer = json.dumps(all_cached(first, second)).encode()
+    with serving(answer=answer) as server, door_to(server) as door:
+        until(lambda: door.ids(A, B, C) == "cab")
+        assert door.ids(A, B) == "ab"
+        assert door.ids(B, A) == "ab"
+
+
 def test_what_an_engine_had_before_it_was_started_again_is_forgotten() -> None:
     with serving() as server, door_to(server) as door:
         server.tell(b=50)
@@ -223,7 +234,7 @@ def test_a_server_that_is_not_ready_is_asked_again() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"not json", b"[]", b'{"version": 2}', json.dumps({**all_cached([]), "changes": [[1, 2, 3]]}).encode()],
+    [b"not json", b"[]", b'{"version": 3}', json.dumps({**all_cached([]), "engines": [[1, 2, 3]]}).encode()],
 )
 def test_what_cannot_be_read_is_not_taken_for_a_cache(answer: bytes) -> None:
     with serving(answer=answer) as server, door_to(server) as door:

@@ -165,6 +165,19 @@ def test_two_who_ask_get_the_same() -> None:
     assert it.last == said != []
 
 
+def test_each_of_several_engines_knows_its_own_part_of_a_cursor() -> None:
+    engines = [Engine(), Engine()]
+    for it, documents in zip(engines, ("ac", "b"), strict=True):
+        it.ask(documents)
+        it.tell()
+    cursor = "-".join(it.cursor for it in engines)
+    for it in engines:
+        it.ask("e")
+        it.cursor = cursor
+        it.tell()
+        assert [change[1] for change in it.last] == [["e"]], "and nothing of what was told before"
+
+
 def test_nobody_asks_any_more_and_the_tree_is_not_followed() -> None:
     it = Engine()
     it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_unread=5)

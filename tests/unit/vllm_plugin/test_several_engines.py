@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragcache_core.vllm_plugin.server.several_engines import merged_report
+from ragcache_core.vllm_plugin.server.several_engines import joined_changes, merged_report
 
 
 def report(**figures: Any) -> dict[str, Any]:
@@ -38,3 +38,15 @@ def test_figures_of_several_engines_add_up() -> None:
         "hottest_documents": [others[0], {"doc_id": "a", "frequency": 3, "num_tokens": 96, "tiers": ["gpu", "host"]}],
     }
     assert merged_report([second]) is second
+
+
+def test_what_engines_have_cached_stands_side_by_side_and_is_complete_when_all_is_told() -> None:
+    told = [
+        {"cursor": "5f.2", "is_reset": True, "is_complete": True, "changes": [["00", ["a"], 32, True]]},
+        {"cursor": "77.9", "is_reset": False, "is_complete": False, "changes": []},
+    ]
+    joined = joined_changes(told)
+    assert joined["cursor"] == "5f.2-77.9"
+    assert joined["is_complete"] is False
+    assert joined["engines"] == [{"is_reset": t["is_reset"], "changes": t["changes"]} for t in told]
+    assert joined_changes(told[:1])["is_complete"] is True
