@@ -18,6 +18,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
@@ -232,6 +233,7 @@ def facts() -> dict[str, object]:
             sets(compat.EngineCore, "scheduler"),
             sets(AsyncLLM, "engine_core"),
         ],
+        "rank_header": 'raw_request.headers.get("X-data-parallel-rank")' in inspect.getsource(GenerateBaseServing),
         "weights": [
             [parameters(getattr(compat.EngineCore, name)) for name in ("_reset_caches", "sleep", "collective_rpc")],
             "self._reset_caches()" in inspect.getsource(compat.EngineCore._finish_pause),

@@ -226,6 +226,10 @@ def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(facts: dict[s
     ], "compat.attach_utilities() adds methods to EngineCore, others there call them, of each engine: find the new way"
 
 
+def test_a_header_takes_a_request_to_one_of_several_engines(facts: dict[str, Any]) -> None:
+    assert facts["rank_header"], "server/request_body.py sets it: find its new name"
+
+
 def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(facts: dict[str, Any]) -> None:
     assert facts["weights"] == [
         [

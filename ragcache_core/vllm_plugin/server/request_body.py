@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_of
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable
 
 _SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|kv_transfer_params")
 """Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float, no metadata."""
+_RANK = b"x-data-parallel-rank"
+"""The header by which vLLM takes a request to one of several data-parallel engines."""
 
 
 class RequestBodyCheck:
     """Middleware that answers such a request with status 400 or 413, and our error.
 
-    A body is parsed here only where its bytes make it suspicious.
+    A body is parsed here only where its bytes make it suspicious. Where the server's state has a choice among
+    data-parallel engines (``ragcache_rank_choice``), a request goes where the documents that it names are.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -39,7 +44,8 @@ class RequestBodyCheck:
         while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
             messages.append(await receive())
         parts = [message.get("body", b"") for message in messages]
-        if (problem := problem_of(parts[0] if len(parts) == 1 else b"".join(parts))) is not None:
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if (problem := problem_of(body)) is not None:
             status, kind, message = problem
             error = {"message": message, "type": kind, "param": None, "code": status}
             await JSONResponse({"error": error}, status)(scope, receive, send)
@@ -49,7 +55,12 @@ class RequestBodyCheck:
         async def again() -> Message:
             return messages.pop() if messages else await receive()
 
-        await self._app(scope, again, send)
+        choice: RankChoice | None = getattr(scope["app"].state, "ragcache_rank_choice", None)
+        documents = [] if choice is None or _RANK in dict(scope["headers"]) else documents_of(body)
+        with choice.sending(documents) if choice is not None and documents else nullcontext() as rank:
+            if rank is not None:
+                scope = {**scope, "headers": [*scope["headers"], (_RANK, str(rank).encode())]}
+            await self._app(scope, again, send)
 
 
 def problem_of(body: bytes) -> tuple[int, str, str] | None:

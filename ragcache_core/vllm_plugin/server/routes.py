@@ -21,6 +21,7 @@ from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, ca
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
+from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
@@ -175,6 +176,8 @@ class RAGCacheEndpoint:
             state.ragcache_progress = EngineProgress.of(engine_client, limit_s)
             state.ragcache_progress_task = asyncio.create_task(state.ragcache_progress.watch())
         if received.engine() is not None:
+            if received.num_engines > 1:
+                state.ragcache_rank_choice = RankChoice(received.num_engines)
             try:
                 received.tell(await call_report(engine_client))
             except Exception as error:  # somebody else's scheduler: its first step tells

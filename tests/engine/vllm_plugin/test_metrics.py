@@ -114,16 +114,16 @@ def test_the_series_are_what_the_engine_counted() -> None:
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Awaitable[None]]:
-    """Begin to serve, with an engine that answers our utility calls so."""
+def begin(received: Received) -> Callable[[Callable[[], object]], Awaitable[SimpleNamespace]]:
+    """Begin to serve, with engines that answer our utility calls so; return the server's state."""
 
-    async def with_engine(answer: Callable[[], object]) -> None:
+    async def with_engine(answer: Callable[[], object]) -> SimpleNamespace:
         async def is_sleeping() -> bool:
             return False
 
         async def call_utility_all_async(name: str) -> list[object]:
             assert name == "ragcache_report"
-            return [answer()]
+            return [answer() for _ in range(received.num_engines)]
 
         engine_client = SimpleNamespace(
             engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
@@ -135,13 +135,27 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], A
             ),
             is_sleeping=is_sleeping,
         )
-        await RAGCacheEndpoint().init_state(engine_client, SimpleNamespace(), Namespace())
+        state = SimpleNamespace()
+        await RAGCacheEndpoint().init_state(engine_client, state, Namespace())
+        return state
 
     return with_engine
 
 
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_a_server_of_several_engines_has_a_choice_and_the_report_of_each(
+    begin: Callable[[Callable[[], object]], Awaitable[SimpleNamespace]], num_engines: int
+) -> None:
+    server = Server(num_engines=num_engines)
+    state = await begin(Engine().controller.report)
+    assert hasattr(state, "ragcache_rank_choice") == (num_engines > 1)
+    capacity = [server.value("ragcache_tier_capacity_bytes", tier="gpu", engine=str(i)) for i in range(num_engines)]
+    assert capacity == [1000] * num_engines
+    assert (await routes.stats())["tiers"][0]["capacity_bytes"] == 1000 * num_engines
+
+
 async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(
-    begin: Callable[[Callable[[], object]], Awaitable[None]], received: Received
+    begin: Callable[[Callable[[], object]], Awaitable[SimpleNamespace]], received: Received
 ) -> None:
     engine, server = Engine(), Server()
     engine.controller.tiers[Tier.DISK].is_enabled = False
@@ -156,7 +170,7 @@ async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(
 
 
 async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_same(
-    begin: Callable[[Callable[[], object]], Awaitable[None]], received: Received
+    begin: Callable[[Callable[[], object]], Awaitable[SimpleNamespace]], received: Received
 ) -> None:
     def fail() -> object:
         raise RuntimeError("Call to ragcache_report method failed: somebody else's scheduler")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck, problem_of
 from ragcache_core.wire import MAX_DOCUMENTS
 
@@ -15,11 +17,21 @@ HUGE = "1" + "0" * 400
 
 async def ask(*parts: bytes, method: str = "POST") -> tuple[int, bytes]:
     """What the server answers, and what arrived at its application."""
+    status, body, _ = await ask_one_of_several(None, *parts, method=method)
+    return status, body
+
+
+async def ask_one_of_several(
+    choice: RankChoice | None, *parts: bytes, method: str = "POST", headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> tuple[int, bytes, dict[bytes, bytes]]:
+    """The same of a server with a choice among engines, and which headers arrived."""
     arrived: list[bytes] = []
+    arrived_headers: dict[bytes, bytes] = {}
     sent: list[Any] = []
     waiting = [{"type": "http.request", "body": part, "more_body": i < len(parts)} for i, part in enumerate(parts, 1)]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        arrived_headers.update(scope["headers"])
         while (message := await receive())["type"] == "http.request":
             arrived.append(message["body"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -31,9 +43,21 @@ async def ask(*parts: bytes, method: str = "POST") -> tuple[int, bytes]:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": []}
-    await RequestBodyCheck(app)(scope, receive, send)
-    return sent[0]["status"], sent[1]["body"]
+    state = SimpleNamespace() if choice is None else SimpleNamespace(ragcache_rank_choice=choice)
+    scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": [*headers]}
+    await RequestBodyCheck(app)({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+    return sent[0]["status"], sent[1]["body"], arrived_headers
+
+
+async def test_a_request_goes_to_the_engine_that_has_its_documents_unless_it_names_one() -> None:
+    choice, body = RankChoice(2), b'{"kv_transfer_params": {"ragcache": {"documents": [{"id": "a"}]}}}'
+    with choice.sending("b"), choice.sending("a") as rank:
+        expected = {b"x-data-parallel-rank": str(rank).encode()}
+    assert await ask_one_of_several(choice, body[:9], body[9:]) == (200, body, expected)
+    named = (b"x-data-parallel-rank", str(1 - rank).encode())
+    assert (await ask_one_of_several(choice, body, headers=(named,)))[2] == dict([named])
+    assert (await ask_one_of_several(choice, b'{"prompt": "no documents"}'))[2] == {}
+    assert (await ask_one_of_several(None, body))[2] == {}
 
 
 @pytest.mark.parametrize(

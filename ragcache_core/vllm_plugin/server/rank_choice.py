@@ -1,0 +1,77 @@
+"""Which of several data-parallel engines gets a request: the one that has its documents, unless it is far busier."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ragcache_core.ordering import MAX_PATH_DOCUMENTS
+from ragcache_core.wire import KEY
+
+_MAX_KNOWN = 200_000
+_MAX_MORE_RUNNING = 4
+"""Requests that may run where the documents are, beyond those at the idlest: then to compute them there is faster."""
+
+
+class RankChoice:
+    """Remembers to which engine each order of documents was sent last, for the ``max_known`` sent last.
+
+    What was sent there is cached there, or was evicted there and will be again: nothing has to be asked of the engines.
+    Documents that were sent nowhere go to the idlest engine, of equally idle ones to the one that was sent fewest.
+    """
+
+    def __init__(self, num_engines: int, max_known: int = _MAX_KNOWN) -> None:
+        self._num_running = [0] * num_engines
+        self._num_known = Counter[int]()
+        self._max_known = max_known
+        self._known: OrderedDict[int, int] = OrderedDict()
+
+    @contextmanager
+    def sending(self, documents: Sequence[str]) -> Iterator[int]:
+        """Give the engine for a prompt that shows ``documents`` in this order, which works for it inside."""
+        rank = self._choose(documents)
+        self._num_running[rank] += 1
+        try:
+            yield rank
+        finally:
+            self._num_running[rank] -= 1
+
+    def _choose(self, documents: Sequence[str]) -> int:
+        paths = list(_paths(documents))
+        idlest = min(range(len(self._num_running)), key=lambda rank: (self._num_running[rank], self._num_known[rank]))
+        owners = (self._known[path] for path in reversed(paths) if path in self._known)
+        rank = next(owners, idlest)
+        if self._num_running[rank] > self._num_running[idlest] + _MAX_MORE_RUNNING:
+            rank = idlest
+        for path in reversed(paths):  # what is forgotten first is the end of a path
+            self._know(path, rank)
+        return rank
+
+    def _know(self, path: int, rank: int) -> None:
+        if (before := self._known.pop(path, None)) is not None:
+            self._num_known[before] -= 1
+        self._known[path] = rank
+        self._num_known[rank] += 1
+        if len(self._known) > self._max_known:
+            _, forgotten = self._known.popitem(last=False)
+            self._num_known[forgotten] -= 1
+
+
+def _paths(documents: Sequence[str]) -> Iterator[int]:
+    """Yield what names the first document, the first two, and so on; of two orders with the same name one is a miss."""
+    path = 0
+    for document in documents[:MAX_PATH_DOCUMENTS]:
+        path = hash((path, document))
+        yield path
+
+
+def documents_of(body: bytes) -> list[str]:
+    """Return the documents that a request names, in the order of its prompt; none where it does not say it rightly."""
+    if b"kv_transfer_params" not in body:
+        return []
+    try:
+        return [str(document["id"]) for document in json.loads(body)["kv_transfer_params"][KEY]["documents"]]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return []
