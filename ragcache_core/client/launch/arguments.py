@@ -293,6 +293,12 @@ def number_of(arguments: Sequence[str], *flags: str) -> int | None:
     return found
 
 
+def num_engines_of(arguments: Sequence[str]) -> int:
+    """Return how many data-parallel engines a server's arguments start on this machine."""
+    here, all_together = ("--data-parallel-size-local", "-dpl"), ("--data-parallel-size", "-dp")
+    return number_of(arguments, *here) or number_of(arguments, *all_together) or 1
+
+
 def check_worker(cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str]) -> None:
     """Refuse another worker where chunk reuse needs its own.
 

@@ -25,7 +25,7 @@ from ragcache_core.client.launch.arguments import (
     check_vllm,
     check_worker,
     new_log_path,
-    number_of,
+    num_engines_of,
     server_environment,
     vllm_arguments,
 )
@@ -113,9 +113,11 @@ def launch_server(
     if "served_model_name" not in vllm_args:
         settings += ["--served-model-name", Path(model).resolve().name if Path(model).is_dir() else model]
     engine_id, most_host_bytes = new_engine_id(os.getpid()), None
+    num_engines = num_engines_of([*settings, *extra_args])
     if isinstance(cache, CacheConfig):
         given, cache = cache, _resolved(cache, cancel or threading.Event())
         most_host_bytes = given.most_host_bytes()
+        cache, most_host_bytes = _share(cache, most_host_bytes, num_engines)
     alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
@@ -144,7 +146,7 @@ def launch_server(
     files = EngineFiles(
         engine_id,
         host_bytes=max(0 if cache is None else int(cache.host_bytes or 0), most_host_bytes or 0),
-        num_replicas=number_of(arguments, "--data-parallel-size", "-dp") or 1,
+        num_replicas=num_engines,
     )
 
     def end() -> None:
@@ -202,6 +204,12 @@ def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
         except ConfigError:
             if time.monotonic() >= ends_s or cancel.wait(_LOOKS_EVERY_S):
                 raise
+
+
+def _share(cache: CacheConfig, most_host_bytes: int | None, num_engines: int) -> tuple[CacheConfig, int | None]:
+    """Return what one of some data-parallel engines on this machine has of host memory and disk."""
+    sizes = {"host_bytes": (cache.host_bytes or 0) // num_engines, "disk_bytes": cache.disk_bytes // num_engines}
+    return cache.model_copy(update=sizes), None if most_host_bytes is None else most_host_bytes // num_engines
 
 
 def _lock(

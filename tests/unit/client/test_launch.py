@@ -198,14 +198,33 @@ def test_what_is_reused_anywhere_keeps_its_share_of_host_memory_that_may_grow(ow
     assert owner.extra_config["most_host_bytes"] == 4 * GIB - GIB // 4
 
 
-@pytest.mark.parametrize("settings", [{"data_parallel_size": 2}, {"extra_args": ["-dp", "2"]}])
-def test_each_replica_of_an_engine_finds_host_memory_of_its_own(owner: Owner, settings: dict[str, Any]) -> None:
-    owner.launch(CacheConfig(host_bytes="1GiB"), **settings)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data_parallel_size": 2},
+        {"extra_args": ["-dp", "2"]},
+        {"data_parallel_size": 8, "data_parallel_size_local": 2},
+        {"extra_args": ["--data_parallel_size=4", "-dpl=2"]},
+    ],
+)
+def test_the_replicas_of_an_engine_share_host_memory_and_disk(
+    owner: Owner, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    owner.launch(CacheConfig(host_bytes="1GiB", disk_bytes="6GiB", directory=tmp_path), **settings)
     engine_id = owner.environments[0]["RAGCACHE_ENGINE_ID"]
-    found = sorted(path.name for path in Path("/dev/shm").glob(f"*{engine_id}*.mmap"))
-    assert found == [f"vllm_offload_{engine_id}_dp{i}.mmap" for i in range(2)]
+    found = sorted(Path("/dev/shm").glob(f"*{engine_id}*.mmap"))
+    assert [path.name for path in found] == [f"vllm_offload_{engine_id}_dp{i}.mmap" for i in range(2)]
+    assert [path.stat().st_size for path in found] == [GIB // 2] * 2
+    assert owner.extra_config["cpu_bytes_to_use"] == GIB // 2
+    assert owner.extra_config["secondary_tiers"][0]["capacity_bytes"] == 3 * GIB
     owner.end()
     assert list(Path("/dev/shm").glob(f"*{engine_id}*")) == []
+
+
+def test_host_memory_that_may_grow_is_shared_by_replicas_as_well(owner: Owner) -> None:
+    owner.launch(CacheConfig(), data_parallel_size=2)
+    assert owner.extra_config["cpu_bytes_to_use"] == GIB // 2
+    assert owner.extra_config["most_host_bytes"] == 2 * GIB
 
 
 def test_an_engines_sockets_lie_in_a_folder_that_ends_with_it_unless_somebody_chose_another(owner: Owner) -> None:
