@@ -53,6 +53,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -85,6 +86,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -94,6 +96,11 @@ if TYPE_CHECKING:
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
 _OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
+_GAUGES = (
+    *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "num_kv_fetch_reqs_by_stage"),
+    *("kv_cache_usage", "waiting_lora_adapters", "running_lora_adapters"),
+)
+"""What of a step's statistics is as it is, and not how often something happened."""
 _LEAVES_WEIGHTS = (
     *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),
@@ -160,6 +167,7 @@ __all__ = [
     "call_confirm",
     "call_report",
     "connector_of_this_worker",
+    "front_end_of",
     "get_block_hash",
     "get_forward_context",
     "get_group_id",
@@ -172,6 +180,7 @@ __all__ = [
     "require_embeddings",
     "resolve_kv_cache_block_sizes",
     "sum_over_workers",
+    "tell_all_front_ends",
 ]
 
 
@@ -276,6 +285,29 @@ async def call_cached_paths(engine_client: Any, cursor: str) -> list[dict[str, A
     """Return what each engine has cached by ``PrefixPublisher.changes``, as :func:`call_confirm` gets answers."""
     changes: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PATHS, cursor)
     return changes
+
+
+def front_end_of(vllm_config: Any) -> tuple[int, int]:
+    """Return which of how many API servers this process is; an engine's own process is none of them."""
+    parallel = vllm_config.parallel_config
+    return getattr(parallel, "_api_process_rank", 0), getattr(parallel, "_api_process_count", 1)
+
+
+def tell_all_front_ends(outputs: dict[int, EngineCoreOutputs], num_front_ends: int) -> None:
+    """Send what our connector says with a step, which vLLM sends to one of the API servers, to the others too.
+
+    They have the gauges of that step with it, and nothing that would be counted twice.
+    """
+    stats = next((each.scheduler_stats for each in outputs.values() if each.scheduler_stats is not None), None)
+    if stats is None or not stats.kv_connector_stats:
+        return
+    told = SchedulerStats(kv_connector_stats={**stats.kv_connector_stats, "offload": None})
+    for name in _GAUGES:
+        setattr(told, name, getattr(stats, name))
+    for front_end in range(num_front_ends):
+        output = outputs.setdefault(front_end, EngineCoreOutputs())
+        if output.scheduler_stats is None:
+            output.scheduler_stats = told
 
 
 def hash_seed(algorithm: str) -> str | None:

@@ -14,10 +14,12 @@ from vllm import envs, plugins
 from vllm.config import (
     CacheConfig,
     MultiModalConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.entrypoints.cli import serve
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.launchers.api_server import app_state, entry
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -41,6 +43,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 from vllm.v1.metrics import loggers
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.gpu_worker import Worker
@@ -232,6 +235,13 @@ def facts() -> dict[str, object]:
             "engine_idxs=self.engine_core.engine_ranks_managed" in inspect.getsource(AsyncLLM.__init__),
             sets(compat.EngineCore, "scheduler"),
             sets(AsyncLLM, "engine_core"),
+        ],
+        "front_ends": [
+            {"_api_process_rank", "_api_process_count"} <= {field.name for field in fields(ParallelConfig)},
+            "eco := next(iter(engine_core_outputs.values()), None)"
+            in inspect.getsource(compat.Scheduler.update_from_output),
+            sorted(field.name for field in fields(SchedulerStats)),
+            [[command.name, parameters(command.cmd)] for command in serve.cmd_init()],
         ],
         "rank_header": 'raw_request.headers.get("X-data-parallel-rank")' in inspect.getsource(GenerateBaseServing),
         "weights": [

@@ -21,7 +21,14 @@ from vllm.platforms import current_platform
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import collect_rarely, freeze_survivors
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler, attach_utilities
+from ragcache_core.vllm_plugin.compat import (
+    AsyncScheduler,
+    RequestStatus,
+    Scheduler,
+    attach_utilities,
+    front_end_of,
+    tell_all_front_ends,
+)
 from ragcache_core.vllm_plugin.refusals import check_engine
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
@@ -74,6 +81,7 @@ class _TreeScheduling:
         collect_rarely()
         self._has_own_process = parent_process() is not None
         self._controller = controller
+        _, self._num_front_ends = front_end_of(vllm_config)
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
         self._has_other_weights = False
@@ -126,6 +134,8 @@ class _TreeScheduling:
             scheduler_output, model_runner_output
         )
         self._controller.on_step(self._step_began_s, time.monotonic())
+        if self._num_front_ends > 1:
+            tell_all_front_ends(outputs, self._num_front_ends)
         if self._has_own_process:
             freeze_survivors()
         return outputs

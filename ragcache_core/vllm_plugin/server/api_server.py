@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from argparse import ArgumentParser
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,6 +28,7 @@ _PLUGIN_GROUPS = (
     "vllm.stat_logger_plugins",
 )
 _SEPARATE_WORKER_ENV = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_START_METHOD_ENV = "VLLM_WORKER_MULTIPROC_METHOD"
 _QUEUES_BYTES = 512 << 20
 """In vLLM 0.32 the queue to the workers takes 160 MiB, and that from each of them 240."""
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
@@ -49,7 +51,30 @@ def run_api_server() -> None:
         sys.argv += cpu_defaults(sys.argv, os.environ)
         keep_freed_memory(os.environ)
         keep_worker_inside(os.environ)
-    main()
+    if num_front_ends_of(sys.argv) > 1:
+        _run_front_ends()
+    else:
+        main()
+
+
+def num_front_ends_of(arguments: Sequence[str]) -> int:
+    """Return how many API servers the arguments ask for in front of the engine."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-server-count", "--api_server_count", "-asc", type=int, default=1)
+    return int(parser.parse_known_args(arguments)[0].api_server_count)
+
+
+def _run_front_ends() -> None:
+    """Do as ``vllm serve``, of which vLLM's ``main`` has a part: it starts one API server, in this process."""
+    from vllm.entrypoints.cli.serve import FlexibleArgumentParser, cmd_init
+
+    os.environ.setdefault(_START_METHOD_ENV, "spawn")  # as vLLM's main does
+    (serve,) = cmd_init()
+    parser = FlexibleArgumentParser()
+    serve.subparser_init(parser.add_subparsers())
+    arguments = parser.parse_args([serve.name, *sys.argv[1:]])
+    serve.validate(arguments)
+    serve.cmd(arguments)
 
 
 def is_ours(arguments: Sequence[str]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -49,8 +48,8 @@ class EngineProgress:
         self._look_s = min(limit_s / _LOOKS_PER_LIMIT, _MAX_LOOK_S)
 
     @classmethod
-    def of(cls, engine_client: Any, limit_s: float) -> EngineProgress:
-        """Return the progress of a server's engine. It has the call that answers whether the engine sleeps.
+    def of(cls, engine_client: Any, limit_s: float, starter_pid: int) -> EngineProgress:
+        """Return the progress of the engine that a process started. It has the call that answers whether it sleeps.
 
         Where processor time says nothing, as on a GPU, a step may take as long as vLLM lets a worker's take.
         """
@@ -60,7 +59,7 @@ class EngineProgress:
         parallel = engine_client.vllm_config.parallel_config
         return cls(
             engine_client.is_sleeping,
-            lambda: read_engine_use(os.getpid(), envs.VLLM_PROCESS_NAME_PREFIX),
+            lambda: read_engine_use(starter_pid, envs.VLLM_PROCESS_NAME_PREFIX),
             limit_s=limit_s,
             step_limit_s=None if current_platform.is_cpu() else float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS),
             all_work=parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1,

@@ -13,6 +13,7 @@ from ragcache_core.stats import Series
 from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     OffloadPromMetrics,
+    front_end_of,
 )
 from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
 from ragcache_core.vllm_plugin.server.engine_view import received
@@ -20,7 +21,10 @@ from ragcache_core.vllm_plugin.server.series import CHUNKS, ENGINE, TIER
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
-    """The ``ragcache_*`` series, beside vLLM's own of the offloading."""
+    """The ``ragcache_*`` series, beside vLLM's own of the offloading.
+
+    Each of several API servers is told everything; the first shows it, for all of them.
+    """
 
     def __init__(
         self,
@@ -40,14 +44,17 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         )
         chunks = CHUNKS if settings.chunk_reuse is not None else {}
         shown = [(ENGINE, labelnames), (TIER, [*labelnames, "tier"]), (chunks, labelnames)]
+        index, _ = front_end_of(vllm_config)
         self._engine_series, self._tier_series, self._chunk_series = (
-            {
-                key: (self._gauge_cls if series.is_gauge else self._counter_cls)(series.name, series.text, labels)
-                for key, series in table.items()
-            }
+            {} if index else {key: self._metric(series, labels) for key, series in table.items()}
             for table, labels in shown
         )
         self._seen: dict[tuple[int, str, str], int] = {}
+
+    def _metric(self, series: Series, labels: list[str]) -> Any:
+        if series.is_gauge:
+            return self._gauge_cls(series.name, series.text, labels, multiprocess_mode="mostrecent")
+        return self._counter_cls(series.name, series.text, labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if self._offload is not None and transfer_stats_data.get("offload"):

@@ -49,8 +49,11 @@ async def request_figures(response_id: str) -> dict[str, Any]:
 
 
 @router.get("/stats")
-async def stats() -> dict[str, Any]:
-    """Return the latest report of the engine's tiers."""
+async def stats(request: Request) -> dict[str, Any]:
+    """Return the latest report of the engine's tiers; one of several API servers, which may lack it, asks for it."""
+    state = request.app.state
+    if received.engine() is not None and state.ragcache_has_peers:
+        received.tell(await call_report(state.ragcache_engine_client))
     report = received.engine()
     if report is None:
         raise HTTPException(404, "this server runs without RAGCache")
@@ -133,6 +136,8 @@ async def _tokenizer_files(state: Any) -> bytes | str:
 @router.post("/drain")
 async def drain(request: Request) -> dict[str, int]:
     """Take no more requests from now on; return how many are still being answered."""
+    if request.app.state.ragcache_has_peers:
+        raise HTTPException(409, "several API servers are not drained together: leave --api-server-count out")
     work: Work = request.app.state.ragcache_work
     work.is_draining = True
     return {"num_running": work.num_running}
@@ -160,6 +165,7 @@ class RAGCacheEndpoint:
         app.add_middleware(RequestBodyCheck)
         keys = app.state.args.api_key or [envs.VLLM_API_KEY]
         app.state.ragcache_work = Work()
+        app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
         app.add_middleware(Door, keys=[key for key in keys if key], work=app.state.ragcache_work)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -173,7 +179,8 @@ class RAGCacheEndpoint:
         require_embeddings(engine_client, is_enabled=bool(getattr(args, "enable_mm_embeds", False)))
         state.ragcache_max_body_bytes = max_body_bytes(model.max_model_len, takes_files=model.is_multimodal_model)
         if (limit_s := hang_timeout_s(os.environ)) is not None:
-            state.ragcache_progress = EngineProgress.of(engine_client, limit_s)
+            starter_pid = os.getppid() if state.ragcache_has_peers else os.getpid()
+            state.ragcache_progress = EngineProgress.of(engine_client, limit_s, starter_pid)
             state.ragcache_progress_task = asyncio.create_task(state.ragcache_progress.watch())
         if received.engine() is not None:
             if received.num_engines > 1:

@@ -69,6 +69,7 @@ async def render(client: Any, content: object) -> list[int]:
 
 async def enter(client: Any, *, is_enabled: bool) -> None:
     state: Any = FastAPI().state
+    state.ragcache_has_peers = False
     await RAGCacheEndpoint().init_state(client, state, Namespace(enable_mm_embeds=is_enabled))
 
 

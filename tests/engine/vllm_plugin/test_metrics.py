@@ -13,13 +13,16 @@ import pytest
 from fastapi import HTTPException
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.stats import ChunkReuseStats
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
+from ragcache_core.vllm_plugin.compat import tell_all_front_ends
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
@@ -61,17 +64,30 @@ class Engine:
         return RAGCacheStats.of(requests=controller.take_finished(), engine=controller.take_report(), offload=offload)
 
 
+def front_end(index: int = 0) -> SimpleNamespace:
+    """Return what vLLM's parallel configuration says of one of several API servers."""
+    return SimpleNamespace(_api_process_rank=index, _api_process_count=2)
+
+
 class Server:
     """The series of ``/metrics`` in a registry of this test's own."""
 
     def __init__(
-        self, *, num_engines: int = 1, first: int = 0, has_tiers: bool = False, reuses_chunks: bool = False
+        self,
+        *,
+        num_engines: int = 1,
+        first: int = 0,
+        has_tiers: bool = False,
+        reuses_chunks: bool = False,
+        index: int = 0,
     ) -> None:
         self.registry = CollectorRegistry()
         kinds = {kind: self._in_registry(kind) for kind in (Counter, Gauge, Histogram)}
         spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload.spec"}
         extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {}} if reuses_chunks else {}}
-        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra), parallel_config=front_end(index)
+        )
         labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(first, first + num_engines)}
         self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)
 
@@ -113,11 +129,14 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert b"# HELP ragcache_lost_chunks_total" in generate_latest(server.registry)
 
 
-@pytest.fixture
-def begin(received: Received) -> Callable[[Callable[[], object]], Awaitable[SimpleNamespace]]:
-    """Begin to serve, with engines that answer our utility calls so; return the server's state."""
+Begin = Callable[..., Awaitable[Any]]
 
-    async def with_engine(answer: Callable[[], object]) -> SimpleNamespace:
+
+@pytest.fixture
+def begin(received: Received) -> Begin:
+    """Begin to serve, with engines that answer our utility calls so; return a request to the server."""
+
+    async def with_engine(answer: Callable[[], object], *, has_peers: bool = False) -> Any:
         async def is_sleeping() -> bool:
             return False
 
@@ -135,32 +154,28 @@ def begin(received: Received) -> Callable[[Callable[[], object]], Awaitable[Simp
             ),
             is_sleeping=is_sleeping,
         )
-        state = SimpleNamespace()
+        state = SimpleNamespace(ragcache_has_peers=has_peers)
         await RAGCacheEndpoint().init_state(engine_client, state, Namespace())
-        return state
+        return SimpleNamespace(app=SimpleNamespace(state=state))
 
     return with_engine
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
-async def test_a_server_of_several_engines_has_a_choice_and_the_report_of_each(
-    begin: Callable[[Callable[[], object]], Awaitable[SimpleNamespace]], num_engines: int
-) -> None:
+async def test_a_server_of_several_engines_has_a_choice_and_the_report_of_each(begin: Begin, num_engines: int) -> None:
     server = Server(num_engines=num_engines)
-    state = await begin(Engine().controller.report)
-    assert hasattr(state, "ragcache_rank_choice") == (num_engines > 1)
+    request = await begin(Engine().controller.report)
+    assert hasattr(request.app.state, "ragcache_rank_choice") == (num_engines > 1)
     capacity = [server.value("ragcache_tier_capacity_bytes", tier="gpu", engine=str(i)) for i in range(num_engines)]
     assert capacity == [1000] * num_engines
-    assert (await routes.stats())["tiers"][0]["capacity_bytes"] == 1000 * num_engines
+    assert (await routes.stats(request))["tiers"][0]["capacity_bytes"] == 1000 * num_engines
 
 
-async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(
-    begin: Callable[[Callable[[], object]], Awaitable[SimpleNamespace]], received: Received
-) -> None:
+async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(begin: Begin) -> None:
     engine, server = Engine(), Server()
     engine.controller.tiers[Tier.DISK].is_enabled = False
-    await begin(engine.controller.report)
-    assert (await routes.stats())["tiers"] == engine.controller.report()["tiers"]
+    request = await begin(engine.controller.report)
+    assert (await routes.stats(request))["tiers"] == engine.controller.report()["tiers"]
     assert server.value("ragcache_tier_capacity_bytes", tier="gpu") == 1000
     assert server.value("ragcache_tier_enabled", tier="disk") == 0
     assert server.value("ragcache_requests_total") == 0
@@ -170,7 +185,7 @@ async def test_a_server_has_the_tiers_of_an_engine_that_nobody_has_asked_yet(
 
 
 async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_same(
-    begin: Callable[[Callable[[], object]], Awaitable[SimpleNamespace]], received: Received
+    begin: Begin, received: Received
 ) -> None:
     def fail() -> object:
         raise RuntimeError("Call to ragcache_report method failed: somebody else's scheduler")
@@ -178,8 +193,17 @@ async def test_a_server_whose_engine_says_nothing_of_its_tiers_serves_all_the_sa
     await begin(fail)
     assert received.engine() is None, "a server without RAGCache does not ask"
     Server()
-    await begin(fail)
-    assert (await routes.stats())["tiers"] == []
+    assert (await routes.stats(await begin(fail)))["tiers"] == []
+
+
+async def test_one_of_several_api_servers_asks_for_what_the_engine_may_have_told_another(begin: Begin) -> None:
+    engine = Engine()
+    Server()
+    requests = [await begin(engine.controller.report, has_peers=has_peers) for has_peers in (False, True)]
+    engine.serve("r1", 4, 0)
+    assert [(await routes.stats(request))["num_requests"] for request in requests] == [0, 1]
+    with pytest.raises(HTTPException, match="leave --api-server-count out"):
+        await routes.drain(requests[1])
 
 
 async def test_who_asks_what_is_cached_is_answered_by_all_engines(received: Received) -> None:
@@ -300,6 +324,40 @@ def test_several_engines_have_series_of_their_own(received: Received) -> None:
     report = received.engine()
     assert report is not None
     assert report["num_requests"] == 3, "together"
+
+
+def test_of_several_api_servers_the_first_shows_the_series_and_all_know_the_engine(
+    received: Received,
+) -> None:
+    engine = Engine()
+    engine.serve("r1", 4, 0)
+    data = engine.stats().data
+    first, second = Server(), Server(index=1)
+    for server in (first, second):
+        server.metrics.observe(data)
+        assert received.request("r1") is not None
+    assert first.value("ragcache_requests_total") == 1
+    assert b"ragcache_requests" not in generate_latest(second.registry)
+
+
+def test_every_api_server_has_what_our_connector_says_and_nothing_is_counted_twice() -> None:
+    said = {"requests": {"r1": {}}, "offload": {"bytes": 1}}
+    hits = PrefixCacheStats(queries=64, hits=32)
+    stats = SchedulerStats(num_running_reqs=3, kv_cache_usage=0.5, prefix_cache_stats=hits, kv_connector_stats=said)
+    outputs = {1: EngineCoreOutputs(scheduler_stats=stats)}
+    tell_all_front_ends(outputs, 3)
+    assert sorted(outputs) == [0, 1, 2]
+    assert outputs[1].scheduler_stats is stats
+    for index in (0, 2):
+        told = outputs[index].scheduler_stats
+        assert told is not None
+        assert told.kv_connector_stats == {"requests": {"r1": {}}, "offload": None}
+        assert (told.num_running_reqs, told.kv_cache_usage) == (3, 0.5)
+        assert (told.prefix_cache_stats.queries, told.prefix_cache_stats.hits) == (0, 0)
+    for silent in ({}, {0: EngineCoreOutputs()}, {0: EngineCoreOutputs(scheduler_stats=SchedulerStats())}):
+        num_before = len(silent)
+        tell_all_front_ends(silent, 3)
+        assert len(silent) == num_before
 
 
 def test_vllms_own_series_of_the_offloading_are_kept() -> None:

@@ -9,7 +9,12 @@ from ragcache_core import CacheConfig
 from ragcache_core.client.launch.arguments import cache_arguments
 from ragcache_core.client.launch.vllm_offload import VLLMOffload
 from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
-from ragcache_core.vllm_plugin.server.api_server import cpu_defaults, keep_freed_memory, keep_worker_inside
+from ragcache_core.vllm_plugin.server.api_server import (
+    cpu_defaults,
+    keep_freed_memory,
+    keep_worker_inside,
+    num_front_ends_of,
+)
 
 OURS = cache_arguments(CacheConfig(host_bytes="1MiB"), engine_id="e")
 
@@ -70,3 +75,16 @@ def test_the_worker_has_no_process_of_its_own_where_shared_memory_has_no_room_fo
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     keep_worker_inside(environ, tmp_path)
     assert environ == {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "the user's choice"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [
+        (["server", "--model", "m"], 1),
+        (["server", "--api-server-count", "3", "--model", "m"], 3),
+        (["server", "--api_server_count=2"], 2),
+        (["server", "-asc", "4"], 4),
+    ],
+)
+def test_the_arguments_say_how_many_api_servers_there_are(arguments: list[str], number: int) -> None:
+    assert num_front_ends_of(arguments) == number
