@@ -154,6 +154,11 @@ class CacheConfig(_Settings):
     """Where the disk tier keeps its files; made if it is missing, and used by one engine at a time. ``None`` is
     ``kv`` in the user's cache folder. From a TOML file, a relative path is relative to that file."""
 
+    disk_key_file: Annotated[Path, BeforeValidator(_parse_directory)] | None = None
+    """Encrypts what is on disk (AES-256-GCM) with the key in this file: 32 bytes in base64 on a line; further lines are
+    keys that were used before. Without it the environment's ``RAGCACHE_DISK_KEY`` may hold the same; with neither
+    nothing is encrypted. From a TOML file, a relative path is relative to that file."""
+
     policy: PolicyName = "tournament"
     """What decides which document leaves a full tier: ``pgdsf`` by uses, cost of a recomputation and size (RAGCache
     §5.1), ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by the uses,
@@ -187,6 +192,11 @@ class CacheConfig(_Settings):
             raise ValueError(
                 f"CacheConfig.directory is {str(self.directory)!r:.80} but disk_bytes is 0: set disk_bytes to keep "
                 "documents on disk, or leave directory out"
+            )
+        if self.disk_key_file is not None and not self.disk_bytes:
+            raise ValueError(
+                f"CacheConfig.disk_key_file is {str(self.disk_key_file)!r:.80} but disk_bytes is 0: set disk_bytes to "
+                "keep documents on disk, or leave disk_key_file out"
             )
         if self.disk_bytes and self.host_bytes == 0:
             raise ValueError(
@@ -230,10 +240,11 @@ class CacheConfig(_Settings):
             raise ConfigError(f"{path} is not TOML ({error}): mend it; it holds a [cache] table") from error
         if not isinstance(table, dict):
             raise ConfigError(f"{path} has no [cache] table: begin it with the line [cache]")
-        if isinstance(directory := table.get("directory"), str) and directory and not directory.startswith("~"):
-            table["directory"] = path.parent / directory
-        if _is_none(overrides.get("disk_bytes")):
-            table.pop("directory", None)  # of the tier that is switched off
+        for name in ("directory", "disk_key_file"):
+            if isinstance(named := table.get(name), str) and named and not named.startswith("~"):
+                table[name] = path.parent / named
+            if _is_none(overrides.get("disk_bytes")):
+                table.pop(name, None)  # of the tier that is switched off
         try:
             return cls(**{**table, **overrides})
         except ConfigError as error:
@@ -269,6 +280,8 @@ class CacheConfig(_Settings):
                 )
             directory = self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
             decided["directory"] = _writable(directory, self.disk_bytes)
+            if self.disk_key_file is not None:
+                decided["disk_key_file"] = self.disk_key_file.expanduser().absolute()
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})
 
     def most_host_bytes(self) -> int | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import filelock
 
+from ragcache_core.chunkstore.sealing import Keys, key_id
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
 from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 
@@ -21,6 +22,7 @@ FORMAT = 1
 Identity = Mapping[str, str | int]
 
 _IDENTITY_NAME = "identity.json"
+_KEY_NAME = "sealed-with"
 LOCK_NAME = "writer.lock"
 _DIRECTORY_LOCK_NAME = "directory.lock"
 _PATIENCE_S = 60.0
@@ -148,6 +150,29 @@ def write_identity(folder: Path, identity: Identity) -> None:
     with open(temporary, "w", encoding="ascii", opener=open_private) as file:
         json.dump({"format": FORMAT, "identity": dict(identity)}, file, indent=1)
     temporary.replace(folder / _IDENTITY_NAME)
+
+
+def check_key_in_use(folder: Path, keys: Keys) -> None:
+    """Note which key seals the folder's chunks from now on, if that of the last time is among ``keys``.
+
+    Raises:
+        CacheDirectoryError: it is not. OSError: it cannot be read or noted.
+    """
+    path = folder / _KEY_NAME
+    names = [key_id(secret).hex() for secret in keys.secrets]
+    try:
+        last = path.read_text(encoding="ascii", errors="replace").strip()
+    except FileNotFoundError:
+        last = names[0]
+    if last not in names:
+        raise CacheDirectoryError(
+            f"{folder} is encrypted with the key {last:.8}, and the keys that were given are {', '.join(names)}: give "
+            "that one as a further line, behind the key to use from now on, or delete the folder, which is a cache"
+        )
+    temporary = path.with_name(f"{_KEY_NAME}.new")
+    with open(temporary, "w", encoding="ascii", opener=open_private) as file:
+        file.write(names[0])
+    temporary.replace(path)
 
 
 def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int:

@@ -46,6 +46,13 @@ def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, kin: Coll
             _delete(old, f"its room is needed for capacity_bytes, {wanted_bytes:,}, of {folder}")
 
 
+def delete_plain(folder: Path) -> None:
+    """Delete a cache from before it was encrypted, unless an engine has it open; the directory's lock must be held."""
+    for plain in list_namespaces(folder.parent):
+        if plain.path == folder:
+            _delete(plain, "it is not encrypted, and this engine's is")
+
+
 def _is_kin(old: Identity, identity: Identity, kin: Collection[str]) -> bool:
     return bool(kin) and all(old.get(name) == identity.get(name) for name in kin)
 

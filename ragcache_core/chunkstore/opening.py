@@ -10,6 +10,7 @@ from pathlib import Path
 from ragcache_core.chunkstore.chunks import MAX_KEY_BYTES, checksum
 from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, read_through, remove_index
 from ragcache_core.chunkstore.residents import Residents
+from ragcache_core.chunkstore.sealing import SealedSlotFile
 from ragcache_core.chunkstore.slotfile import SlotFile
 
 _log = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ _log = logging.getLogger(__name__)
 _INDEX_NAME = "index.sqlite"
 _MOVE_BYTES = 16 << 20
 
+_Slots = SlotFile | SealedSlotFile
 _Row = tuple[int, bytes, int]
 """Slot, key, checksum."""
 
@@ -32,7 +34,7 @@ class Loaded:
     """1 if the index was damaged as a whole."""
 
 
-def open_index(folder: Path, file: SlotFile, num_slots: int) -> tuple[ChunkIndex, Loaded]:
+def open_index(folder: Path, file: _Slots, num_slots: int) -> tuple[ChunkIndex, Loaded]:
     """Return the index of a folder, and its chunks that are in the file, in the first ``num_slots`` slots.
 
     Raises:
@@ -65,7 +67,7 @@ def start_empty(folder: Path, reason: str) -> bool:
     return is_there
 
 
-def _open_index(folder: Path, file: SlotFile, num_slots: int) -> tuple[ChunkIndex, Loaded]:
+def _open_index(folder: Path, file: _Slots, num_slots: int) -> tuple[ChunkIndex, Loaded]:
     index = ChunkIndex(folder / _INDEX_NAME, owner=folder.name)
     try:
         return index, _load(index, file, num_slots)
@@ -74,7 +76,7 @@ def _open_index(folder: Path, file: SlotFile, num_slots: int) -> tuple[ChunkInde
         raise
 
 
-def _load(index: ChunkIndex, file: SlotFile, num_slots: int) -> Loaded:
+def _load(index: ChunkIndex, file: _Slots, num_slots: int) -> Loaded:
     residents, strays, impossible = _read(index, file.num_slots, num_slots)
     index.discard(impossible)
     num_over = max(0, len(residents) + len(strays) - num_slots)
@@ -111,7 +113,7 @@ def _read(index: ChunkIndex, file_slots: int, num_slots: int) -> tuple[Residents
     return residents, list(strays.values()), impossible
 
 
-def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: SlotFile, residents: Residents) -> int:
+def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: _Slots, residents: Residents) -> int:
     """Copy chunks into free slots, then say so in the index; return how many were not fit to be copied."""
     _, views = file.aligned_buffers(len(strays))
     _read_each(file, [slot for slot, _, _ in strays], views)
@@ -127,7 +129,7 @@ def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: SlotFile, reside
     return len(strays) - len(sound)
 
 
-def _read_each(file: SlotFile, slots: Sequence[int], views: Sequence[memoryview]) -> None:
+def _read_each(file: _Slots, slots: Sequence[int], views: Sequence[memoryview]) -> None:
     """Read slots, one by one if that fails, so that a bad sector costs one chunk: what was not read does not match.
 
     Raises:

@@ -75,7 +75,7 @@ class SlotFile:
         Raises:
             OSError: any part of those slots may have been written.
         """
-        for first, run in _runs(slots, payloads):
+        for first, run in runs(slots, payloads):
             for start, part, straight in self._parts(first, run):
                 vectors = self._padded(part)
                 if not straight:
@@ -92,7 +92,7 @@ class SlotFile:
         Raises:
             OSError
         """
-        for first, run in _runs(slots, targets):
+        for first, run in runs(slots, targets):
             for start, part, straight in self._parts(first, run):
                 if straight:
                     _move(os.preadv, self._descriptor, self._padded(part), start * self.slot_bytes)
@@ -160,7 +160,7 @@ def _address(buffer: memoryview) -> int:
     return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
-def _runs(slots: Sequence[int], buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+def runs(slots: Sequence[int], buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
     """Yield the first slot and the buffers of every run of neighbouring slots."""
     ordered = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
     for _, group in groupby(enumerate(ordered), key=lambda item: item[1][0] - item[0]):

@@ -39,15 +39,17 @@ from ragcache_core.chunkstore.namespace import (
     Identity,
     changing,
     check_capacity,
+    check_key_in_use,
     directory_error,
     enter,
     is_identity,
     namespace_path,
     write_identity,
 )
-from ragcache_core.chunkstore.old_namespaces import delete_old
+from ragcache_core.chunkstore.old_namespaces import delete_old, delete_plain
 from ragcache_core.chunkstore.opening import open_index, start_empty
 from ragcache_core.chunkstore.readers import Readers
+from ragcache_core.chunkstore.sealing import Keys, SealedSlotFile
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheTierError, CacheWriteError
 
@@ -77,6 +79,7 @@ class ChunkStore:
         capacity_bytes: int,
         direct: bool | None = None,
         kin: Collection[str] = (),
+        keys: Keys | None = None,
     ) -> None:
         """Open the store of ``identity`` in a cache directory, or make it. Damage there is a warning, and it is empty.
 
@@ -90,9 +93,12 @@ class ChunkStore:
             direct: use ``O_DIRECT``, do not, or (None) where the file system can.
             kin: entries of the identity that an engine's older identities share. Where there is too little room, these
                 are deleted; others only when they were not used for 30 days.
+            keys: encrypt chunks with the first of them, and read what any of them has encrypted; what the identity has
+                unencrypted is deleted. None: they are not encrypted. The index never is.
 
         Raises:
-            CacheDirectoryError, CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
+            CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
+            CacheDirectoryError: also where the key of what is there is not among ``keys``.
             CacheTierError: the index cannot be read at the moment.
             ValueError: chunk_bytes is not positive, or the identity holds something else.
         """
@@ -100,6 +106,9 @@ class ChunkStore:
             raise ValueError(f"chunk_bytes is {chunk_bytes!r}: a chunk has at least 1 byte")
         identity = {**identity, "chunk_bytes": chunk_bytes}
         directory = Path(directory).absolute()
+        plain = namespace_path(directory, identity)
+        if keys is not None:
+            identity["sealed"] = "AES-256-GCM"
         self.path = namespace_path(directory, identity)
         self.chunk_bytes = chunk_bytes
         self._changing = threading.RLock()
@@ -110,11 +119,17 @@ class ChunkStore:
                 opened.callback(enter(self.path).release)
                 if isinstance(capacity_bytes, int):  # else it is refused below
                     delete_old(self.path, identity, wanted_bytes=capacity_bytes, kin=kin)
+                if keys is not None:
+                    delete_plain(plain)
             try:
                 if not is_identity(self.path, identity):
                     self._num_resets += start_empty(self.path, "does not say whose chunks they are")
                     write_identity(self.path, identity)
-                self._file = SlotFile(self.path / _DATA_NAME, chunk_bytes, direct=direct)
+                if keys is None:
+                    self._file: SlotFile | SealedSlotFile = SlotFile(self.path / _DATA_NAME, chunk_bytes, direct=direct)
+                else:
+                    check_key_in_use(self.path, keys)
+                    self._file = SealedSlotFile(self.path / _DATA_NAME, chunk_bytes, keys, direct=direct)
                 opened.callback(self._file.close)
                 self.num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
                 self._index, self._loaded = open_index(self.path, self._file, self.num_slots)

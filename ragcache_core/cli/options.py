@@ -86,6 +86,12 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         help="Where the disk space is; with --disk-bytes. [default: kv in your cache folder]",
     ),
     click.option(
+        "--disk-key-file",
+        metavar="FILE",
+        help="Encrypt what is on disk with the key in FILE: 32 random bytes in base64. [default: what "
+        "RAGCACHE_DISK_KEY holds; not encrypted]",
+    ),
+    click.option(
         "--policy",
         type=click.Choice(get_args(PolicyName)),
         help="What decides which document leaves a full tier. [default: tournament]",

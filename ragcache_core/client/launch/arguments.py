@@ -214,6 +214,7 @@ def _transfer_config(
                 "module_path": f"{_PLUGIN}.disk.manager",
                 "directory": str(cache.directory),
                 "capacity_bytes": disk_bytes,
+                "key_file": None if cache.disk_key_file is None else str(cache.disk_key_file),
             }
         ]
     return {

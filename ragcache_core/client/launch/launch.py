@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from ragcache_core.chunk import AlphaPoint, choose_alpha
+from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.client.http.attempt import check_seconds
 from ragcache_core.client.launch.arguments import (
     cache_arguments,
@@ -218,10 +219,11 @@ def _lock(
     """Return the lock of a directory in which the engine will keep something.
 
     Raises:
-        EngineStartError: another engine has it.
+        EngineStartError: another engine has it. ConfigError: the keys that it is encrypted with cannot be read.
     """
     if not isinstance(cache, CacheConfig) or not cache.disk_bytes or cache.directory is None:
         return None
+    load_keys(cache.disk_key_file)  # refused here rather than by the engine
     return DirectoryLock(cache.directory, launch_digest(model, cache, arguments, environment))
 
 

@@ -21,12 +21,14 @@ import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vllm.logger import init_logger
 
 from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.regrowing import regrow
+from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
@@ -80,13 +82,14 @@ class DiskTier(SecondaryTierManager):
         tier_type: str,
         directory: str,
         capacity_bytes: int,
+        key_file: str | None = None,
         backpressure_detector: Any = None,
     ) -> None:
         """Open the store, and put what it holds into the tree.
 
         Raises:
             CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
-            ConfigError: nothing tells the model's weights from others.
+            ConfigError: nothing tells the model's weights from others, or there is no key in ``key_file``.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         assert offloading_spec.controller is not None
@@ -100,6 +103,7 @@ class DiskTier(SecondaryTierManager):
             chunk_bytes=self.block_size_bytes,
             capacity_bytes=capacity_bytes,
             kin=KIN,
+            keys=load_keys(None if key_file is None else Path(key_file)),
         )
         self._io = DiskIO(store, primary_kv_view)
         self._path = store.path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import secrets
 import sqlite3
@@ -26,6 +27,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 
 from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.chunkstore.sealing import KEY_ENV
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError
 from ragcache_core.types import Tier
@@ -85,6 +87,24 @@ def test_what_is_there_already_is_not_written_again(opening: Opening, monkeypatc
     assert sum(written) == 0
     scene.store("BA")
     assert sum(written) == 1
+
+
+def test_an_encrypted_disk_serves_the_same_bytes_also_after_a_restart_and_none_without_its_key(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_ENV, base64.b64encode(b"a" * 32).decode())
+    scene = opening()
+    keys = scene.store("AD")
+    assert scene.load(keys) == set(keys)
+    scene.close()
+    on_disk = b"".join(path.read_bytes() for path in scene.directory.rglob("*") if path.is_file())
+    assert not any(payload(key)[:16] in on_disk for key in keys)
+    scene = opening()
+    assert scene.load(keys) == set(keys)
+    scene.close()
+    monkeypatch.setenv(KEY_ENV, base64.b64encode(b"b" * 32).decode())
+    with pytest.raises(CacheDirectoryError, match="is encrypted with the key"):
+        opening()
 
 
 def test_a_look_up_and_a_drain_of_nothing_answer_at_once(opening: Opening) -> None:

@@ -116,6 +116,12 @@ def test_a_negative_size_is_answered_with_how_to_write_one(size: object) -> None
         CacheConfig(disk_bytes=size)
 
 
+def test_a_key_without_disk_space_is_refused() -> None:
+    with pytest.raises(ConfigError, match="disk_key_file is '/key' but disk_bytes is 0: set disk_bytes"):
+        CacheConfig(disk_key_file="/key")
+    assert CacheConfig(disk_key_file="/key", disk_bytes=1).disk_key_file == Path("/key")
+
+
 def test_a_directory_without_disk_space_is_refused() -> None:
     with pytest.raises(ConfigError, match="directory is '/kv' but disk_bytes is 0: set disk_bytes"):
         CacheConfig(directory="/kv")

@@ -21,6 +21,7 @@ import numpy as np
 
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, Scratch, aligned_rows
+from ragcache_core.chunkstore.sealing import Keys
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.vllm_plugin.chunks.messages import DropChunks, NoteUses, ReadChunk, StoredChunk, WriteChunk
 from ragcache_core.vllm_plugin.chunks.page_layout import (
@@ -48,6 +49,8 @@ class DiskPlace:
     capacity_bytes: int
     kin: tuple[str, ...] = ()
     """Entries of the identity that older ones of the same engine share, whose chunks may be deleted for room."""
+    keys: Keys | None = None
+    """What encrypts them, if anything does."""
 
 
 class ChunkDisk:
@@ -87,6 +90,7 @@ class ChunkDisk:
             chunk_bytes=chunk_bytes,
             capacity_bytes=num_slots * slot_bytes,
             kin=place.kin,
+            keys=place.keys,
         )
 
     @property

@@ -1,0 +1,203 @@
+"""Slots that nobody reads without the key: each chunk encrypted and authenticated with AES-256-GCM.
+
+A slot holds ciphertext, as long as the chunk; beside the file of slots lies one of seals, 32 bytes for each slot::
+
+    |key id 4|nonce 12|tag 16|
+
+Whose cache it is, is authenticated as well, so that a slot of another cache does not open here. A slot that was
+changed, or whose seal was, opens to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for
+2**32 chunks of a key (NIST SP 800-38D, section 8.3).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragcache_core.chunkstore.slotfile import SlotFile, runs
+from ragcache_core.errors import ConfigError
+from ragcache_core.private_files import open_private
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+KEY_ENV = "RAGCACHE_DISK_KEY"
+"""The environment variable that holds what a key file would."""
+KEY_BYTES = 32
+_ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 4, 12, 16
+_SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
+_CURE = "give a line of 32 random bytes in base64, as openssl rand -base64 32 writes it, the key in use first"
+
+
+@dataclass(frozen=True, slots=False, repr=False)
+class Keys:
+    """The key that seals, first, and those that only open what was sealed before."""
+
+    secrets: tuple[bytes, ...]
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Keys:
+        """Return the keys of a text with one on each line; empty lines and such that begin with ``#`` are passed over.
+
+        Raises:
+            ConfigError: there is none, or one is not 32 bytes in base64. The message holds no part of a key.
+        """
+        lines = [line.strip() for line in text.splitlines()]
+        found = []
+        for number, line in enumerate(lines, 1):
+            if not line or line.startswith("#"):
+                continue
+            try:
+                secret = base64.b64decode(line, validate=True)
+            except (binascii.Error, ValueError):
+                raise ConfigError(f"line {number} of {source} is no base64: {_CURE}") from None
+            if len(secret) != KEY_BYTES:
+                raise ConfigError(f"line {number} of {source} is a key of {len(secret)} bytes: {_CURE}")
+            found.append(secret)
+        if not found:
+            raise ConfigError(f"{source} holds no key: {_CURE}")
+        return cls(tuple(dict.fromkeys(found)))
+
+    @cached_property
+    def ciphers(self) -> Mapping[bytes, AESGCM]:
+        """What opens slots, by the id of the key; the first is what seals."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        return {key_id(secret): AESGCM(secret) for secret in self.secrets}
+
+    @property
+    def sealing_id(self) -> str:
+        """The name of the key that seals, which says nothing of it."""
+        return key_id(self.secrets[0]).hex()
+
+
+def key_id(secret: bytes) -> bytes:
+    """Return the 4 bytes by which a slot names its key."""
+    return hashlib.sha256(b"ragcache disk key" + secret).digest()[:_ID_BYTES]
+
+
+def load_keys(path: Path | None) -> Keys | None:
+    """Return the keys of a file, or without one of the environment; None where neither is given.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    source = KEY_ENV if path is None else str(path)
+    try:
+        text = os.environ.get(KEY_ENV) if path is None else path.read_text(encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"disk_key_file {path} cannot be read ({error.strerror}): {_CURE}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"disk_key_file {path} is no text: {_CURE}") from None
+    if text is None:
+        return None
+    if find_spec("cryptography") is None:
+        raise ConfigError(
+            f"{source} asks for an encrypted disk, for which cryptography is not installed: pip install "
+            "'ragcache[encryption]'"
+        )
+    return Keys.parse(text, source)
+
+
+class SealedSlotFile:
+    """A :class:`~ragcache_core.chunkstore.slotfile.SlotFile` whose slots are sealed; the caller sees plain chunks."""
+
+    def __init__(self, path: Path, chunk_bytes: int, keys: Keys, *, direct: bool | None = None) -> None:
+        """Open or make the file, and that of the seals beside it.
+
+        Raises:
+            OSError
+        """
+        self._slots = SlotFile(path, chunk_bytes, direct=direct)
+        try:
+            self._seals = os.fdopen(open_private(path.with_suffix(".seals"), os.O_RDWR | os.O_CREAT), "r+b", 0)
+        except BaseException:
+            self._slots.close()
+            raise
+        self._ciphers = keys.ciphers
+        self._sealing_id, self._sealing = next(iter(keys.ciphers.items()))
+        self._whose = path.parent.name.encode()
+        self._bounce: list[memoryview] = []  # kept: to map it anew costs as much as everything else
+        self.chunk_bytes = chunk_bytes
+        self.slot_bytes = self._slots.slot_bytes
+        self.is_direct = self._slots.is_direct
+
+    @property
+    def num_slots(self) -> int:
+        """Whole slots in the file."""
+        return self._slots.num_slots
+
+    def write(self, slots: Sequence[int], payloads: Sequence[memoryview]) -> None:
+        """Seal payloads into slots. One thread at a time.
+
+        Raises:
+            OSError: any part of those slots may have been written.
+        """
+        if len(self._bounce) < len(payloads):
+            _, self._bounce = self._slots.aligned_buffers(len(payloads))
+        views = self._bounce[: len(payloads)]
+        sealed = memoryview(bytearray(self.chunk_bytes + _TAG_BYTES))
+        seals = []
+        for view, payload in zip(views, payloads, strict=True):
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            self._sealing.encrypt_into(nonce, payload, self._whose, sealed)
+            view[:] = sealed[: self.chunk_bytes]
+            seals.append(memoryview(b"".join((self._sealing_id, nonce, sealed[self.chunk_bytes :]))))
+        for first, run in runs(slots, seals):
+            if os.pwritev(self._seals.fileno(), run, first * _SEAL_BYTES) != len(run) * _SEAL_BYTES:
+                raise OSError(errno.EIO, "not all seals were written")
+        self._slots.write(slots, views)
+
+    def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
+        """Fill targets with what is in the slots, those whose slot does not open with zeros.
+
+        Raises:
+            OSError
+        """
+        self._slots.read(slots, targets)
+        sealed = memoryview(bytearray(self.chunk_bytes + _TAG_BYTES))
+        for slot, target in zip(slots, targets, strict=True):
+            seal = os.pread(self._seals.fileno(), _SEAL_BYTES, slot * _SEAL_BYTES)
+            sealed[: self.chunk_bytes] = target
+            if not self._open(seal, sealed, target):
+                target[:] = bytes(len(target))
+
+    def _open(self, seal: bytes, sealed: memoryview, target: memoryview) -> bool:
+        from cryptography.exceptions import InvalidTag
+
+        cipher = self._ciphers.get(seal[:_ID_BYTES])
+        if cipher is None or len(seal) < _SEAL_BYTES:
+            return False
+        sealed[self.chunk_bytes :] = seal[-_TAG_BYTES:]
+        try:
+            cipher.decrypt_into(seal[_ID_BYTES:-_TAG_BYTES], sealed, self._whose, target)
+        except InvalidTag:
+            return False
+        return True
+
+    def aligned_buffers(self, num_chunks: int) -> tuple[memoryview, list[memoryview]]:
+        """Return page-aligned memory for that many slots, and a view of ``chunk_bytes`` into each."""
+        return self._slots.aligned_buffers(num_chunks)
+
+    def truncate(self, num_slots: int) -> None:
+        """Cut the file after that many slots, unless it is shorter.
+
+        Raises:
+            OSError
+        """
+        self._slots.truncate(num_slots)
+
+    def close(self) -> None:
+        """Close the files. Nothing may be using them."""
+        self._slots.close()
+        self._seals.close()

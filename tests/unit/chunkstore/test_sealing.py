@@ -1,0 +1,195 @@
+"""An encrypted store: what is on disk says nothing without the key, and what was changed there is a miss."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.chunkstore import ChunkStore
+from ragcache_core.chunkstore.sealing import KEY_ENV, Keys, load_keys
+from ragcache_core.errors import CacheDirectoryError, ConfigError
+
+from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, writes
+from .test_damage import turn_bit
+
+FIRST, SECOND, THIRD = (Keys((bytes([number]) * 32,)) for number in (1, 2, 3))
+
+
+def both(new: Keys, old: Keys) -> Keys:
+    return Keys((*new.secrets, *old.secrets))
+
+
+@pytest.fixture
+def sealed(opening: Opening) -> Callable[..., ChunkStore]:
+    return lambda using=FIRST, **settings: opening(keys=using, **settings)
+
+
+def test_chunks_come_back_as_they_were_also_after_a_restart(sealed: Callable[..., ChunkStore]) -> None:
+    store = sealed()
+    store.write_many(writes(keys(8)))
+    assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
+    store.close()
+    store = sealed()
+    assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
+    assert store.stats.num_damaged == 0
+
+
+def test_no_part_of_a_chunk_is_in_a_file(sealed: Callable[..., ChunkStore]) -> None:
+    store = sealed()
+    store.write_many(writes(keys(8)))
+    store.close()
+    on_disk = b"".join(path.read_bytes() for path in store.path.iterdir() if path.is_file())
+    assert len(on_disk) > 8 * CHUNK_BYTES
+    for key in keys(8):
+        parts = [payload(key)[start : start + 16] for start in range(0, CHUNK_BYTES, 16)]
+        assert not any(part in on_disk for part in parts)
+
+
+def test_the_same_chunk_looks_different_each_time(sealed: Callable[..., ChunkStore]) -> None:
+    store, seen = sealed(num_slots=1), []
+    for _ in range(2):
+        store.write_many(writes(keys(1)))
+        seen.append((store.path / "chunks.data").read_bytes()[: store.slot_bytes])
+        store.delete_many(keys(1))
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"),
+    [
+        *(("chunks.data", CHUNK_BYTES + at) for at in (0, 4000, CHUNK_BYTES - 1)),
+        *(("chunks.seals", 32 + at) for at in (0, 5, 16, 31)),
+    ],
+)
+def test_a_bit_that_was_turned_anywhere_is_a_miss(sealed: Callable[..., ChunkStore], name: str, offset: int) -> None:
+    store = sealed()
+    store.write_many(writes(keys(3)))
+    turn_bit(store.path / name, offset)
+    assert [read(store, key) for key in keys(3)] == [payload(b"key 0"), None, payload(b"key 2")]
+    assert store.stats.num_damaged == 1
+
+
+def test_seals_that_are_gone_are_misses(sealed: Callable[..., ChunkStore]) -> None:
+    with sealed() as store:
+        store.write_many(writes(keys(3)))
+        (store.path / "chunks.seals").write_bytes((store.path / "chunks.seals").read_bytes()[:40])
+        assert [read(store, key) is not None for key in keys(3)] == [True, False, False]
+
+
+def test_slots_of_another_cache_with_the_same_key_do_not_open(folder: Path, sealed: Callable[..., ChunkStore]) -> None:
+    store = sealed()
+    store.write_many(writes(keys(2)))
+    store.close()
+    identity: dict[str, Any] = {**IDENTITY, "weights": "another"}
+    arguments: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "capacity_bytes": 16 * CHUNK_BYTES, "keys": FIRST}
+    with ChunkStore(folder, identity, **arguments) as other:
+        other.write_many(writes(keys(2)))
+    for name in ("chunks.data", "chunks.seals"):
+        shutil.copy(store.path / name, other.path / name)
+    with ChunkStore(folder, identity, **arguments) as other:
+        assert [read(other, key) for key in keys(2)] == [None, None]
+
+
+def test_a_wrong_key_is_refused_and_nothing_is_lost(sealed: Callable[..., ChunkStore]) -> None:
+    store = sealed(FIRST)
+    store.write_many(writes(keys(2)))
+    store.close()
+    with pytest.raises(CacheDirectoryError, match=r"is encrypted with the key [0-9a-f]{8}, and the keys.*further line"):
+        sealed(SECOND)
+    assert read(sealed(FIRST), b"key 0") == payload(b"key 0")
+
+
+def test_a_key_is_replaced_while_what_it_sealed_stays_readable(sealed: Callable[..., ChunkStore]) -> None:
+    with sealed(FIRST) as store:
+        store.write_many(writes(keys(2)))
+    with sealed(both(SECOND, FIRST)) as store:
+        store.write_many(writes(keys(2, first=2)))
+        assert [read(store, key) for key in keys(4)] == [payload(key) for key in keys(4)]
+    with sealed(SECOND) as store:  # without the old one, what it sealed is a miss
+        assert [read(store, key) is not None for key in keys(4)] == [False, False, True, True]
+    with pytest.raises(CacheDirectoryError, match="is encrypted with the key"):
+        sealed(both(THIRD, FIRST))
+
+
+def test_what_was_there_unencrypted_goes_when_a_key_is_given(
+    opening: Opening, sealed: Callable[..., ChunkStore]
+) -> None:
+    plain = opening()
+    plain.write_many(writes(keys(2)))
+    plain.close()
+    store = sealed()
+    assert not plain.path.exists()
+    assert [read(store, key) for key in keys(2)] == [None, None]
+
+
+def test_a_store_without_a_key_does_not_find_what_is_encrypted(
+    opening: Opening, sealed: Callable[..., ChunkStore]
+) -> None:
+    with sealed() as store:
+        store.write_many(writes(keys(2)))
+    plain = opening()
+    assert [read(plain, key) for key in keys(2)] == [None, None]
+
+
+def line(secret: bytes) -> str:
+    return base64.b64encode(secret).decode()
+
+
+def test_keys_come_from_a_file_with_the_one_in_use_first_or_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEY_ENV, raising=False)
+    assert load_keys(None) is None
+    path = tmp_path / "key"
+    path.write_text(f"# since May\n{line(b'a' * 32)}\n\n{line(b'b' * 32)}\n")
+    found = load_keys(path)
+    assert found is not None
+    assert found.secrets == (b"a" * 32, b"b" * 32)
+    monkeypatch.setenv(KEY_ENV, line(b"c" * 32))
+    from_environment = load_keys(None)
+    assert from_environment is not None
+    assert from_environment.secrets == (b"c" * 32,)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no key"),
+        ("# nothing", "holds no key"),
+        ("not base64!", "line 1 of .* is no base64"),
+        (line(b"a" * 16), "line 1 of .* is a key of 16 bytes"),
+        (f"{line(b'a' * 32)}\n{line(b'b' * 33)}", "line 2 of .* is a key of 33 bytes"),
+    ],
+)
+def test_a_file_without_a_key_is_refused_and_its_content_is_not_shown(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words) as refused:
+        load_keys(path)
+    assert "openssl rand -base64 32" in str(refused.value)
+    assert not any(part in str(refused.value) for part in text.split() if len(part) > 12)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_keys(tmp_path / "nothing")
+    (tmp_path / "key").write_bytes(b"\xff" * 32)
+    with pytest.raises(ConfigError, match="is no text"):
+        load_keys(tmp_path / "key")
+
+
+def test_without_the_extra_its_name_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_ENV, line(b"c" * 32))
+    monkeypatch.setattr("ragcache_core.chunkstore.sealing.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'ragcache\[encryption\]'"):
+        load_keys(None)
+
+
+def test_keys_do_not_show_in_a_log() -> None:
+    assert "\\x01" not in repr(FIRST)
+    assert line(FIRST.secrets[0]) not in repr(FIRST)
