@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from ragcache_core.ordering import DocumentOrder
     from ragcache_core.prompt import PromptLayout, RenderedPrompt
     from ragcache_core.retrieval import (
+        MMR,
         DocumentStore,
         Embedder,
         IndexOptions,
@@ -103,6 +104,7 @@ else:
             "ragcache_core.ordering": ("DocumentOrder",),
             "ragcache_core.prompt": ("PromptLayout", "RenderedPrompt"),
             "ragcache_core.retrieval": (
+                "MMR",
                 "DocumentStore",
                 "Embedder",
                 "IndexOptions",
@@ -135,6 +137,7 @@ else:
     )
 
 __all__ = [
+    "MMR",
     "Arrangement",
     "BoundPrompt",
     "CacheCapacityError",

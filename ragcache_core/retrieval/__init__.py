@@ -8,8 +8,10 @@ from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, one_stage
 from ragcache_core.retrieval.storage.snapshot import StoreStats
 from ragcache_core.retrieval.store import DocumentStore
+from ragcache_core.retrieval.wanted import MMR
 
 __all__ = [
+    "MMR",
     "DocumentStore",
     "Embedder",
     "IndexOptions",

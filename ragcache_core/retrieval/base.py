@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.errors import ConfigError, SearchError
+from ragcache_core.retrieval.selection import Selection
 
 IndexKind = Literal["ivf", "hnsw", "flat"]
 Metric = Literal["l2", "ip"]
@@ -179,15 +180,26 @@ class StagedIndex(Protocol):
         """Return the internal ids that the Faiss index holds, in no particular order."""
         ...
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False) -> Neighbors:
-        """Return ``index.search(query, k)``. ``exhaustive`` probes every list, or the whole graph."""
+    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
+        """Return ``index.search(query, k)``. ``exhaustive`` probes every list, or the whole graph.
+
+        ``among`` some documents it is Faiss's own search with a selector, and as many of them are looked at as there
+        would be of all, so that a search among few is exact. Fewer than ``k`` come back only where fewer are selected.
+        """
         ...
 
-    def work(self, k: int) -> float:
+    def work(self, k: int, among: Selection | None = None) -> float:
         """Return about how many multiply-adds a search costs."""
         ...
 
-    def stages(self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
+    def stages(
+        self,
+        query: Vectors,
+        k: int,
+        cuts: Sequence[float],
+        cancel: Cancellation,
+        among: Selection | None = None,
+    ) -> Iterator[Stage]:
         """Yield the best documents after each share of the work in ``cuts``; the last equals :meth:`search`.
 
         Stages that would add no work are left out. A cancelled search ends without its last stage.

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragcache_core.retrieval.base import Cancellation, Ids, Neighbors, Stage, StagedIndex, Vectors, best_first
+from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.documents import DocumentTable
+from ragcache_core.retrieval.wanted import Wanted
 from ragcache_core.retrieval.words import WordMatches, WordWeights
 
 _CANDIDATES = 2
 """Words and vectors put forward so many times the documents asked for, each."""
+_NOTHING = Neighbors(np.zeros(0, np.int64), np.zeros(0, np.float32))
 _LEAST_BY_WORDS = 64
 """Words put forward at least so many: they cost next to nothing."""
 
@@ -33,13 +36,22 @@ class Question:
 
 
 class Finder:
-    """Searches one index for one question."""
+    """Searches one index for one question, ``among`` all documents or those that a filter selects."""
 
-    def __init__(self, index: StagedIndex, documents: DocumentTable, question: Question, word_weight: float) -> None:
+    def __init__(
+        self,
+        index: StagedIndex,
+        documents: DocumentTable,
+        question: Question,
+        word_weight: float,
+        among: Selection | None = None,
+    ) -> None:
         self._index = index
         self._documents = documents
         self._vector = question.vector
         self._word_weight = word_weight
+        self._among = among
+        self._num_documents = len(documents) if among is None else len(among)
         self._matches: WordMatches | None = None
         self._cosines: dict[int, float] = {}
         if question.words is not None and word_weight:
@@ -48,27 +60,43 @@ class Finder:
 
     def search(self, k: int, *, exhaustive: bool = False) -> Neighbors:
         """Return the ``k`` best documents; ``exhaustive`` looks at all."""
-        return self._joined(self._index.search(self._vector, self._num_neighbors(k), exhaustive=exhaustive), k)
+        if not self._num_documents:
+            return _NOTHING
+        count = self._num_neighbors(k)
+        return self._joined(self._index.search(self._vector, count, exhaustive=exhaustive, among=self._among), k)
 
     def work(self, k: int) -> float:
         """Return about how many multiply-adds the index's search costs."""
-        return self._index.work(self._num_neighbors(k))
+        return self._index.work(self._num_neighbors(k), self._among) if self._num_documents else 0.0
 
     def stages(self, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
         """Yield what the index knows after each share of the work; see :meth:`joined`."""
-        yield from self._index.stages(self._vector, self._num_neighbors(k), cuts, cancel)
+        if not self._num_documents:
+            yield Stage(_NOTHING, is_final=True)
+            return
+        yield from self._index.stages(self._vector, self._num_neighbors(k), cuts, cancel, self._among)
 
     def joined(self, stage: Stage, k: int) -> Stage:
         """Return a stage of the index as one of the whole search: the last is what :meth:`search` returns."""
         return Stage(self._joined(stage.neighbors, k), stage.is_final)
 
+    def chosen(self, neighbors: Neighbors, wanted: Wanted) -> Neighbors:
+        """Return those of the best documents, best first, that are near enough and different enough."""
+        near = wanted.is_near(neighbors.scores, is_similarity=self._index.options.is_similarity)
+        ids, scores = neighbors.ids[near], neighbors.scores[near]
+        if wanted.mmr is not None and len(ids):
+            vectors = self._documents.read_vectors(ids.tolist(), len(self._vector))
+            order = wanted.mmr.choose(self._vector, vectors, wanted.k)
+            ids, scores = ids[order], scores[order]
+        return Neighbors(ids[: wanted.k], scores[: wanted.k])
+
     def _num_neighbors(self, k: int) -> int:
-        return k if self._matches is None else min(_CANDIDATES * k, len(self._documents))
+        return min(k if self._matches is None else _CANDIDATES * k, self._num_documents)
 
     def _joined(self, neighbors: Neighbors, k: int) -> Neighbors:
-        if self._matches is None:
+        if self._matches is None or not self._num_documents:
             return neighbors
-        ids = np.union1d(neighbors.ids, self._matches.best(max(_CANDIDATES * k, _LEAST_BY_WORDS)))
+        ids = np.union1d(neighbors.ids, self._matches.best(max(_CANDIDATES * k, _LEAST_BY_WORDS), self._among))
         score = self._word_weight * self._matches.of(ids) + (1 - self._word_weight) * self._cosines_of(ids)
         is_similarity = self._index.options.is_similarity
         scores = np.asarray(score if is_similarity else 2 - 2 * score, np.float32)

@@ -12,8 +12,9 @@ from ragcache_core.errors import StoreError, UnknownDocumentError
 from ragcache_core.retrieval.base import IndexKind, Metric
 from ragcache_core.retrieval.embedders.base import Embedder, check_query
 from ragcache_core.retrieval.hybrid import Question
-from ragcache_core.retrieval.storage.snapshot import Filter, Snapshot, StoreStats
+from ragcache_core.retrieval.storage.snapshot import Snapshot, StoreStats
 from ragcache_core.retrieval.threads import SearchThreads, closed_error
+from ragcache_core.retrieval.wanted import MMR, Filter
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 
@@ -73,54 +74,92 @@ class StoreReader:
 
     # Searching
 
-    def search(self, query: str, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+    def search(
+        self,
+        query: str,
+        k: int,
+        *,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
+    ) -> RetrievalUpdate:
         """Return the ``k`` best documents, in one stage: the answer of the unmodified index, or where words count
         (``word_weight``) the best of what the index and the words put forward.
 
         An HNSW index is searched with ``efSearch = max(ef_search, k)``, more while deleted documents are in its graph,
         and its answer is that of the unmodified index with this value.
 
-        With ``where``, the nearest that it accepts: more and more neighbours are looked at until ``k`` pass, and at
-        last all documents, so that fewer than ``k`` come back only where fewer match.
+        ``where`` is a filter on the metadata, ``{"town": "Aro", "year": {"$gte": 2020}}``; the answer is that of the
+        unmodified index with a selector of the documents that pass. It looks at as many of them as it would at all, so
+        that among few it is exact: ``nprobe`` and ``efSearch`` grow, and below about an eighth (IVF) or some thousands
+        (HNSW) all that pass are compared. With a function of a document more and more neighbours are looked at until
+        ``k`` pass, and at last all. Either way fewer than ``k`` come back only where fewer match.
+
+        ``score_threshold`` leaves out what is farther (``l2``) or less alike (``ip``); ``mmr`` chooses ``k`` of more
+        documents, which differ from each other.
 
         Raises:
-            SearchError: an empty query or an impossible ``k``. TooFewDocumentsError, EmptyStoreError
+            SearchError: an empty query, an impossible ``k``, a filter on a field that no document has, or on a value of
+                a kind that the field never has. TooFewDocumentsError, EmptyStoreError
+            ConfigError: something that is no filter.
         """
         snapshot, _ = self.begin_search()
-        snapshot.index_for(k)
-        return snapshot.search(snapshot.embed(query), k, where)
+        wanted = snapshot.wanted(k, where, score_threshold, mmr)
+        return snapshot.search(snapshot.embed(query), wanted)
 
-    def search_vector(self, vector: object, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+    def search_vector(
+        self,
+        vector: object,
+        k: int,
+        *,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
+    ) -> RetrievalUpdate:
         """Return the ``k`` documents nearest to a vector ``[dimension]``, by vectors alone. See :meth:`search`."""
         snapshot, _ = self.begin_search()
-        snapshot.index_for(k)
-        return snapshot.search(Question(check_query(vector, snapshot.manifest.dimension)), k, where)
+        wanted = snapshot.wanted(k, where, score_threshold, mmr)
+        return snapshot.search(Question(check_query(vector, snapshot.manifest.dimension)), wanted)
 
     async def search_staged(
-        self, query: str, k: int, *, stages: int | Sequence[float] | None = None
+        self,
+        query: str,
+        k: int,
+        *,
+        stages: int | Sequence[float] | None = None,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what the search knows after each stage; the last update is final and equals :meth:`search`'s.
 
         ``stages`` is a number of them, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default 5, 15, 40
         and 100 %, without those that would, by the searches so far, take less than about a millisecond. There are at
         most so many: a stage that adds no work is left out, and a search that is done ends. Closing the iterator early
-        stops the search.
+        stops the search. With a filter that is a function there is one stage.
         """
         snapshot, threads = self.begin_search()
-        snapshot.index_for(k)
+        wanted = snapshot.wanted(k, where, score_threshold, mmr)
         question = await threads.run(lambda: snapshot.embed(query))
-        async with aclosing(threads.updates(snapshot, question, k, stages)) as updates:
+        async with aclosing(threads.updates(snapshot, question, wanted, stages)) as updates:
             async for update in updates:
                 yield update
 
     async def search_vector_staged(
-        self, vector: object, k: int, *, stages: int | Sequence[float] | None = None
+        self,
+        vector: object,
+        k: int,
+        *,
+        stages: int | Sequence[float] | None = None,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what the search knows after each stage. See :meth:`search_staged`."""
         snapshot, threads = self.begin_search()
-        snapshot.index_for(k)
+        wanted = snapshot.wanted(k, where, score_threshold, mmr)
         question = Question(check_query(vector, snapshot.manifest.dimension))
-        async with aclosing(threads.updates(snapshot, question, k, stages)) as updates:
+        async with aclosing(threads.updates(snapshot, question, wanted, stages)) as updates:
             async for update in updates:
                 yield update
 

@@ -7,7 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from concurrent.futures import wait
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+
+import numpy as np
 
 from ragcache_core.errors import (
     ConfigError,
@@ -17,14 +20,16 @@ from ragcache_core.errors import (
     TooFewDocumentsError,
     UnknownDocumentError,
 )
-from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.base import Metric, Vectors
 from ragcache_core.retrieval.embedders.base import Embedder, TrainableEmbedder, check_query
 from ragcache_core.retrieval.hybrid import Question
+from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.storage.opening import is_same_state
-from ragcache_core.retrieval.storage.snapshot import Filter, Snapshot, check_k
+from ragcache_core.retrieval.storage.snapshot import Snapshot, check_k, select_documents
 from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.retrieval.threads import SearchThreads
+from ragcache_core.retrieval.wanted import MMR, Filter, Wanted
 from ragcache_core.retrieval.words import WordWeights
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
@@ -43,6 +48,10 @@ class _Shard:
     @property
     def num_documents(self) -> int:
         return len(self.snapshot.documents)
+
+    def share_of(self, wanted: Wanted) -> Wanted:
+        """Return what this shard is asked for: all that could be chosen."""
+        return replace(wanted, k=min(wanted.num_candidates, self.num_documents), mmr=None)
 
     @contextmanager
     def naming_itself(self) -> Iterator[None]:
@@ -103,24 +112,49 @@ class ShardedStore:
 
     # Searching
 
-    def search(self, query: str, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+    def search(
+        self,
+        query: str,
+        k: int,
+        *,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
+    ) -> RetrievalUpdate:
         """Return the ``k`` nearest documents of all shards, in one stage. See :meth:`DocumentStore.search`.
 
         Raises:
-            SearchError: an empty query or an impossible ``k``. TooFewDocumentsError, EmptyStoreError
+            SearchError: an empty query, an impossible ``k`` or filter. TooFewDocumentsError, EmptyStoreError
             EmbedderMismatchError: a shard was fitted otherwise since. An error of a shard's search names the shard.
         """
         shards = self._searched(k)
-        return self._search(shards, self._asked(shards, query), k, where)
+        wanted = Wanted.of(k, where, score_threshold, mmr)
+        return self._search(shards, self._asked(shards, query), wanted)
 
-    def search_vector(self, vector: object, k: int, *, where: Filter | None = None) -> RetrievalUpdate:
+    def search_vector(
+        self,
+        vector: object,
+        k: int,
+        *,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
+    ) -> RetrievalUpdate:
         """Return the ``k`` documents nearest to a vector ``[dimension]``. See :meth:`search`."""
         shards = self._searched(k)
+        wanted = Wanted.of(k, where, score_threshold, mmr)
         question = Question(check_query(vector, shards[0].snapshot.manifest.dimension))
-        return self._search(shards, question, k, where)
+        return self._search(shards, question, wanted)
 
     async def search_staged(
-        self, query: str, k: int, *, stages: int | Sequence[float] | None = None
+        self,
+        query: str,
+        k: int,
+        *,
+        stages: int | Sequence[float] | None = None,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield the best of the shards that have arrived, after each; the last update is final and equals
         :meth:`search`'s.
@@ -130,18 +164,27 @@ class ShardedStore:
         Closing the iterator early stops the search in all of them.
         """
         shards = self._searched(k)
+        wanted = Wanted.of(k, where, score_threshold, mmr)
         question = await shards[0].threads.run(lambda: self._asked(shards, query))
-        async with aclosing(self._updates(shards, question, k, stages)) as updates:
+        async with aclosing(self._updates(shards, question, wanted, stages)) as updates:
             async for update in updates:
                 yield update
 
     async def search_vector_staged(
-        self, vector: object, k: int, *, stages: int | Sequence[float] | None = None
+        self,
+        vector: object,
+        k: int,
+        *,
+        stages: int | Sequence[float] | None = None,
+        where: Filter | None = None,
+        score_threshold: float | None = None,
+        mmr: MMR | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield the best of the shards that have arrived, after each. See :meth:`search_staged`."""
         shards = self._searched(k)
+        wanted = Wanted.of(k, where, score_threshold, mmr)
         question = Question(check_query(vector, shards[0].snapshot.manifest.dimension))
-        async with aclosing(self._updates(shards, question, k, stages)) as updates:
+        async with aclosing(self._updates(shards, question, wanted, stages)) as updates:
             async for update in updates:
                 yield update
 
@@ -157,15 +200,15 @@ class ShardedStore:
             self._weighed = weighed
         return replace(question, weights=weighed[1])
 
-    def _search(self, shards: Sequence[_Shard], question: Question, k: int, where: Filter | None) -> RetrievalUpdate:
-        def search(shard: _Shard) -> Callable[[], RetrievalUpdate]:
-            return lambda: shard.snapshot.search(question, min(int(k), shard.num_documents), where)
+    def _search(self, shards: Sequence[_Shard], question: Question, wanted: Wanted) -> RetrievalUpdate:
+        def search(shard: _Shard, among: Selection | None) -> Callable[[], RetrievalUpdate]:
+            return lambda: shard.snapshot.search(question, shard.share_of(wanted), among)
 
         running = []
         try:
-            for shard in shards:
+            for shard, among in zip(shards, _selected(shards, wanted), strict=True):
                 with shard.naming_itself():
-                    running.append(shard.threads.submit(search(shard)))
+                    running.append(shard.threads.submit(search(shard, among)))
             found = []
             for shard, future in zip(shards, running, strict=True):
                 with shard.naming_itself():
@@ -174,18 +217,22 @@ class ShardedStore:
             for future in running:
                 future.cancel()
             wait(running)
-        return self._merged(found, k, 0, is_final=True)
+        return _chosen(shards, question, wanted, self._merged(found, wanted.num_candidates, 0, is_final=True))
 
     async def _updates(
-        self, shards: Sequence[_Shard], question: Question, k: int, stages: int | Sequence[float] | None
+        self, shards: Sequence[_Shard], question: Question, wanted: Wanted, stages: int | Sequence[float] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         arrived: asyncio.Queue[tuple[int, RetrievalUpdate | Exception]] = asyncio.Queue()
+        threads = shards[0].threads
+        selected = (
+            _selected(shards, wanted) if wanted.where is None else await threads.run(lambda: _selected(shards, wanted))
+        )
 
         async def follow(position: int, shard: _Shard) -> None:
-            wanted = min(int(k), shard.num_documents)
+            asked, cuts = shard.share_of(wanted), 1 if stages is None else stages
             try:
                 with shard.naming_itself():
-                    updates = shard.threads.updates(shard.snapshot, question, wanted, 1 if stages is None else stages)
+                    updates = shard.threads.updates(shard.snapshot, question, asked, cuts, selected[position])
                     async with aclosing(updates):
                         async for update in updates:
                             arrived.put_nowait((position, update))
@@ -202,7 +249,10 @@ class ShardedStore:
                     raise update
                 known[position] = update
                 is_final = len(known) == len(shards) and all(each.is_final for each in known.values())
-                yield self._merged([known[i] for i in sorted(known)], k, number, is_final)
+                merged = self._merged([known[i] for i in sorted(known)], wanted.num_candidates, number, is_final)
+                if wanted.mmr is not None:
+                    merged = await threads.run(partial(_chosen, shards, question, wanted, merged))
+                yield merged
                 number += 1
         finally:
             for task in tasks:
@@ -216,7 +266,7 @@ class ShardedStore:
         best: dict[DocId, tuple[float, Document]] = {}
         for score, document in sorted(pairs, key=lambda pair: (sign * pair[0], pair[1].doc_id)):
             best.setdefault(document.doc_id, (score, document))
-        found = list(best.values())[: int(k)]
+        found = list(best.values())[:k]
         return RetrievalUpdate(
             documents=tuple(document for _, document in found),
             scores=tuple(score for score, _ in found),
@@ -307,6 +357,30 @@ class ShardedStore:
     def metric(self) -> Metric:
         """How near two vectors are: ``l2`` or ``ip``."""
         return self._stores[0].metric
+
+
+def _selected(shards: Sequence[_Shard], wanted: Wanted) -> Sequence[Selection | None]:
+    """Return the documents of each shard that may be found; ``None`` for all."""
+    if wanted.where is None or callable(wanted.where):
+        return [None] * len(shards)
+    return select_documents([shard.snapshot.documents for shard in shards], wanted.where)
+
+
+def _chosen(shards: Sequence[_Shard], question: Question, wanted: Wanted, merged: RetrievalUpdate) -> RetrievalUpdate:
+    """Return the documents of an update that are different enough."""
+    if wanted.mmr is None or not merged.documents:
+        return merged
+    doc_ids = [document.doc_id for document in merged.documents]
+    vectors: dict[DocId, Vectors] = {}
+    for table in (shard.snapshot.documents for shard in shards):
+        found = table.find([doc_id for doc_id in doc_ids if doc_id not in vectors])
+        vectors.update(zip(found, table.read_vectors(list(found.values()), len(question.vector)), strict=True))
+    rows = wanted.mmr.choose(question.vector, np.stack([vectors[doc_id] for doc_id in doc_ids]), wanted.k)
+    return replace(
+        merged,
+        documents=tuple(merged.documents[row] for row in rows),
+        scores=tuple(merged.scores[row] for row in rows),
+    )
 
 
 def _check_comparable(shards: Sequence[_Shard]) -> None:

@@ -17,7 +17,9 @@ from ragcache_core.errors import StoreError
 from ragcache_core.retrieval.base import Cancellation, SearchPace, Stage, stage_cuts
 from ragcache_core.retrieval.extra import faiss
 from ragcache_core.retrieval.hybrid import Question
+from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.snapshot import Snapshot
+from ragcache_core.retrieval.wanted import Wanted
 from ragcache_core.types import Document, RetrievalUpdate
 
 _Result = TypeVar("_Result")
@@ -58,21 +60,32 @@ class SearchThreads:
         return await asyncio.wrap_future(self.submit(work))
 
     async def updates(
-        self, snapshot: Snapshot, question: Question, k: int, stages: int | Sequence[float] | None
+        self,
+        snapshot: Snapshot,
+        question: Question,
+        wanted: Wanted,
+        stages: int | Sequence[float] | None,
+        among: Selection | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         """Yield what the search knows after each stage: one call of the executor for each, awaited in between.
 
-        The index's search is timed if it reaches its end, without the waits, the words and the reading of documents.
+        The index's search is timed if it reaches its end, without the waits, the words, the filter and the reading of
+        documents. A filter that is a function decides what is found, so that there are no candidates before; it has its
+        own thread.
         """
+        if callable(wanted.where):
+            yield await in_thread(lambda: snapshot.search(question, wanted))
+            return
         cancel = Cancellation()
-        if question.words is None:
-            finder = snapshot.finder(question, k)
+        if question.words is None and wanted.where is None:
+            finder = snapshot.finder(question, wanted)
         else:
-            snapshot.index_for(k)
-            finder = await self._stoppable(lambda: snapshot.finder(question, k), cancel)
-        work = finder.work(int(k))
+            snapshot.index_for(wanted.k)
+            finder = await self._stoppable(lambda: snapshot.finder(question, wanted, among), cancel)
+        count = snapshot.count(wanted)
+        work = finder.work(count)
         cuts = stage_cuts(stages, work, self._pace.multiply_adds_per_ms)
-        steps = finder.stages(int(k), cuts, cancel)
+        steps = finder.stages(count, cuts, cancel)
         seen: dict[int, Document] = {}
         number = 0
         searched_s = 0.0
@@ -86,7 +99,8 @@ class SearchThreads:
                 return None
             if stage.is_final:
                 self._pace.record(work, searched_s)
-            return snapshot.update(finder.joined(stage, int(k)), number, seen)
+            found = finder.chosen(finder.joined(stage, count).neighbors, wanted)
+            return snapshot.update(Stage(found, stage.is_final), number, seen)
 
         try:
             while (update := await self._stoppable(advance, cancel)) is not None:

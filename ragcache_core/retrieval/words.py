@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.retrieval.base import Ids
+from ragcache_core.retrieval.selection import Selection
 from ragcache_core.types import Document
 
 _CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -188,12 +189,14 @@ class WordMatches:
         similar = [np.where(is_live, weights.similarities(part, words), 0.0) for part, is_live in segments]
         self._similarities: Similarities = np.concatenate([np.zeros(0), *similar])
 
-    def best(self, count: int) -> Ids:
+    def best(self, count: int, among: Selection | None = None) -> Ids:
         """Return the ids of the ``count`` most alike documents, of equals the first, in no order.
 
         Documents that have no word of the question are none of them.
         """
         matching = np.flatnonzero(self._similarities)
+        if among is not None:
+            matching = matching[among.has(self._ids[matching])]
         if len(matching) > count:
             similar = self._similarities[matching]
             least = np.partition(similar, len(matching) - count)[len(matching) - count]

@@ -23,9 +23,72 @@ from ragcache_core.retrieval.base import (
     cut_points,
 )
 from ragcache_core.retrieval.extra import faiss
+from ragcache_core.retrieval.selection import Selection
 
 _ROWS_PER_CALL = 16384
 """Rows between two looks at the cancel flag: about 1 ms at 384 dimensions."""
+
+
+class RowScan:
+    """Searches the rows of an ``IndexFlat``, which stay as they are: all of them, or some, as Faiss itself does."""
+
+    def __init__(self, rows: Any, ids: Ids, *, is_similarity: bool) -> None:
+        self._rows = rows
+        self._ids = ids
+        self._is_similarity = is_similarity
+        self._dimension = int(rows.d)
+        self._vectors: Vectors = np.zeros((0, self._dimension), np.float32)
+        if len(ids):
+            flat = faiss.rev_swig_ptr(rows.get_xb(), len(ids) * self._dimension)
+            self._vectors = flat.reshape(len(ids), self._dimension)
+
+    def search(self, query: Vectors, k: int, among: Selection | None = None) -> Neighbors:
+        """Return the ``k`` nearest rows, ``among`` all or some."""
+        params = None if among is None else faiss.SearchParameters(sel=among.selector)
+        scores, rows = self._rows.search(query[None], k, params=params)
+        return self._found(scores[0], rows[0])
+
+    def stages(
+        self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation, among: Selection | None = None
+    ) -> Iterator[Stage]:
+        """Yield what the rows so far hold; the last stage equals :meth:`search`."""
+        total = len(self._ids) if among is None else len(among)
+        ends = cut_points(cuts, total, least=min(k, total))
+        if len(ends) == 1:
+            yield Stage(self.search(query, k, among), is_final=True)
+            return
+        scores, rows = np.zeros(0, np.float32), np.zeros(0, np.int64)
+        begin = 0
+        for end in ends:
+            for start in range(begin, end, _ROWS_PER_CALL):
+                if cancel.is_cancelled:
+                    return
+                block_scores, block_rows = self._block(query, k + 1, start, min(end, start + _ROWS_PER_CALL), among)
+                scores = np.concatenate((scores, block_scores))
+                rows = np.concatenate((rows, block_rows))
+                order = best_first(scores, rows, self._is_similarity)[: k + 1]
+                scores, rows = scores[order], rows[order]
+            begin = end
+            is_final = end == total
+            if is_final and len(rows) > k and scores[k - 1] == scores[k]:
+                yield Stage(self.search(query, k, among), is_final)
+            else:
+                yield Stage(self._found(scores[:k], rows[:k]), is_final)
+
+    def _block(self, query: Vectors, k: int, start: int, end: int, among: Selection | None) -> tuple[Vectors, Ids]:
+        """Return the best of the rows, or of the selected ones, from ``start`` to ``end``."""
+        if among is None:
+            block = self._vectors[start:end]
+            scores, rows = faiss.knn(query[None], block, min(k, len(block)), metric=self._rows.metric_type)
+            return scores[0], rows[0] + start
+        some = among.ids[start:end]
+        params = faiss.SearchParameters(sel=faiss.IDSelectorArray(len(some), faiss.swig_ptr(some)))
+        scores, rows = self._rows.search(query[None], min(k, len(some)), params=params)
+        return scores[0], rows[0]
+
+    def _found(self, scores: Vectors, rows: Ids) -> Neighbors:
+        found = rows >= 0
+        return Neighbors(self._ids[rows[found]], scores[found])
 
 
 class FlatIndex:
@@ -37,15 +100,8 @@ class FlatIndex:
         self.options = options
         self.trained_on = 0
         self._native = native
-        self._rows = faiss.downcast_index(native.index)
-        self._dimension = int(self._rows.d)
-        self._metric = self._rows.metric_type
-        num_rows = int(self._rows.ntotal)
         self._ids: Ids = faiss.vector_to_array(native.id_map)
-        self._vectors: Vectors = np.zeros((0, self._dimension), np.float32)
-        if num_rows:
-            flat = faiss.rev_swig_ptr(self._rows.get_xb(), num_rows * self._dimension)
-            self._vectors = flat.reshape(num_rows, self._dimension)
+        self._scan = RowScan(faiss.downcast_index(native.index), self._ids, is_similarity=options.is_similarity)
 
     @classmethod
     def build(cls, ids: Ids, vectors: Vectors, options: IndexOptions) -> FlatIndex:
@@ -65,37 +121,24 @@ class FlatIndex:
     def ids(self) -> Ids:
         return self._ids
 
-    def work(self, k: int) -> float:
-        return float(len(self) * self._dimension)
+    def work(self, k: int, among: Selection | None = None) -> float:
+        return float((len(self) if among is None else len(among)) * self._native.d)
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False) -> Neighbors:
-        scores, ids = self._native.search(query[None], k)
-        return Neighbors.from_faiss(scores[0], ids[0])
+    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
+        return self._scan.search(query, k, self._rows_of(among))
 
-    def stages(self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
-        ends = cut_points(cuts, len(self), least=min(k, len(self)))
-        if len(ends) == 1:
-            yield Stage(self.search(query, k), is_final=True)
-            return
-        scores, rows = np.zeros(0, np.float32), np.zeros(0, np.int64)
-        begin = 0
-        for end in ends:
-            for start in range(begin, end, _ROWS_PER_CALL):
-                if cancel.is_cancelled:
-                    return
-                block = self._vectors[start : min(end, start + _ROWS_PER_CALL)]
-                wanted = min(k + 1, len(block))
-                block_scores, block_rows = faiss.knn(query[None], block, wanted, metric=self._metric)
-                scores = np.concatenate((scores, block_scores[0]))
-                rows = np.concatenate((rows, block_rows[0] + start))
-                order = best_first(scores, rows, self.options.is_similarity)[: k + 1]
-                scores, rows = scores[order], rows[order]
-            begin = end
-            is_final = end == len(self)
-            if is_final and len(rows) > k and scores[k - 1] == scores[k]:
-                yield Stage(self.search(query, k), is_final)
-            else:
-                yield Stage(Neighbors(self._ids[rows[:k]], scores[:k]), is_final)
+    def stages(
+        self,
+        query: Vectors,
+        k: int,
+        cuts: Sequence[float],
+        cancel: Cancellation,
+        among: Selection | None = None,
+    ) -> Iterator[Stage]:
+        yield from self._scan.stages(query, k, cuts, cancel, self._rows_of(among))
+
+    def _rows_of(self, among: Selection | None) -> Selection | None:
+        return None if among is None else among.rows_in(self._ids)
 
     def with_added(self, ids: Ids, vectors: Vectors) -> FlatIndex:
         native = faiss.clone_index(self._native)

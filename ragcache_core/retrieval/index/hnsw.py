@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragcache_core.retrieval.base import (
     Cancellation,
@@ -31,6 +30,8 @@ from ragcache_core.retrieval.base import (
     best_first,
 )
 from ragcache_core.retrieval.extra import faiss
+from ragcache_core.retrieval.index.flat import RowScan
+from ragcache_core.retrieval.selection import Mask, Selection, bitmap_selector
 
 _LARGEST_DELETED_SHARE = 0.2
 _SELF_CHECK_QUERIES = 4
@@ -42,9 +43,7 @@ class HNSWIndex:
 
     layout = "hnsw"
 
-    def __init__(
-        self, native: Any, options: IndexOptions, trained_on: int, live: NDArray[np.bool_] | None = None
-    ) -> None:
+    def __init__(self, native: Any, options: IndexOptions, trained_on: int, live: Mask | None = None) -> None:
         self.options = options
         self.trained_on = trained_on
         self._native = native
@@ -52,10 +51,8 @@ class HNSWIndex:
         self._ids: Ids = faiss.vector_to_array(native.id_map)
         self._live = live
         self._num_live = len(self._ids) if live is None else int(live.sum())
-        self._bits = None if live is None else np.packbits(live, bitorder="little")
-        self._selector = None
-        if self._bits is not None:
-            self._selector = faiss.IDSelectorBitmap(len(self._bits), faiss.swig_ptr(self._bits))
+        self._selector = None if live is None else bitmap_selector(live)
+        self._scan = RowScan(faiss.downcast_index(self._graph.storage), self._ids, is_similarity=options.is_similarity)
         self._traversal: Any = None
         self._is_prepared = False
         self._preparing = threading.Lock()
@@ -87,22 +84,38 @@ class HNSWIndex:
     def ids(self) -> Ids:
         return self._ids if self._live is None else self._ids[self._live]
 
-    def ef(self, k: int) -> int:
-        """Return the queue's length: at least ``ef_search`` and ``k``, more where deleted vectors take places."""
+    def ef(self, k: int, among: Selection | None = None) -> int:
+        """Return the queue's length: at least ``ef_search`` and ``k``, more where vectors that are deleted, or not
+        selected, take places.
+        """
         least = max(self.options.ef_search, k)
-        return min(len(self._ids), math.ceil(least * len(self._ids) / max(1, self._num_live)))
+        wanted = self._num_live if among is None else len(among)
+        return min(len(self._ids), math.ceil(least * len(self._ids) / max(1, wanted)))
 
-    def work(self, k: int) -> float:
-        visited = min(len(self._ids), self.ef(k) * self.options.hnsw_m)
+    def scans(self, k: int, among: Selection | None) -> bool:
+        """Return whether a search compares the selected vectors one by one: so few that the graph would see as many."""
+        return among is not None and len(among) <= self.ef(k, among) * self.options.hnsw_m
+
+    def work(self, k: int, among: Selection | None = None) -> float:
+        if among is not None and self.scans(k, among):
+            return float(len(among) * self._graph.d)
+        visited = min(len(self._ids), self.ef(k, among) * self.options.hnsw_m)
         return float(visited * self._graph.d)
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False) -> Neighbors:
-        return self._mapped(*self._search_rows(query, k, len(self._ids) if exhaustive else self.ef(k)))
+    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
+        if among is None:
+            return self._mapped(*self._search_rows(query, k, len(self._ids) if exhaustive else self.ef(k)))
+        rows = among.rows_in(self._ids)
+        if not exhaustive and not self.scans(k, among):
+            found = self._mapped(*self._search_rows(query, k, self.ef(k, among), rows.selector))
+            if len(found.ids) == min(k, len(among)):
+                return found
+        return self._scan.search(query, k, rows)
 
-    def _search_rows(self, query: Vectors, k: int, ef: int) -> tuple[Vectors, Ids]:
+    def _search_rows(self, query: Vectors, k: int, ef: int, selector: Any = None) -> tuple[Vectors, Ids]:
         params = faiss.SearchParametersHNSW(efSearch=ef)
-        if self._selector is not None:
-            params.sel = self._selector
+        if (selector := selector or self._selector) is not None:
+            params.sel = selector
         scores, rows = self._graph.search(query[None], k, params=params)
         return scores[0], rows[0]
 
@@ -110,21 +123,35 @@ class HNSWIndex:
         found = rows >= 0
         return Neighbors(self._ids[rows[found]], scores[found])
 
-    def stages(self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
-        if len(cuts) == 1 or not self.is_staged:
-            yield Stage(self.search(query, k), is_final=True)
+    def stages(
+        self,
+        query: Vectors,
+        k: int,
+        cuts: Sequence[float],
+        cancel: Cancellation,
+        among: Selection | None = None,
+    ) -> Iterator[Stage]:
+        if among is not None and self.scans(k, among):
+            yield from self._scan.stages(query, k, cuts, cancel, among.rows_in(self._ids))
             return
-        ef = self.ef(k)
-        run = self._traversal.start(query, k, ef, cancel.flag)
+        if len(cuts) == 1 or not self.is_staged:
+            yield Stage(self.search(query, k, among=among), is_final=True)
+            return
+        ef = self.ef(k, among)
+        run = self._traversal.start(query, k, ef, cancel.flag, None if among is None else among.rows_in(self._ids).mask)
         expected = self._work_share * ef * self.options.hnsw_m
         for cut in cuts:
             run.advance(None if cut == 1.0 else max(1, int(cut * expected)))
             if cancel.is_cancelled:
                 return
             order = best_first(run.scores, run.rows, self.options.is_similarity)
-            yield Stage(self._mapped(run.scores[order], run.rows[order]), is_final=run.is_done)
+            neighbors = self._mapped(run.scores[order], run.rows[order])
             if run.is_done:
+                if among is not None and len(neighbors.ids) < min(k, len(among)):
+                    neighbors = self.search(query, k, exhaustive=True, among=among)
                 self._work_share += 0.1 * (run.num_distances / (ef * self.options.hnsw_m) - self._work_share)
+            yield Stage(neighbors, is_final=run.is_done)
+            if run.is_done:
                 return
 
     def prepare(self) -> None:

@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,14 @@ from ragcache_core.retrieval.base import (
     cut_points,
 )
 from ragcache_core.retrieval.extra import faiss
+from ragcache_core.retrieval.selection import Selection
 
 _NO_HEAP_INIT = 1024
 _WORST = np.finfo(np.float32).max  # Faiss's neutral heap value; infinity would not be
 _PROBES_PER_CALL = 32
 """Lists between two looks at the cancel flag; a call costs 3 us."""
+_LOOK_AT_SELECTOR = 8
+"""Multiply-adds that take as long as asking the selector for a document."""
 _POINTS_PER_LIST = 39
 """What Faiss's k-means wants to train a centroid."""
 _LEAST_LISTS = 6
@@ -123,36 +127,63 @@ class IVFIndex:
         parts = [faiss.rev_swig_ptr(lists.get_ids(i), n).copy() for i, n in enumerate(sizes) if n]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
-    def work(self, k: int) -> float:
-        scanned = self.nlist + len(self) * self._nprobe / self.nlist
-        return float(scanned * self._native.d)
+    def probes(self, among: Selection | None = None) -> int:
+        """Return how many lists a search probes: among some documents more, as many as hold ``nprobe`` lists' worth of
+        them. Below a share of ``nprobe / nlist`` it is all lists, and the search is exact.
+        """
+        if not among:
+            return self._nprobe
+        return min(self.nlist, math.ceil(self._nprobe * len(self) / len(among)))
 
-    def search(self, query: Vectors, k: int, *, exhaustive: bool = False) -> Neighbors:
-        params = faiss.SearchParametersIVF(nprobe=self.nlist if exhaustive else self._nprobe)
-        scores, ids = self._native.search(query[None], k, params=params)
+    def work(self, k: int, among: Selection | None = None) -> float:
+        scanned = len(self) * self.probes(among) / self.nlist
+        if among is None:
+            return float((self.nlist + scanned) * self._native.d)
+        compared = scanned * len(among) / max(1, len(self))
+        return float((self.nlist + compared) * self._native.d + scanned * _LOOK_AT_SELECTOR)
+
+    def search(self, query: Vectors, k: int, *, exhaustive: bool = False, among: Selection | None = None) -> Neighbors:
+        found = self._probe(query, k, self.nlist if exhaustive else self.probes(among), among)
+        if among is not None and len(found.ids) < min(k, len(among)):
+            return self._probe(query, k, self.nlist, among)
+        return found
+
+    def _probe(self, query: Vectors, k: int, nprobe: int, among: Selection | None) -> Neighbors:
+        scores, ids = self._native.search(query[None], k, params=_parameters(nprobe, among))
         return Neighbors.from_faiss(scores[0], ids[0])
 
-    def stages(self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
+    def stages(
+        self,
+        query: Vectors,
+        k: int,
+        cuts: Sequence[float],
+        cancel: Cancellation,
+        among: Selection | None = None,
+    ) -> Iterator[Stage]:
         if self._view is None or not _replays_exactly(self.options.encoding, self.options.metric):
-            yield Stage(self.search(query, k), is_final=True)
+            yield Stage(self.search(query, k, among=among), is_final=True)
         else:
-            yield from self._continued(query, k, cuts, cancel)
+            yield from self._continued(query, k, cuts, cancel, among)
 
-    def _continued(self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
+    def _continued(
+        self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation, among: Selection | None = None
+    ) -> Iterator[Stage]:
         assert self._view is not None
         is_similarity = self.options.is_similarity
+        nprobe = self.probes(among)
         x = np.ascontiguousarray(query[None])
-        list_distances, lists = self._native.quantizer.search(x, self._nprobe)
+        list_distances, lists = self._native.quantizer.search(x, nprobe)
         scores = np.full(k, -_WORST if is_similarity else _WORST, np.float32)
         ids = np.full(k, -1, np.int64)
         stats = faiss.IndexIVFStats()  # the global one would be a data race
-        params = faiss.SearchParametersIVF()
+        params = _parameters(nprobe, among)
+        width = _PROBES_PER_CALL * nprobe // self._nprobe  # lists hold so much less of what is selected
         begin = 0
-        for end in cut_points(cuts, self._nprobe):
-            for start in range(begin, end, _PROBES_PER_CALL):
+        for end in cut_points(cuts, nprobe):
+            for start in range(begin, end, width):
                 if cancel.is_cancelled:
                     return
-                stop = min(end, start + _PROBES_PER_CALL)
+                stop = min(end, start + width)
                 keys = np.ascontiguousarray(lists[0, start:stop])
                 distances = np.ascontiguousarray(list_distances[0, start:stop])
                 params.nprobe = stop - start
@@ -170,7 +201,11 @@ class IVFIndex:
                 )
             begin = end
             order = best_first(scores, ids, is_similarity)
-            yield Stage(Neighbors.from_faiss(scores[order], ids[order]), is_final=end == self._nprobe)
+            neighbors = Neighbors.from_faiss(scores[order], ids[order])
+            is_final = end == nprobe
+            if is_final and among is not None and len(neighbors.ids) < min(k, len(among)):
+                neighbors = self.search(query, k, among=among)
+            yield Stage(neighbors, is_final)
 
     def with_added(self, ids: Ids, vectors: Vectors) -> IVFIndex:
         native = faiss.clone_index(self._native)
@@ -183,15 +218,22 @@ class IVFIndex:
         return IVFIndex(native, self.options, self.trained_on)
 
 
+def _parameters(nprobe: int, among: Selection | None) -> Any:
+    if among is None:
+        return faiss.SearchParametersIVF(nprobe=nprobe)
+    return faiss.SearchParametersIVF(nprobe=nprobe, sel=among.selector)
+
+
 @functools.cache
 def _replays_exactly(encoding: Encoding, metric: Metric) -> bool:
     """Return whether this version of Faiss continues a heap as it should, tried once on a small index full of ties."""
     options = IndexOptions(metric=metric, encoding=encoding, nlist=8, nprobe=6)
     vectors = np.random.default_rng(0).integers(-1, 2, (300, 8)).astype(np.float32)
     index = IVFIndex.build(np.arange(300, dtype=np.int64), vectors, options)
-    for query in vectors[:8]:
-        expected = index.search(query, 7)
-        *_, last = index._continued(query, 7, (0.2, 0.6, 1.0), Cancellation())
+    half = Selection(np.arange(0, 300, 2))
+    for query, among in product(vectors[:8], (None, half)):
+        expected = index.search(query, 7, among=among)
+        *_, last = index._continued(query, 7, (0.2, 0.6, 1.0), Cancellation(), among)
         if not np.array_equal(last.neighbors.ids, expected.ids) or (
             last.neighbors.scores.tobytes() != expected.scores.tobytes()
         ):

@@ -50,9 +50,11 @@ class GraphTraversal:
         self.compiled = compiled(self.is_similarity)
         self._free_tables: deque[VisitedTable] = deque()
 
-    def start(self, query: Vectors, k: int, ef: int, cancel: NDArray[np.uint8]) -> Run:
-        """Return a search that stands at its entry point."""
-        return Run(self, np.ascontiguousarray(query, np.float32), k, ef, cancel)
+    def start(
+        self, query: Vectors, k: int, ef: int, cancel: NDArray[np.uint8], live: NDArray[np.bool_] | None = None
+    ) -> Run:
+        """Return a search that stands at its entry point. It finds rows that are ``live``: by default all that are."""
+        return Run(self, np.ascontiguousarray(query, np.float32), k, ef, cancel, self.live if live is None else live)
 
     def sample_queries(self, count: int) -> Iterator[Vectors]:
         """Yield queries near, on and off stored vectors."""
@@ -91,9 +93,17 @@ class VisitedTable:
 class Run:
     """One search. ``rows`` and ``scores`` are its result heap, unordered, with -1 where nothing was found."""
 
-    def __init__(self, graph: GraphTraversal, query: Vectors, k: int, ef: int, cancel: NDArray[np.uint8]) -> None:
+    def __init__(
+        self,
+        graph: GraphTraversal,
+        query: Vectors,
+        k: int,
+        ef: int,
+        cancel: NDArray[np.uint8],
+        live: NDArray[np.bool_],
+    ) -> None:
         capacity = max(ef, k)
-        self._graph, self._query, self._ef, self._cancel = graph, query, ef, cancel
+        self._graph, self._query, self._ef, self._cancel, self._live = graph, query, ef, cancel, live
         self._queue_ids = np.empty(capacity, np.int32)
         self._queue_distances = np.empty(capacity, np.float32)
         self.rows: Ids = np.full(k, -1, np.int64)
@@ -115,7 +125,7 @@ class Run:
         )
         entered = row, np.float32(distance), self._tie_sign
         push_candidate(self._queue_ids, self._queue_distances, self._state, *entered)
-        offer_result(self.rows, self._distances, graph.live, *entered)
+        offer_result(self.rows, self._distances, live, *entered)
         self._table.marks[row] = self._table.epoch
 
     def advance(self, stop_at: int | None) -> None:
@@ -132,7 +142,7 @@ class Run:
             graph.level_starts[1],
             self._table.marks,
             np.uint16(self._table.epoch),
-            graph.live,
+            self._live,
             self._queue_ids,
             self._queue_distances,
             self.rows,

@@ -37,6 +37,8 @@ from ragcache_core.errors import (
 )
 from ragcache_core.private_files import open_private
 from ragcache_core.retrieval.base import Ids, Vectors
+from ragcache_core.retrieval.filters import Where, conditions_of
+from ragcache_core.retrieval.selection import Column, Selection, evaluate, read_columns
 from ragcache_core.retrieval.storage.manifest import FileEntry, SegmentEntry, read_error, saving, seal_file, verify_file
 from ragcache_core.retrieval.words import Postings, WordWeights
 from ragcache_core.types import DocId, Document
@@ -52,6 +54,8 @@ CREATE TABLE documents (
 )
 """
 _ROWS_PER_QUERY = 500
+_MOST_SELECTIONS = 32
+"""Filters whose documents are remembered: a byte for each document of the store, and eight for each selected one."""
 _CURE = "restore the store from a backup, or add the documents anew"
 
 
@@ -138,6 +142,9 @@ class SegmentFile:
         self._lock = threading.Lock()
         self._postings: Postings | None = None
         self._posting = threading.Lock()
+        self._ids: Ids | None = None
+        self._columns: dict[str, Column] = {}
+        self._reading_columns = threading.Lock()
         uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
         with self._reading():
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -183,6 +190,20 @@ class SegmentFile:
                 self._postings = Postings.build(self.scan("words"))
             return self._postings
 
+    def ids(self) -> Ids:
+        """Return the internal ids of its documents, deleted or not, ascending. Read once."""
+        if self._ids is None:
+            self._ids = np.array([row[0] for row in self.scan("0")], np.int64)
+        return self._ids
+
+    def columns(self, fields: Iterable[str]) -> Mapping[str, Column]:
+        """Return fields of its documents' metadata, and maybe others. Each is read once, when first asked for."""
+        with self._reading_columns:
+            new = {field for field in fields if field not in self._columns}
+            if new:
+                self._columns.update(read_columns((row[1] for row in self.scan("metadata")), new))
+            return self._columns
+
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Say what is wrong. Damage is another SHA-256: SQLite calls damaged what it cannot read, too."""
@@ -206,6 +227,7 @@ class DocumentTable:
         self._words: list[tuple[Postings, NDArray[np.bool_]]] | None = None
         self._weights: WordWeights | None = None
         self._counting = threading.RLock()
+        self._selections: dict[str, Selection] = {}
 
     @property
     def entries(self) -> list[SegmentEntry]:
@@ -269,6 +291,38 @@ class DocumentTable:
                 self._weights = WordWeights(self.words())
             return self._weights
 
+    def selected(self, where: Where) -> Selection:
+        """Return the documents that a filter accepts. Those of the last filters are remembered."""
+        key = repr(where)  # 1, 1.0 and True are equal
+        with self._counting:
+            found = self._selections.pop(key, None)
+            if found is None:
+                found = self._select_where(where)
+            self._selections[key] = found  # the newest
+            while len(self._selections) > _MOST_SELECTIONS:
+                del self._selections[next(iter(self._selections))]
+            return found
+
+    def _select_where(self, where: Where) -> Selection:
+        fields = {condition.field for condition in conditions_of(where)}
+        parts = [np.zeros(0, np.int64)]
+        for (_, file), deleted in zip(self.segments, self._deleted, strict=True):
+            ids = file.ids()
+            ids = ids[evaluate(where, file.columns(fields), len(ids))]
+            parts.append(ids[~np.isin(ids, list(deleted))] if deleted else ids)
+        return Selection(np.concatenate(parts))
+
+    def kinds_of(self, field: str) -> dict[str, object]:
+        """Return the kinds of values that a field of the metadata has, each with an example."""
+        kinds: dict[str, object] = {}
+        for _, file in self.segments:
+            kinds = {**file.columns([field])[field].kinds, **kinds}
+        return kinds
+
+    def fields(self) -> set[str]:
+        """Return the fields that some document's metadata has. Reads all of it."""
+        return {field for _, (metadata,) in self._live("metadata") for field in json.loads(metadata)}
+
     def doc_ids(self) -> Iterator[DocId]:
         """Yield the ids of all documents, in the order they were added."""
         for _, (doc_id,) in self._live("doc_id"):
@@ -278,7 +332,7 @@ class DocumentTable:
         """Return all internal ids, ascending."""
         parts = []
         for (_, file), deleted in zip(self.segments, self._deleted, strict=True):
-            ids = np.array([row[0] for row in file.scan("0")], np.int64)
+            ids = file.ids()
             parts.append(ids[~np.isin(ids, list(deleted))] if deleted else ids)
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,16 +10,18 @@ import numpy as np
 from ragcache_core.errors import EmptyStoreError, SearchError, TooFewDocumentsError
 from ragcache_core.retrieval.base import IndexKind, Metric, Neighbors, Stage, StagedIndex
 from ragcache_core.retrieval.embedders.base import Embedder, check_query
+from ragcache_core.retrieval.filters import Where, conditions_of
 from ragcache_core.retrieval.hybrid import Finder, Question
+from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.storage.manifest import Manifest
+from ragcache_core.retrieval.wanted import MMR, Filter, Wanted
 from ragcache_core.retrieval.words import count_words
 from ragcache_core.types import Document, RetrievalUpdate
 
 _FIRST_FETCH = 4
-"""A filtered search first looks at so many times the documents asked for."""
-
-Filter = Callable[[Document], bool]
+"""A search filtered by a function first looks at so many times the documents asked for."""
+_MOST_FIELDS_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,45 +97,65 @@ class Snapshot:
         vector = check_query(self.embedder.embed_query(query), self.manifest.dimension, from_embedder=True)
         return Question(vector, count_words(query) if self.manifest.options.word_weight else None)
 
-    def finder(self, question: Question, k: object) -> Finder:
-        """Return what searches for a question, if ``k`` documents can be asked of it.
-
-        The words of the store are looked through at once: milliseconds where it holds 100,000 documents.
+    def wanted(
+        self, k: int, where: Filter | None = None, score_threshold: float | None = None, mmr: MMR | None = None
+    ) -> Wanted:
+        """Return what a search shall find, if it can be asked of this store.
 
         Raises:
-            SearchError, EmptyStoreError, TooFewDocumentsError
+            SearchError, EmptyStoreError, TooFewDocumentsError, ConfigError
         """
-        return Finder(self.index_for(k), self.documents, question, self.manifest.options.word_weight or 0.0)
+        self.index_for(k)
+        return Wanted.of(k, where, score_threshold, mmr)
 
-    def search(self, question: Question, k: int, where: Filter | None = None) -> RetrievalUpdate:
-        """Return the ``k`` best documents."""
-        finder = self.finder(question, k)
-        if where is not None:
-            return self._filtered(finder, int(k), where)
-        return self.update(Stage(finder.search(int(k)), is_final=True), 0, {})
+    def count(self, wanted: Wanted) -> int:
+        """Return how many documents are searched for."""
+        return min(wanted.num_candidates, len(self.documents))
 
-    def _filtered(self, finder: Finder, k: int, where: Filter) -> RetrievalUpdate:
+    def finder(self, question: Question, wanted: Wanted, among: Selection | None = None) -> Finder:
+        """Return what searches for a question among some documents; by default those that ``wanted`` allows.
+
+        The words of the store are looked through at once: milliseconds where it holds 100,000 documents. So is a field
+        of the metadata when a filter names it for the first time: half a second.
+
+        Raises:
+            SearchError: a filter that nothing could pass. EmptyStoreError, TooFewDocumentsError
+        """
+        if among is None and wanted.where is not None and not callable(wanted.where):
+            (among,) = select_documents([self.documents], wanted.where)
+        word_weight = self.manifest.options.word_weight or 0.0
+        return Finder(self.index_for(wanted.k), self.documents, question, word_weight, among)
+
+    def search(self, question: Question, wanted: Wanted, among: Selection | None = None) -> RetrievalUpdate:
+        """Return what is wanted, in one stage."""
+        finder = self.finder(question, wanted, among)
+        if callable(wanted.where):
+            return self._filtered(finder, wanted, wanted.where)
+        found = finder.chosen(finder.search(self.count(wanted)), wanted)
+        return self.update(Stage(found, is_final=True), 0, {})
+
+    def _filtered(self, finder: Finder, wanted: Wanted, accepts: Callable[[Document], bool]) -> RetrievalUpdate:
         seen: dict[int, Document] = {}
         passed: dict[int, bool] = {}
-        total = len(self.documents)
+        count, total = self.count(wanted), len(self.documents)
 
         def matching(neighbors: Neighbors) -> Neighbors:
             self._read_new(neighbors, seen)
             for internal_id in neighbors.ids.tolist():
                 if internal_id not in passed:
-                    passed[internal_id] = bool(where(seen[internal_id]))
+                    passed[internal_id] = bool(accepts(seen[internal_id]))
             kept = np.array([passed[i] for i in neighbors.ids.tolist()], np.bool_)
-            return Neighbors(neighbors.ids[kept][:k], neighbors.scores[kept][:k])
+            return Neighbors(neighbors.ids[kept][:count], neighbors.scores[kept][:count])
 
-        for wanted in _growing(_FIRST_FETCH * k, total):
-            neighbors = finder.search(wanted)
+        for num_seen in _growing(_FIRST_FETCH * count, total):
+            neighbors = finder.search(num_seen)
             found = matching(neighbors)
-            if len(found.ids) == k:
+            if len(found.ids) == count:
                 break
-            if len(neighbors.ids) < wanted:  # what an approximate search reaches is exhausted
+            if len(neighbors.ids) < num_seen:  # what an approximate search reaches is exhausted
                 found = matching(finder.search(total, exhaustive=True))
                 break
-        return self.update(Stage(found, is_final=True), 0, seen)
+        return self.update(Stage(finder.chosen(found, wanted), is_final=True), 0, seen)
 
     def update(self, stage: Stage, number: int, seen: dict[int, Document]) -> RetrievalUpdate:
         """Return a stage with its documents; ``seen`` keeps those of earlier stages."""
@@ -150,6 +172,23 @@ class Snapshot:
         new = [i for i in neighbors.ids.tolist() if i not in seen]
         if new:
             seen.update(self.documents.read(new))
+
+
+def select_documents(tables: Sequence[DocumentTable], where: Where) -> list[Selection]:
+    """Return the documents of each table that a filter accepts.
+
+    Raises:
+        SearchError: the filter names a field that no document of any has, or that has no value of such a kind.
+    """
+    for condition in conditions_of(where):
+        kinds: dict[str, object] = {}
+        for table in tables:
+            kinds = {**table.kinds_of(condition.field), **kinds}
+        if (why := condition.misfit(kinds)) is not None:
+            fields = sorted({field for table in tables for field in table.fields() if not field.startswith("_")})
+            known = ", ".join(fields[:_MOST_FIELDS_NAMED]) + (", ..." if len(fields) > _MOST_FIELDS_NAMED else "")
+            raise SearchError(f"filter {condition}: {why}; the fields are {known or 'none'}")
+    return [table.selected(where) for table in tables]
 
 
 def check_k(k: object) -> int:

@@ -160,7 +160,7 @@ def test_unpickling_happens_nowhere() -> None:
 _OF_RETRIEVAL = {
     *("DocumentStore", "Embedder", "IndexOptions", "LangChainEmbedder", "LlamaIndexEmbedder", "MiniLMEmbedder"),
     *("PrecomputedEmbedder", "ShardedStore", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
-    *("as_embedder", "as_source", "one_stage"),
+    *("MMR", "as_embedder", "as_source", "one_stage"),
 }
 PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {

@@ -16,6 +16,7 @@ from ragcache_core.retrieval.index.choice import build_index
 from ragcache_core.retrieval.index.flat import FlatIndex
 from ragcache_core.retrieval.index.hnsw import HNSWIndex
 from ragcache_core.retrieval.index.ivf import IVFIndex
+from ragcache_core.retrieval.selection import Selection
 
 KINDS = {
     "flat": {"kind": "flat"},
@@ -39,31 +40,46 @@ def make_vectors(rng: np.random.Generator, num_vectors: int, dimension: int, tie
     return vectors.astype(np.float32)
 
 
-def native_search(index: StagedIndex, query: Vectors, k: int) -> tuple[Ids, Vectors]:
+def native_search(
+    index: StagedIndex, query: Vectors, k: int, among: Selection | None = None, *, exhaustive: bool = False
+) -> tuple[Ids, Vectors]:
     """Ask Faiss itself, with the parameters that the index names."""
-    if isinstance(index, HNSWIndex):
-        params = faiss.SearchParametersHNSW(efSearch=index.ef(k))
-        live = index.ids()
-        if len(live) < index.native.ntotal:
-            selector = faiss.IDSelectorBatch(live)
-            params.sel = selector
-        scores, ids = index.native.search(query[None], k, params=params)
-    else:
-        scores, ids = index.native.search(query[None], k)
+    live = index.ids() if among is None else among.ids
+    native, selector, params = index.native, faiss.IDSelectorBatch(live), None
+    if isinstance(index, HNSWIndex) and not exhaustive and not index.scans(k, among):
+        params = faiss.SearchParametersHNSW(efSearch=index.ef(k, among))
+    elif isinstance(index, HNSWIndex):
+        rows, ids = native.index.reconstruct_n(0, native.ntotal), faiss.vector_to_array(native.id_map)
+        native = FlatIndex.build(ids, rows, index.options).native
+        params = faiss.SearchParameters()
+    elif isinstance(index, IVFIndex):
+        params = faiss.SearchParametersIVF(nprobe=index.nlist if exhaustive else index.probes(among))
+    elif among is not None:
+        params = faiss.SearchParameters()
+    if params is not None and len(live) < index.native.ntotal:
+        params.sel = selector
+    scores, ids = native.search(query[None], k, params=params)
+    if among is not None and not exhaustive and (ids[0] >= 0).sum() < min(k, len(among)):
+        return native_search(index, query, k, among, exhaustive=True)
     return ids[0], scores[0]
 
 
-def assert_last_stage_is_native(index: StagedIndex, query: Vectors, k: int, at: tuple[float, ...]) -> int:
-    expected_ids, expected_scores = native_search(index, query, k)
+def assert_last_stage_is_native(
+    index: StagedIndex, query: Vectors, k: int, at: tuple[float, ...], among: Selection | None = None
+) -> int:
+    expected_ids, expected_scores = native_search(index, query, k, among)
     found = expected_ids >= 0
-    stages = list(index.stages(query, k, at, Cancellation()))
+    stages = list(index.stages(query, k, at, Cancellation(), among))
     assert [stage.is_final for stage in stages] == [False] * (len(stages) - 1) + [True]
     last = stages[-1].neighbors
     np.testing.assert_array_equal(last.ids, expected_ids[found])
     assert last.scores.tobytes() == expected_scores[found].tobytes()
-    once = index.search(query, k)
+    once = index.search(query, k, among=among)
     np.testing.assert_array_equal(once.ids, expected_ids[found])
     assert once.scores.tobytes() == expected_scores[found].tobytes()
+    if among is not None:
+        assert len(last.ids) == min(k, len(among))
+        assert all(among.has(stage.neighbors.ids).all() for stage in stages)
     return len(stages)
 
 
@@ -100,6 +116,11 @@ def test_last_stage_is_bit_equal_to_the_unmodified_index(kind: str, metric: str,
         k = data.draw(st.integers(1, min(130, len(index))), label="k")
         query = vectors[rng.integers(num_vectors)] if rng.random() < 0.5 else make_vectors(rng, 1, dimension, ties)[0]
         assert_last_stage_is_native(index, query, k, data.draw(cuts, label="cuts"))
+        share = data.draw(st.sampled_from([0.01, 0.1, 0.5, 0.9, 1.0]), label="share that is selected")
+        live = np.sort(index.ids())
+        selected = live[rng.random(len(live)) < share]
+        if len(selected):
+            assert_last_stage_is_native(index, query, k, data.draw(cuts, label="cuts"), Selection(selected))
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
@@ -109,6 +130,27 @@ def test_hnsw_is_really_searched_in_stages_and_not_by_the_fallback(metric: Any) 
     index = HNSWIndex.build(np.arange(2000), vectors, IndexOptions(kind="hnsw", metric=metric))
     assert index.is_staged
     assert assert_last_stage_is_native(index, vectors[3], 5, (0.05, 0.15, 0.4, 1.0)) >= 3
+
+
+@pytest.mark.parametrize("share", [0.02, 0.6])
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_search_among_some_documents_is_cut_in_stages_and_ends_as_filtering_all_of_them(
+    kind: str, metric: Any, share: float
+) -> None:
+    rng = np.random.default_rng(2)
+    vectors = make_vectors(rng, 4000, 16, "none")
+    options = IndexOptions(metric=metric, nprobe=40, nlist=64, hnsw_m=8, **KINDS[kind])  # type: ignore[arg-type]
+    index = build_index(np.arange(4000), vectors, options)
+    flat = FlatIndex.build(np.arange(4000), vectors, options)  # a graph need not reach all of them
+    among = Selection(np.flatnonzero(rng.random(4000) < share))
+    for query in vectors[:20]:
+        assert assert_last_stage_is_native(index, query, 5, (0.05, 0.15, 0.4, 1.0), among) >= 3
+        everything = (flat if kind == "hnsw" else index).search(query, 4000, exhaustive=True)
+        passing = among.has(everything.ids)
+        exact = index.search(query, 5, exhaustive=True, among=among)
+        np.testing.assert_array_equal(exact.ids, everything.ids[passing][:5])
+        assert exact.scores.tobytes() == everything.scores[passing][:5].tobytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -141,7 +141,7 @@ class SlowIndex:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def stages(self, query: Any, k: int, cuts: Any, cancel: Any) -> Iterator[Stage]:
+    def stages(self, query: Any, k: int, cuts: Any, cancel: Any, among: Any = None) -> Iterator[Stage]:
         try:
             yield Stage(self.real.search(query, k), is_final=False)
             self.is_running.set()

@@ -56,7 +56,7 @@ class GatedIndex:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
-    def stages(self, query: Vectors, k: int, cuts: Any, cancel: Any) -> Iterator[Stage]:
+    def stages(self, query: Vectors, k: int, cuts: Any, cancel: Any, among: Any = None) -> Iterator[Stage]:
         try:
             self.is_searching.set()
             while not self.gate.is_set() and not cancel.is_cancelled:

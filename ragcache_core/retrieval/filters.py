@@ -1,0 +1,257 @@
+"""Metadata filters: which documents a search may find, as an expression over the fields of their metadata.
+
+The common subset of LangChain's and LlamaIndex's filters. A document that lacks a field has no value there, which is
+``None``: only ``ne``, ``nin`` and ``is_empty`` accept it, and ``eq`` if it asks for ``None``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ragcache_core.errors import ConfigError
+
+Operator = Literal[
+    "eq", "ne", "gt", "gte", "lt", "lte", "in", "nin", "contains", "any", "all", "text_match", "text_match_insensitive",
+    "is_empty",
+]  # fmt: skip
+"""``contains``, ``any`` and ``all`` look into a list, or a text; ``text_match`` into a text."""
+
+_OPERATORS = get_args(Operator)
+_COMPARED = {"gt", "gte", "lt", "lte"}
+_OF_SEVERAL = {"in", "nin", "any", "all"}
+_LOOKED_INTO = {"contains", "any", "all"}
+_IN_TEXT = {"text_match", "text_match_insensitive"}
+_COMBINED = ("$and", "$or", "$not")
+_MONGO = {
+    **{f"${name}": name for name in _OPERATORS if name not in _IN_TEXT | {"is_empty"}},
+    "$neq": "ne",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldCondition:
+    """What one field of the metadata must be. Lists are kept as tuples.
+
+    Raises:
+        ConfigError: there is no such operator, or it has nothing to do with such a value.
+    """
+
+    field: str
+    operator: Operator
+    value: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.field, str) or not self.field:
+            raise ConfigError(f"a filter's field is {self.field!r:.80}: name a field of the metadata")
+        if self.operator not in _OPERATORS:
+            raise ConfigError(f"filter has the operator {self.operator!r}: choose one of {', '.join(_OPERATORS)}")
+        if isinstance(self.value, list | tuple | set | frozenset):
+            object.__setattr__(self, "value", tuple(self.value))
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        if self.operator in _OF_SEVERAL and not isinstance(self.value, tuple):
+            raise self._refused("give a list of values")
+        for value in values:
+            if kind_of(value) == "object" or (isinstance(value, float) and not math.isfinite(value)):
+                raise self._refused("give texts, finite numbers, true or false")
+        if self.operator in _COMPARED and kind_of(self.value) not in ("number", "text"):
+            raise self._refused("compare with a number or a text")
+        if self.operator == "contains" and isinstance(self.value, tuple):
+            raise self._refused("give one value, or use any or all")
+        if self.operator in _IN_TEXT and not isinstance(self.value, str):
+            raise self._refused("give a text")
+
+    def accepts(self, value: object) -> bool:
+        """Return whether a field with this value passes; ``None`` is that of a document without it."""
+        wanted: Any = self.value
+        match self.operator:
+            case "eq":
+                return _equals(value, wanted)
+            case "ne":
+                return not _equals(value, wanted)
+            case "in":
+                return any(_equals(value, one) for one in wanted)
+            case "nin":
+                return not any(_equals(value, one) for one in wanted)
+            case "is_empty":
+                return value is None or value in ("", [])
+            case "contains":
+                return _holds(value, wanted)
+            case "any":
+                return any(_holds(value, one) for one in wanted)
+            case "all":
+                return isinstance(value, list | str) and all(_holds(value, one) for one in wanted)
+            case "text_match":
+                return isinstance(value, str) and wanted in value
+            case "text_match_insensitive":
+                return isinstance(value, str) and wanted.casefold() in value.casefold()
+        if kind_of(value) != kind_of(wanted):
+            return False
+        compared: Any = value
+        match self.operator:
+            case "gt":
+                return bool(compared > wanted)
+            case "gte":
+                return bool(compared >= wanted)
+            case "lt":
+                return bool(compared < wanted)
+        return bool(compared <= wanted)
+
+    def misfit(self, kinds: Mapping[str, object]) -> str | None:
+        """Return why no value of a field could pass that has values of these kinds, each with an example.
+
+        ``None`` where one could, or where nothing is wrong with asking for a field that no document has.
+        """
+        wanted = self.value if self.operator in ("in", "nin") else (self.value,)
+        if self.operator == "is_empty" or not wanted or None in wanted:
+            return None
+        if not kinds:
+            return "no document has this field"
+        if self.operator in _LOOKED_INTO:
+            fitting = {"list", "text"}
+        elif self.operator in _IN_TEXT:
+            fitting = {"text"}
+        else:
+            fitting = {kind_of(value) for value in wanted}
+        if fitting.isdisjoint(kinds):
+            held = ", ".join(f"{kind} (as {example!r:.40})" for kind, example in kinds.items())
+            return f"it wants {' or '.join(sorted(fitting))}, this field holds {held}"
+        return None
+
+    def __str__(self) -> str:
+        shown = list(self.value) if isinstance(self.value, tuple) else self.value
+        return f"{self.field!r} {self.operator} {shown!r:.80}"
+
+    def _refused(self, cure: str) -> ConfigError:
+        return ConfigError(f"filter {self}: {cure}")
+
+
+@dataclass(frozen=True, slots=True)
+class AllOf:
+    """Every condition is met; so it is where there are none."""
+
+    conditions: tuple[Where, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """At least one condition is met."""
+
+    conditions: tuple[Where, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """The condition is not met."""
+
+    condition: Where
+
+
+Where = FieldCondition | AllOf | AnyOf | Not
+"""A filter as an expression. Hashable."""
+
+
+def parse_filter(given: Mapping[str, Any]) -> Where:
+    """Return the expression of a filter as LangChain's vector stores write it.
+
+    ``{"town": "Aro", "year": {"$gte": 2020, "$lt": 2024}}``, with values or ``$eq $ne $gt $gte $lt $lte $in $nin
+    $contains $any $all``, a list for ``$in``, and ``{"$and": [...]}``, ``{"$or": [...]}``, ``{"$not": ...}``. Several
+    entries must all be met.
+
+    Raises:
+        ConfigError: it is no filter, with what is wrong.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"filter is {given!r:.80}: pass {{'field': value}}, or a function of the metadata")
+    return _joined([part for name, value in given.items() for part in _parsed(name, value)])
+
+
+def _parsed(name: object, value: Any) -> Iterator[Where]:
+    if name in ("$and", "$or"):
+        if not isinstance(value, list | tuple) or not value:
+            raise ConfigError(f"filter has {name} of {value!r:.80}: give it a list of filters")
+        parts = tuple(parse_filter(part) for part in value)
+        yield AllOf(parts) if name == "$and" else AnyOf(parts)
+    elif name == "$not":
+        yield Not(parse_filter(value))
+    elif not isinstance(name, str) or name.startswith("$"):
+        raise ConfigError(
+            f"filter has the operator {name!r}: these join filters: {', '.join(_COMBINED)}; these are for a field, "
+            f"{{'field': {{'$gt': 3}}}}: {', '.join(_MONGO)}"
+        )
+    elif isinstance(value, Mapping):
+        yield from _field_parsed(name, value)
+    else:
+        yield FieldCondition(name, "in" if isinstance(value, list | tuple | set) else "eq", value)
+
+
+def _field_parsed(field: str, conditions: Mapping[Any, Any]) -> Iterator[Where]:
+    if not conditions:
+        raise ConfigError(f"filter {field!r} is {{}}: give a value or operators, {', '.join(_MONGO)}")
+    for operator, value in conditions.items():
+        if operator == "$not" and isinstance(value, Mapping):
+            yield Not(_joined(list(_field_parsed(field, value))))
+        elif operator in _MONGO:
+            yield FieldCondition(field, _MONGO[operator], value)
+        else:
+            raise ConfigError(
+                f"filter {field!r} has the operator {operator!r} with {value!r:.80}: these are known: "
+                f"{', '.join(_MONGO)}"
+            )
+
+
+def _joined(parts: list[Where]) -> Where:
+    return parts[0] if len(parts) == 1 else AllOf(tuple(parts))
+
+
+def conditions_of(where: Where) -> Iterator[FieldCondition]:
+    """Yield every condition in an expression."""
+    match where:
+        case FieldCondition():
+            yield where
+        case Not(condition):
+            yield from conditions_of(condition)
+        case AllOf(conditions) | AnyOf(conditions):
+            for condition in conditions:
+                yield from conditions_of(condition)
+
+
+def matches(where: Where, metadata: Mapping[str, object]) -> bool:
+    """Return whether a document with this metadata passes."""
+    match where:
+        case FieldCondition():
+            return where.accepts(metadata.get(where.field))
+        case Not(condition):
+            return not matches(condition, metadata)
+        case AllOf(conditions):
+            return all(matches(condition, metadata) for condition in conditions)
+        case AnyOf(conditions):
+            return any(matches(condition, metadata) for condition in conditions)
+
+
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "number",
+    float: "number",
+    str: "text",
+    list: "list",
+    tuple: "list",
+    type(None): "null",
+}
+
+
+def kind_of(value: object) -> str:
+    """Return what sort of JSON value it is: values of different sorts are never equal, nor less or more."""
+    return _KINDS.get(type(value), "object")
+
+
+def _equals(value: object, wanted: object) -> bool:
+    return kind_of(value) == kind_of(wanted) and value == (list(wanted) if isinstance(wanted, tuple) else wanted)
+
+
+def _holds(value: object, wanted: object) -> bool:
+    if isinstance(value, str):
+        return isinstance(wanted, str) and wanted in value
+    return isinstance(value, list) and any(_equals(one, wanted) for one in value)

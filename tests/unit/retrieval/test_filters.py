@@ -1,0 +1,277 @@
+"""Filters, thresholds and MMR: what a search may find, in every stage of it, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.errors import ConfigError, SearchError
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, ShardedStore, TfidfSvdEmbedder
+from ragcache_core.retrieval.filters import FieldCondition, matches, parse_filter
+from ragcache_core.types import Document, RetrievalUpdate
+from tests.unit.retrieval.conftest import make_documents
+
+QUESTION = "Who is the baker of Aro?"
+
+
+def metadata_of(i: int) -> dict[str, Any]:
+    """Return metadata with every kind of value; some documents lack some fields."""
+    metadata: dict[str, Any] = {"number": i, "town": ["Aro", "Brin", "Colt"][i % 3], "tags": ["a", "b", "c"][: i % 4]}
+    if i % 5:
+        metadata["share"] = i / 100
+    if i % 7 == 0:
+        metadata |= {"is_old": i % 2 == 0, "note": None}
+    return metadata
+
+
+METADATA = [metadata_of(i) for i in range(200)]
+
+FILTERS: list[tuple[dict[str, Any], Callable[[Mapping[str, Any]], bool]]] = [
+    ({"town": "Aro"}, lambda m: m["town"] == "Aro"),
+    ({"town": {"$eq": "Aro"}, "number": {"$lt": 60}}, lambda m: m["town"] == "Aro" and m["number"] < 60),
+    ({"number": {"$gte": 20, "$lte": 30}}, lambda m: 20 <= m["number"] <= 30),
+    ({"number": {"$gt": 20.5}}, lambda m: m["number"] > 20.5),
+    ({"town": ["Aro", "Colt"]}, lambda m: m["town"] in ("Aro", "Colt")),
+    ({"town": {"$in": ["Aro"]}}, lambda m: m["town"] == "Aro"),
+    ({"town": {"$in": []}}, lambda m: False),
+    ({"town": {"$nin": ["Aro", "Colt"]}}, lambda m: m["town"] == "Brin"),
+    ({"town": {"$ne": "Aro"}}, lambda m: m["town"] != "Aro"),
+    ({"share": {"$lte": 0.5}}, lambda m: "share" in m and m["share"] <= 0.5),
+    ({"$not": {"share": {"$lte": 0.5}}}, lambda m: not ("share" in m and m["share"] <= 0.5)),
+    ({"share": {"$not": {"$lte": 0.5}}}, lambda m: not ("share" in m and m["share"] <= 0.5)),
+    ({"share": None}, lambda m: m.get("share") is None),
+    ({"is_old": True}, lambda m: m.get("is_old") is True),
+    ({"note": {"$ne": None}}, lambda m: False),
+    ({"tags": {"$contains": "b"}}, lambda m: "b" in m["tags"]),
+    ({"tags": {"$any": ["c", "x"]}}, lambda m: "c" in m["tags"]),
+    ({"tags": {"$all": ["a", "b"]}}, lambda m: {"a", "b"} <= set(m["tags"])),
+    ({"tags": {"$eq": ["a", "b"]}}, lambda m: m["tags"] == ["a", "b"]),
+    (
+        {"$or": [{"town": "Aro"}, {"$and": [{"number": {"$lt": 50}}, {"town": "Colt"}]}]},
+        lambda m: m["town"] == "Aro" or (m["number"] < 50 and m["town"] == "Colt"),
+    ),
+    ({}, lambda m: True),
+]
+
+
+@pytest.fixture(scope="module")
+def vectors() -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal((200, 8)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory, vectors: np.ndarray[Any, Any]) -> Iterator[DocumentStore]:
+    """A store of 200 vectors in two segments, a few deleted."""
+    with DocumentStore.create(tmp_path_factory.mktemp("s"), embedder=PrecomputedEmbedder(), index="flat") as made:
+        documents = [Document(f"d{i}", f"text {i}", metadata) for i, metadata in enumerate(METADATA)]
+        made.add(documents[:150], embeddings=vectors[:150])
+        made.add(documents[150:], embeddings=vectors[150:])
+        made.delete(["d3", "d160"])
+        yield made
+
+
+async def stages_of(updates: AsyncGenerator[RetrievalUpdate, None]) -> list[RetrievalUpdate]:
+    return [update async for update in updates]
+
+
+@pytest.mark.parametrize("stores", [1, 2])
+@pytest.mark.parametrize(("written", "meant"), FILTERS, ids=lambda it: str(it) if isinstance(it, dict) else "")
+def test_a_filter_finds_what_filtering_everything_finds_in_every_stage(
+    written: dict[str, Any],
+    meant: Callable[[Mapping[str, Any]], bool],
+    stores: int,
+    numbered: DocumentStore,
+    vectors: np.ndarray[Any, Any],
+) -> None:
+    store = numbered if stores == 1 else ShardedStore([numbered])
+    everything = store.search_vector(vectors[5], 198)
+    pairs = zip(everything.documents, everything.scores, strict=True)
+    expected = [(d.doc_id, score) for d, score in pairs if meant(d.metadata)][:6]
+    staged = asyncio.run(stages_of(store.search_vector_staged(vectors[5], 6, where=written, stages=4)))
+    for update in (store.search_vector(vectors[5], 6, where=written), staged[-1]):
+        assert [(d.doc_id, s) for d, s in zip(update.documents, update.scores, strict=True)] == expected
+    assert all(meant(document.metadata) for update in staged for document in update.documents)
+    assert all(matches(parse_filter(written), m) == meant(m) for m in METADATA)
+
+
+def test_a_function_of_a_document_has_one_stage(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
+    def accepts(document: Document) -> bool:
+        return document.metadata["town"] == "Aro"
+
+    (update,) = asyncio.run(stages_of(numbered.search_vector_staged(vectors[5], 6, where=accepts, stages=4)))
+    assert update == numbered.search_vector(vectors[5], 6, where={"town": "Aro"})
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ({"twon": "Aro"}, r"'twon' eq 'Aro': no document has this field; the fields are is_old, note, number, share,"),
+        ({"$not": {"twon": "Aro"}}, "'twon' eq 'Aro': no document has this field"),
+        ({"number": "17"}, r"'number' eq '17': it wants text, this field holds number \(as 0\)"),
+        ({"town": {"$gte": 3}}, r"'town' gte 3: it wants number, this field holds text \(as 'Aro'\)"),
+        ({"is_old": 1}, "it wants number, this field holds true or false"),
+        ({"number": {"$contains": 1}}, "it wants list or text, this field holds number"),
+    ],
+)
+def test_a_filter_that_nothing_could_pass_says_so(
+    written: dict[str, Any], why: str, numbered: DocumentStore, vectors: np.ndarray[Any, Any]
+) -> None:
+    for store in (numbered, ShardedStore([numbered])):
+        with pytest.raises(SearchError, match=why):
+            store.search_vector(vectors[0], 3, where=written)
+        with pytest.raises(SearchError, match=why):
+            asyncio.run(stages_of(store.search_vector_staged(vectors[0], 3, where=written)))
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ({"town": {"$like": "A%"}}, r"'town' has the operator '\$like' with 'A%': these are known: \$eq, \$ne, \$gt"),
+        ({"$nor": [{"town": "Aro"}]}, r"the operator '\$nor': these join filters: \$and, \$or, \$not"),
+        ({"$gt": 3}, r"the operator '\$gt': .* these are for a field"),
+        ({"$and": {"town": "Aro"}}, r"\$and of \{'town': 'Aro'\}: give it a list"),
+        ({"$or": []}, "give it a list"),
+        ({"$not": "Aro"}, "filter is 'Aro': pass"),
+        ({"town": {}}, "give a value or operators"),
+        ({"town": {"$in": "Aro"}}, "'town' in 'Aro': give a list of values"),
+        ({"number": {"$gt": None}}, "'number' gt None: compare with a number or a text"),
+        ({"number": {"$gt": True}}, "compare with a number or a text"),
+        ({"number": float("nan")}, "finite numbers"),
+        ({"number": object()}, "finite numbers"),
+        ({"tags": {"$contains": ["a"]}}, "give one value"),
+        ({3: "Aro"}, "the operator 3"),
+        ({"": "Aro"}, "name a field"),
+        ("town = Aro", "filter is 'town = Aro': pass"),
+    ],
+)
+def test_what_is_no_filter_is_refused(written: Any, why: str, numbered: DocumentStore) -> None:
+    with pytest.raises(ConfigError, match=why):
+        numbered.search_vector(np.ones(8), 3, where=written)
+    with pytest.raises(ConfigError, match="the operator 'like': choose one of eq, ne"):
+        FieldCondition("town", "like", "A")  # type: ignore[arg-type]
+
+
+def test_a_field_of_another_shard_is_known(tmp_path: Path) -> None:
+    embedder = TfidfSvdEmbedder(16).fit([d.text for d in make_documents(20)])
+    with (
+        DocumentStore.create(tmp_path / "a", embedder=embedder) as a,
+        DocumentStore.create(tmp_path / "b", embedder=embedder) as b,
+    ):
+        a.add([Document("old", "Person1 is the baker of Aro.", {"year": 1999})])
+        b.add(make_documents(20))
+        shards = ShardedStore([a, b])
+        assert [d.doc_id for d in shards.search(QUESTION, 3, where={"year": 1999}).documents] == ["old"]
+        with pytest.raises(SearchError, match="'age' eq 3: no document .* the fields are number, town, year"):
+            shards.search(QUESTION, 3, where={"age": 3})
+
+
+def test_what_is_added_and_deleted_is_found_and_not(numbered: DocumentStore, vectors: np.ndarray[Any, Any]) -> None:
+    def found() -> set[str]:
+        return {d.doc_id for d in numbered.search_vector(vectors[0], 100, where={"town": "Colt"}).documents}
+
+    before = found()
+    numbered.add([Document("new", "text", {"town": "Colt"})], embeddings=vectors[:1])
+    assert found() == before | {"new"}
+    numbered.delete(["new"])
+    assert found() == before
+
+
+def test_a_hybrid_search_among_some_documents_ends_as_it_is_asked_at_once(tmp_path: Path) -> None:
+    with DocumentStore.create(tmp_path / "s", index="hnsw", word_weight=0.5) as store:
+        store.add(make_documents(400))
+        for where in ({"town": "Elm"}, {"number": {"$lt": 7}}, {"town": {"$ne": "Aro"}}):
+            once = store.search(QUESTION, 5, where=where)
+            staged = asyncio.run(stages_of(store.search_staged(QUESTION, 5, where=where, stages=3)))
+            assert (staged[-1].documents, staged[-1].scores) == (once.documents, once.scores)
+            assert len(once.documents) == 5
+            everywhere = store.search(QUESTION, 400)
+            ranks = {d.doc_id: score for d, score in zip(everywhere.documents, everywhere.scores, strict=True)}
+            assert [ranks[d.doc_id] for d in once.documents] == list(once.scores)
+
+
+def test_filters_that_differ_only_by_the_kind_of_a_number_are_not_taken_for_each_other(
+    numbered: DocumentStore, vectors: np.ndarray[Any, Any]
+) -> None:
+    assert numbered.search_vector(vectors[0], 3, where={"number": 1}).documents[0].doc_id == "d1"
+    with pytest.raises(SearchError, match="it wants true or false"):
+        numbered.search_vector(vectors[0], 3, where={"number": True})
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_a_threshold_leaves_out_what_is_not_near_in_every_stage(
+    metric: Any, tmp_path: Path, vectors: np.ndarray[Any, Any]
+) -> None:
+    with DocumentStore.create(tmp_path / "s", embedder=PrecomputedEmbedder(), index="flat", metric=metric) as store:
+        store.add([Document(f"d{i}", "text", m) for i, m in enumerate(METADATA)], embeddings=vectors)
+        every = store.search_vector(vectors[5], 200)
+        threshold = every.scores[3]
+        for one in (store, ShardedStore([store])):
+            staged = asyncio.run(
+                stages_of(one.search_vector_staged(vectors[5], 9, score_threshold=threshold, stages=4))
+            )
+            once = one.search_vector(vectors[5], 9, score_threshold=threshold)
+            assert once.documents == staged[-1].documents == every.documents[:4]
+            sign = 1 if metric == "l2" else -1
+            assert all(sign * score <= sign * threshold for update in staged for score in update.scores)
+        with pytest.raises(SearchError, match="score_threshold is 'high'"):
+            store.search_vector(vectors[5], 9, score_threshold="high")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stores", [1, 2])
+def test_mmr_chooses_of_the_best_in_every_stage(
+    stores: int, numbered: DocumentStore, vectors: np.ndarray[Any, Any]
+) -> None:
+    store = numbered if stores == 1 else ShardedStore([numbered])
+    wanted = MMR(fetch_k=30, lambda_mult=0.3)
+    where = {"town": ["Aro", "Brin"]}
+    best = store.search_vector(vectors[5], 30, where=where)
+    rows = vectors[[int(d.doc_id[1:]) for d in best.documents]]
+    chosen = wanted.choose(vectors[5], rows, 6)
+    assert chosen != sorted(chosen)  # it is not just the nearest
+    staged = asyncio.run(stages_of(store.search_vector_staged(vectors[5], 6, where=where, mmr=wanted, stages=4)))
+    for update in (store.search_vector(vectors[5], 6, where=where, mmr=wanted), staged[-1]):
+        assert [d.doc_id for d in update.documents] == [best.documents[i].doc_id for i in chosen]
+        assert update.scores == tuple(best.scores[i] for i in chosen)
+    few = store.search_vector(vectors[5], 6, mmr=MMR(fetch_k=2))  # those that are asked for, if they are more
+    assert set(few.scores) == set(store.search_vector(vectors[5], 6).scores)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 25), st.integers(1, 12), st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+def test_mmr_chooses_as_langchain_does(seed: int, count: int, k: int, lambda_mult: float) -> None:
+    langchain = pytest.importorskip("langchain_core.vectorstores.utils")
+    rng = np.random.default_rng(seed)
+    rows, question = rng.standard_normal((count, 6)), rng.standard_normal(6)
+    theirs = langchain.maximal_marginal_relevance(question, rows.tolist(), lambda_mult, k)
+    assert MMR(lambda_mult=lambda_mult).choose(question, rows, k) == theirs  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given_", "why"),
+    [({"fetch_k": 0}, "fetch_k is 0"), ({"fetch_k": True}, "fetch_k is True"), ({"lambda_mult": 1.5}, "from 0"),
+     ({"lambda_mult": "a"}, "lambda_mult is 'a'")],
+)  # fmt: skip
+def test_impossible_mmr_is_refused(given_: dict[str, Any], why: str, numbered: DocumentStore) -> None:
+    with pytest.raises(ConfigError, match=why):
+        MMR(**given_)
+    with pytest.raises(ConfigError, match="mmr is 20: give MMR"):
+        numbered.search_vector(np.ones(8), 3, mmr=20)  # type: ignore[arg-type]
+
+
+def test_a_filtered_search_has_stages_that_grow_towards_its_answer(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    vectors = rng.standard_normal((3000, 16)).astype(np.float32)
+    with DocumentStore.create(tmp_path / "s", embedder=PrecomputedEmbedder(), index="ivf", nprobe=64) as store:
+        store.add([Document(f"d{i}", "text", {"n": i % 10}) for i in range(3000)], embeddings=vectors)
+        staged = asyncio.run(stages_of(store.search_vector_staged(vectors[0], 5, where={"n": [1, 2, 3]}, stages=4)))
+        assert len(staged) == 4
+        worst = [update.scores[-1] for update in staged if len(update.scores) == 5]
+        assert all(later <= earlier for earlier, later in itertools.pairwise(worst))
