@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from ragcache_core.errors import ConfigError
@@ -93,6 +94,17 @@ async def filtered(search: Callable[[], RetrievalUpdate]) -> AsyncGenerator[Retr
     A filter decides what is found, so that there are no candidates before.
     """
     yield await in_thread(search)
+
+
+async def near_enough(
+    updates: AsyncGenerator[RetrievalUpdate, None], is_near: Callable[[float], bool]
+) -> AsyncGenerator[RetrievalUpdate, None]:
+    """Yield the same stages without the documents whose scores are not near."""
+    async with aclosing(updates):
+        async for update in updates:
+            kept = [i for i, score in enumerate(update.scores) if is_near(score)]
+            documents = tuple(update.documents[i] for i in kept)
+            yield replace(update, documents=documents, scores=tuple(update.scores[i] for i in kept))
 
 
 async def one_stage(find: Callable[[], Awaitable[Sequence[Document]]]) -> AsyncGenerator[RetrievalUpdate, None]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
-from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from ragcache_core.client import Engine
 from ragcache_core.client.ordering.document_order import in_order
@@ -22,18 +22,26 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DocumentOrder
-from ragcache_core.retrieval import DocumentStore
+from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
-from ragcache_core.retrieval.sources import StageSource, as_source, filtered, nothing_found
-from ragcache_core.retrieval.storage.snapshot import Filter
+from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found
 from ragcache_core.retrieval.threads import run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.chain import RANK_KEY
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
-from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where
+from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
+
+SearchType = Literal["similarity", "similarity_score_threshold", "mmr"]
+
+_SETTINGS_OF: dict[SearchType, tuple[str, ...]] = {
+    "similarity": (),
+    "similarity_score_threshold": ("score_threshold",),
+    "mmr": ("fetch_k", "lambda_mult"),
+}
+"""What ``search_kwargs`` may hold beside ``k`` and ``filter``."""
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -48,13 +56,14 @@ class RAGCacheRetriever(BaseRetriever):
     from ``engine.bind_prompt()``, or from the first request.
 
     ``filter`` and ``k`` are the retriever's, or those of ``search_kwargs``, or of a call, which wins:
-    ``retriever.invoke(query, filter={"tenant": "a"})``. A search with a filter has one stage: nothing is prefilled
-    meanwhile. What the retriever does not know is refused.
+    ``retriever.invoke(query, filter={"tenant": "a", "year": {"$gte": 2020}})``. A filter that is a function has one
+    stage: nothing is prefilled meanwhile. What the retriever does not know is refused.
 
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
-        ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter for a
-            source that is no store, or one that cannot be a filter.
+        SearchError: a filter on a field that no document has, or on a value of another kind than it has.
+        ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter, a
+            threshold or MMR for a source that is no store; something that cannot be a filter.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -67,9 +76,13 @@ class RAGCacheRetriever(BaseRetriever):
     k: int = Field(default=4, ge=1, validation_alias=AliasChoices("k", "top_k"))
     """How many documents to return, also called ``top_k``; a call may ask for another number."""
     filter: MetadataFilter | None = None
-    """Values that the metadata of every document must have, ``{"tenant": "a"}``, or a function that accepts it."""
+    """What the metadata of every document must be, ``{"tenant": "a"}``, or a function that accepts it."""
+    search_type: SearchType = "similarity"
+    """``mmr`` returns documents that differ, ``similarity_score_threshold`` those that are relevant enough."""
     search_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """``k`` and ``filter`` as LangChain's vector stores take them; those that are here go before the retriever's."""
+    """``k`` and ``filter`` as LangChain's vector stores take them; those that are here go before the retriever's. With
+    ``mmr`` also ``fetch_k`` and ``lambda_mult``, with ``similarity_score_threshold`` its ``score_threshold``, a
+    relevance from 0 to 1."""
     stages: int | Sequence[float] | None = None
     """Number of stages of a store's search, or increasing shares of the work that end in 1. By default by its size."""
     document_order: DocumentOrder = "retrieval"
@@ -83,11 +96,10 @@ class RAGCacheRetriever(BaseRetriever):
     """Whether the engine works ahead during a search."""
     _history: SettlingHistory = PrivateAttr(default_factory=SettlingHistory)
 
-    @field_validator("search_kwargs")
-    @classmethod
-    def _check_search_kwargs(cls, given: dict[str, Any]) -> dict[str, Any]:
-        _asked_for(given)
-        return given
+    @model_validator(mode="after")
+    def _check_search(self) -> Self:
+        self._asked_for({})
+        return self
 
     @field_validator("filter")
     @classmethod
@@ -121,17 +133,14 @@ class RAGCacheRetriever(BaseRetriever):
         self, query: str, asked: dict[str, Any], overlap: SearchOverlap[Speculator] | None, on_event: Listener
     ) -> list[LangChainDocument]:
         engine, speculator, timeout_s = self.engine, self._warmer(), self.search_timeout_s
-        own = {"k": self.k, "filter": self.filter}
-        prompt, settings = self._prompt, {**own, **_asked_for(self.search_kwargs), **_asked_for(asked)}
-        k, where = settings["k"], as_where(settings["filter"])
-        if k < 0:
-            raise ConfigError(f"k is {k}: ask for 0 documents or more")
+        prompt, settings = self._prompt, self._asked_for(asked)
+        k = settings["k"]
         if overlap is not None:
             timeout_s = overlap.timeout_s or timeout_s
             if overlap.ahead is not None:
                 engine, speculator, prompt = overlap.engine, overlap.ahead, overlap.prompt or prompt
         result = await run_pipeline(
-            self._updates(query, k, where),
+            self._updates(query, settings),
             None if engine is None else engine.integration.speculation,
             speculator if self.speculate else None,
             timeout_s=timeout_s,
@@ -151,15 +160,56 @@ class RAGCacheRetriever(BaseRetriever):
         store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
         return getattr(store, "metric", None)
 
-    def _updates(self, query: str, k: int, where: Filter | None) -> AsyncGenerator[RetrievalUpdate, None]:
+    def _asked_for(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.
+
+        Raises:
+            ConfigError: there are others than its ``search_type`` knows, or some that cannot work.
+        """
+        known = ("k", "filter", *_SETTINGS_OF[self.search_type])
+        settings: dict[str, Any] = {"k": self.k, "filter": self.filter}
+        for given in (self.search_kwargs, asked):
+            named = {"k" if name == "top_k" else name: value for name, value in given.items()}
+            if unknown := named.keys() - set(known):
+                raise ConfigError(
+                    f"RAGCacheRetriever knows no {', '.join(sorted(unknown))}: a search of type {self.search_type!r} "
+                    f"takes {', '.join(known)}"
+                )
+            settings |= {name: value for name, value in named.items() if value is not None}
+        if settings["k"] < 0:
+            raise ConfigError(f"k is {settings['k']}: ask for 0 documents or more")
+        as_where(settings["filter"])
+        _mmr(self.search_type, settings)
+        threshold = settings.get("score_threshold")
+        if self.search_type == "similarity_score_threshold" and not (
+            isinstance(threshold, int | float) and not isinstance(threshold, bool) and 0 <= threshold <= 1
+        ):
+            raise ConfigError(
+                f"score_threshold is {threshold!r}: give search_kwargs={{'score_threshold': ...}}, a relevance from 0 "
+                "to 1"
+            )
+        return settings
+
+    def _updates(self, query: str, settings: Mapping[str, Any]) -> AsyncGenerator[RetrievalUpdate, None]:
         store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
-        if isinstance(store, DocumentStore | ShardedStore):
-            k = min(k, len(store))
-            if where is not None and k > 0:
-                return filtered(partial(store.search, query, k, where=where))
-        elif where is not None:
-            raise ConfigError(f"a filter is given, but {type(store).__name__} is no store: let stages() itself filter")
-        return as_source(store, stages=self.stages).stages(query, k) if k > 0 else nothing_found()
+        where = as_where(settings["filter"])
+        if not isinstance(store, DocumentStore | ShardedStore):
+            asked = "a filter" if where is not None else f"search_type={self.search_type!r}"
+            if where is not None or self.search_type != "similarity":
+                raise ConfigError(
+                    f"{asked} is given, but {type(store).__name__} is no store: let stages() itself do it"
+                )
+            return (
+                as_source(store, stages=self.stages).stages(query, settings["k"]) if settings["k"] else nothing_found()
+            )
+        if (k := min(settings["k"], len(store))) == 0:
+            return nothing_found()
+        mmr = _mmr(self.search_type, settings)
+        updates = store.search_staged(query, k, stages=self.stages, where=where, mmr=mmr)
+        if (threshold := settings.get("score_threshold")) is None:
+            return updates
+        relevance = relevance_of(store.metric)
+        return near_enough(updates, lambda score: relevance(score) >= threshold)
 
     def _prompt(self) -> BoundPrompt | None:
         return self.prompt or (None if self.engine is None else self.engine.integration.prompts.bound_prompt)
@@ -181,17 +231,9 @@ class RAGCacheRetriever(BaseRetriever):
         return None if self.engine is None else _PromptWarmer(self.engine, self._prompt)
 
 
-def _asked_for(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``k`` and ``filter`` of a call or of ``search_kwargs``, as far as they are given.
-
-    Raises:
-        ConfigError: there is more than that.
-    """
-    asked = {"k" if name == "top_k" else name: value for name, value in settings.items()}
-    if unknown := asked.keys() - {"k", "filter"}:
-        raise ConfigError(f"RAGCacheRetriever knows no {', '.join(sorted(unknown))}: a search takes k and filter")
-    as_where(asked.get("filter"))
-    return {name: value for name, value in asked.items() if value is not None}
+def _mmr(search_type: SearchType, settings: Mapping[str, Any]) -> MMR | None:
+    given = {name: settings[name] for name in _SETTINGS_OF["mmr"] if name in settings}
+    return MMR(**given) if search_type == "mmr" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,21 +14,24 @@ from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
 
-import numpy as np
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
-from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval import DocumentStore, LangChainEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder
+from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.filters import Where, parse_filter
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
 from ragcache_integrations.langchain.embeddings import CoreEmbeddings
 
 MetadataFilter = Mapping[str, object] | Callable[[Mapping[str, object]], bool]
-"""Values that the metadata must have, or a function that accepts them."""
+"""What the metadata must be, as ``{"tenant": "a", "year": {"$gte": 2020}}``, or a function that accepts it.
+
+See :func:`~ragcache_core.retrieval.filters.parse_filter` for the operators.
+"""
 
 
 class StagedFAISS(VectorStore):
@@ -210,14 +213,19 @@ class StagedFAISS(VectorStore):
         return _documents(await self._asearch(embedding, k, filter, kwargs))
 
     async def asimilarity_search_staged(
-        self, query: str, k: int = 4, *, stages: int | Sequence[float] | None = None
+        self,
+        query: str,
+        k: int = 4,
+        *,
+        filter: MetadataFilter | None = None,
+        stages: int | Sequence[float] | None = None,
     ) -> AsyncGenerator[RetrievalUpdate]:
         """Yield what the search knows after each stage; the last update is the answer of the other methods.
 
         See :meth:`DocumentStore.search_staged <ragcache_core.retrieval.DocumentStore.search_staged>`.
         """
         if (k := self._clamped(k)) > 0:
-            async with aclosing(self.store.search_staged(query, k, stages=stages)) as updates:
+            async with aclosing(self.store.search_staged(query, k, stages=stages, where=as_where(filter))) as updates:
                 async for update in updates:
                     yield update
 
@@ -232,13 +240,19 @@ class StagedFAISS(VectorStore):
         **kwargs: Any,
     ) -> list[LangChainDocument]:
         """Return ``k`` of the ``fetch_k`` best documents, near to the question and far from each other."""
-        nearest = _documents(self._search(query, max(k, fetch_k), filter, kwargs)) if k > 0 else []
-        return self._diverse(self.embeddings.embed_query(query), nearest, k, lambda_mult) if nearest else []
+        return _documents(self._search(query, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
     async def amax_marginal_relevance_search(
-        self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+        self,
+        query: str,
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        *,
+        filter: MetadataFilter | None = None,
+        **kwargs: Any,
     ) -> list[LangChainDocument]:
-        return await run_in_executor(None, self.max_marginal_relevance_search, query, k, fetch_k, lambda_mult, **kwargs)
+        return _documents(await self._asearch(query, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
     def max_marginal_relevance_search_by_vector(
         self,
@@ -250,34 +264,33 @@ class StagedFAISS(VectorStore):
         filter: MetadataFilter | None = None,
         **kwargs: Any,
     ) -> list[LangChainDocument]:
-        nearest = _documents(self._search(embedding, max(k, fetch_k), filter, kwargs)) if k > 0 else []
-        return self._diverse(embedding, nearest, k, lambda_mult) if nearest else []
-
-    def _diverse(
-        self, embedding: list[float], nearest: list[LangChainDocument], k: int, lambda_mult: float
-    ) -> list[LangChainDocument]:
-        vectors = self.embeddings.embed_documents([d.page_content for d in nearest])
-        chosen = maximal_marginal_relevance(np.asarray(embedding), vectors, lambda_mult, k)
-        return [nearest[i] for i in chosen]
+        return _documents(self._search(embedding, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
     async def amax_marginal_relevance_search_by_vector(
-        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        *,
+        filter: MetadataFilter | None = None,
+        **kwargs: Any,
     ) -> list[LangChainDocument]:
-        return await run_in_executor(
-            None, self.max_marginal_relevance_search_by_vector, embedding, k, fetch_k, lambda_mult, **kwargs
-        )
+        return _documents(await self._asearch(embedding, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
     def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        """Return a map of scores to [0, 1], 1 for the document itself; ``ip`` takes vectors of length 1."""
-        if self.store.metric == "ip":
-            return lambda product: min(1.0, max(0.0, (1.0 + product) / 2))
-        return lambda squared_distance: 1.0 / (1.0 + squared_distance)
+        return relevance_of(self.store.metric)
 
     def _clamped(self, k: int) -> int:
         return max(0, min(k, len(self.store)))
 
     def _search(
-        self, query: str | list[float], k: int, filter: MetadataFilter | None, unknown: Mapping[str, object]
+        self,
+        query: str | list[float],
+        k: int,
+        filter: MetadataFilter | None,
+        unknown: Mapping[str, object],
+        mmr: MMR | None = None,
     ) -> RetrievalUpdate:
         if unknown:
             raise ConfigError(f"a search knows no {', '.join(unknown)}: it takes k and filter")
@@ -285,40 +298,41 @@ class StagedFAISS(VectorStore):
         if not (k := self._clamped(k)):
             return _NOTHING
         if isinstance(query, str):
-            return self.store.search(query, k, where=where)
-        return self.store.search_vector(query, k, where=where)
+            return self.store.search(query, k, where=where, mmr=mmr)
+        return self.store.search_vector(query, k, where=where, mmr=mmr)
 
     async def _asearch(
-        self, query: str | list[float], k: int, filter: MetadataFilter | None, unknown: Mapping[str, object]
+        self,
+        query: str | list[float],
+        k: int,
+        filter: MetadataFilter | None,
+        unknown: Mapping[str, object],
+        mmr: MMR | None = None,
     ) -> RetrievalUpdate:
-        return await run_in_executor(None, self._search, query, k, filter, unknown)
+        return await run_in_executor(None, self._search, query, k, filter, unknown, mmr)
 
 
 _NOTHING = RetrievalUpdate((), (), 0, is_final=True)
 
 
-def as_where(accepted: MetadataFilter | None) -> Callable[[Document], bool] | None:
+def as_where(accepted: MetadataFilter | None) -> Where | Callable[[Document], bool] | None:
     """Return which documents a filter accepts; ``None`` for all.
 
     Raises:
-        ConfigError: it is no filter, or it has operators, which would be taken for values.
+        ConfigError: it is no filter.
     """
-    if accepted is None:
+    if accepted is None or accepted == {}:
         return None
     if callable(accepted):
         return lambda document: _accepts(accepted, document)
-    if not isinstance(accepted, Mapping):
-        raise ConfigError(f"filter is {accepted!r:.80}: pass {{'key': value}}, or a function of the metadata")
-    for name in (*accepted, *(key for value in accepted.values() if isinstance(value, Mapping) for key in value)):
-        if str(name).startswith("$"):
-            raise ConfigError(f"filter has the operator {name!r}: pass a function of the metadata instead")
-    if lists := [name for name, value in accepted.items() if isinstance(value, list | tuple | set)]:
-        raise ConfigError(
-            f"filter has several values for {lists[0]!r}, which are not looked for one by one: pass a function, "
-            f"lambda metadata: metadata[{lists[0]!r}] in ..."
-        )
-    return lambda document: all(name in document.metadata and document.metadata[name] == value
-                                for name, value in accepted.items())  # fmt: skip
+    return parse_filter(accepted)
+
+
+def relevance_of(metric: Metric) -> Callable[[float], float]:
+    """Return a map of scores to [0, 1], 1 for the document itself; ``ip`` takes vectors of length 1."""
+    if metric == "ip":
+        return lambda product: min(1.0, max(0.0, (1.0 + product) / 2))
+    return lambda squared_distance: 1.0 / (1.0 + squared_distance)
 
 
 def _accepts(accepted: Callable[[Mapping[str, Any]], bool], document: Document) -> bool:

@@ -87,6 +87,7 @@ async def test_a_filter_decides_whose_documents_are_found(store: StagedFAISS) ->
         assert numbers(await retriever.ainvoke("Who is Mel?")) == {3}
         assert numbers(retriever.invoke("Who is Mel?", filter={"number": 4})) == {4}  # a call's goes before
     assert RAGCacheRetriever(store=store, filter={"number": 99}).invoke("Who is Mel?") == []
+    assert numbers(RAGCacheRetriever(store=store, filter={"number": {"$gt": 1, "$lt": 4}}).invoke("Mel?")) == {2, 3}
 
 
 def test_a_filter_can_be_configured_for_each_call_of_a_chain(store: StagedFAISS) -> None:
@@ -109,23 +110,46 @@ def test_the_number_of_documents_has_the_names_that_users_know(store: StagedFAIS
     [
         {"filters": {"number": 3}},
         {"search_kwargs": {"filters": {"number": 3}}},
-        {"search_kwargs": {"filter": {"number": {"$in": [3]}}}},
-        {"filter": {"$and": [{"number": 3}]}},
+        {"search_kwargs": {"filter": {"number": {"$near": 3}}}},
+        {"filter": {"$nor": [{"number": 3}]}},
         {"filter": "number = 3"},
     ],
 )
 def test_what_a_retriever_does_not_know_is_refused(store: StagedFAISS, unknown: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"filter"):
         RAGCacheRetriever(store=store, **unknown)
-    with pytest.raises(ConfigError, match="knows no filters: a search takes k and filter"):
+    with pytest.raises(ConfigError, match="knows no filters: a search of type 'similarity' takes k, filter"):
         RAGCacheRetriever(store=store).invoke("Who is Mel?", filters={"number": 3})
     with pytest.raises(ConfigError, match="knows no filters: it takes k and filter"):
         store.as_retriever(search_kwargs={"filters": {"number": 3}}).invoke("Who is Mel?")
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"search_type": "best"}, "search_type"),
+        ({"search_type": "mmr", "search_kwargs": {"score_threshold": 0.5}}, "'mmr' takes k, filter, fetch_k, lambda"),
+        ({"search_type": "mmr", "search_kwargs": {"lambda_mult": 2}}, "lambda_mult is 2"),
+        ({"search_kwargs": {"fetch_k": 3}}, "knows no fetch_k: a search of type 'similarity'"),
+        ({"search_type": "similarity_score_threshold"}, "score_threshold is None: give search_kwargs="),
+        (
+            {"search_type": "similarity_score_threshold", "search_kwargs": {"score_threshold": 40}},
+            "score_threshold is 40: .* relevance from 0 to 1",
+        ),
+    ],
+)
+def test_settings_that_a_type_of_search_does_not_take_are_refused(
+    store: StagedFAISS, settings: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        RAGCacheRetriever(store=store, **settings)
+
+
 def test_a_source_of_stages_has_to_filter_itself() -> None:
     with pytest.raises(ConfigError, match="is no store"):
         RAGCacheRetriever(store=ScriptedSource(()), filter={"number": 3}).invoke("Who is Mel?")
+    with pytest.raises(ConfigError, match="search_type='mmr' is given, but ScriptedSource is no store"):
+        RAGCacheRetriever(store=ScriptedSource(()), search_type="mmr").invoke("Who is Mel?")
 
 
 def test_an_empty_store_has_no_documents(tmp_path: Path) -> None:

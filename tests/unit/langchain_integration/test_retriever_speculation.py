@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -244,11 +245,16 @@ def test_shards_are_stages(tmp_path: Path) -> None:
     stores = [DocumentStore.create(tmp_path / name, embedder=embedder) for name in DOCUMENTS]
     try:
         for store, document in zip(stores, DOCUMENTS.values(), strict=True):
-            store.add([document])
+            store.add([replace(document, metadata={"is_far": document.doc_id != "moon"})])
         events = Events()
         found = RAGCacheRetriever(store=ShardedStore(stores), k=9).invoke(QUESTION, {"callbacks": [events]})
         assert (len(found), found[0].id) == (3, "moon")
         assert len(events.seen) == 3
+        filtered = Events()
+        far = RAGCacheRetriever(store=ShardedStore(stores), k=9, filter={"is_far": {"$ne": False}})
+        assert len(far.invoke(QUESTION, {"callbacks": [filtered]})) == 2
+        assert len(filtered.seen) == 3
+        assert not any("moon" in data["doc_ids"] for _, data in filtered.seen)
     finally:
         for store in stores:
             store.close()

@@ -8,7 +8,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_tests.integration_tests import VectorStoreIntegrationTests
 
 from ragcache_core.errors import ConfigError, RAGCacheError
-from ragcache_integrations.langchain import StagedFAISS, TfidfSvdEmbeddings
+from ragcache_integrations.langchain import RAGCacheRetriever, StagedFAISS, TfidfSvdEmbeddings
 
 TEXTS = ["The sun is a star.", "The moon is a moon.", "Mars is a red planet.", "A star shines in the night."]
 
@@ -139,12 +139,43 @@ def test_what_the_core_refuses_is_refused(store: StagedFAISS) -> None:
     ("accepted", "cure"),
     [
         (lambda document: document.metadata["n"] == 1, r"no attribute 'metadata'.* called with a document's metadata"),
-        ({"n": [1, 2]}, r"several values for 'n'.* pass a function, lambda metadata: metadata\['n'\] in"),
+        ({"n": {"$near": 1}}, r"'n' has the operator '\$near' with 1: these are known: \$eq, \$ne"),
+        ({"m": 1}, "'m' eq 1: no document has this field; the fields are n"),
+        ({"n": "1"}, "'n' eq '1': it wants text, this field holds number"),
     ],
 )
 def test_a_filter_of_another_kind_is_refused_with_how_to_write_it(
     store: StagedFAISS, accepted: object, cure: str
 ) -> None:
-    with pytest.raises(ConfigError, match=cure):
+    with pytest.raises(RAGCacheError, match=cure):
         store.similarity_search("Which star?", 2, filter=accepted)
     assert len(store.similarity_search("Which star?", 2, filter=lambda metadata: metadata["n"] in (1, 2))) == 2
+
+
+async def test_filters_thresholds_and_mmr_are_what_langchains_own_retriever_asks_for(store: StagedFAISS) -> None:
+    question, some = "Which star shines?", {"$or": [{"n": [0, 1]}, {"n": {"$gte": 3}}]}
+    found = store.similarity_search(question, 4, filter=some)
+    assert {d.metadata["n"] for d in found} == {0, 1, 3}
+    scored = store.similarity_search_with_relevance_scores(question, 4, filter=some)
+    least = (scored[0][1] + scored[1][1]) / 2
+    mmr = {"k": 2, "fetch_k": 3, "lambda_mult": 0.1, "filter": some}
+    for search_type, settings, expected in (
+        ("similarity", {"k": 4}, found),
+        ("similarity_score_threshold", {"score_threshold": least}, found[:1]),
+        ("mmr", mmr, store.max_marginal_relevance_search(question, **mmr)),
+    ):
+        theirs = store.as_retriever(search_type=search_type, search_kwargs={"filter": some, **settings})
+        ours = RAGCacheRetriever(store=store, search_type=search_type, search_kwargs={"filter": some, **settings})
+        for retriever in (theirs, ours):
+            assert retriever.invoke(question) == await retriever.ainvoke(question) == expected
+    vector = store.embeddings.embed_query(question)
+    by_vector = store.max_marginal_relevance_search_by_vector(vector, **mmr)
+    assert await store.amax_marginal_relevance_search_by_vector(vector, **mmr) == by_vector
+    assert len(by_vector) == 2
+
+
+async def test_a_filtered_search_has_stages_too(store: StagedFAISS) -> None:
+    updates = [u async for u in store.asimilarity_search_staged("Which star?", 2, filter={"n": [1, 2, 3]}, stages=2)]
+    found = [d.doc_id for d in updates[-1].documents]
+    assert found == [d.id for d in store.similarity_search("Which star?", 2, filter={"n": {"$gt": 0}})]
+    assert all(d.metadata["n"] for u in updates for d in u.documents)
