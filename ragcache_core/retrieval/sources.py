@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval.threads import in_thread
 from ragcache_core.types import Document, RetrievalUpdate
 
 
@@ -86,14 +85,6 @@ def _check_yields(search: Callable[..., object]) -> None:
 async def nothing_found() -> AsyncGenerator[RetrievalUpdate, None]:
     """Yield no documents, as the only stage, which is final."""
     yield RetrievalUpdate((), (), 0, is_final=True)
-
-
-async def filtered(search: Callable[[], RetrievalUpdate]) -> AsyncGenerator[RetrievalUpdate, None]:
-    """Yield what ``search``, a store's with ``where``, finds as the only stage, which is final. It has its own thread.
-
-    A filter decides what is found, so that there are no candidates before.
-    """
-    yield await in_thread(search)
 
 
 async def near_enough(

@@ -32,16 +32,17 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.shards import ShardedStore
-from ragcache_core.retrieval.sources import StageSource, as_source, filtered, nothing_found
+from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
+from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document
-from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore, accepts
+from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 
 _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 """Arguments of every retriever of LlamaIndex."""
@@ -75,8 +76,8 @@ class RAGCacheRetriever(BaseRetriever):
         stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
             its time. A source of stages has its own.
         embed_model: the model that embedded the nodes.
-        filters: what the metadata of every node must be. A search with filters has one stage: nothing is prefilled
-            meanwhile.
+        filters: what the metadata of every node must be.
+        mmr: chooses nodes that differ from each other, ``MMR(fetch_k=20, lambda_mult=0.5)``.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
         keep_first: whether the best node stays in front in every order.
@@ -85,8 +86,9 @@ class RAGCacheRetriever(BaseRetriever):
 
     Raises:
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
-            ``store`` is nothing that can be searched in stages, or an ``embed_model`` or ``filters`` are given for one
-            that takes none, or ``stages`` for one that has its own; an argument that there is not.
+            ``store`` is nothing that can be searched in stages, or an ``embed_model``, ``filters`` or ``mmr`` are given
+            for one that takes none, or ``stages`` for one that has its own; an argument that there is not.
+        SearchError: a filter on a field that no node has, or on a value of another kind than it has.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 
@@ -99,6 +101,7 @@ class RAGCacheRetriever(BaseRetriever):
         stages: int | Sequence[float] | None = None,
         embed_model: BaseEmbedding | None = None,
         filters: MetadataFilters | None = None,
+        mmr: MMR | None = None,
         prompt: BoundPrompt | None = None,
         document_order: DocumentOrder = "retrieval",
         keep_first: bool = False,
@@ -122,11 +125,10 @@ class RAGCacheRetriever(BaseRetriever):
         self._source = as_source(self._store, stages=stages)
         if embed_model is not None and not isinstance(self._store, DocumentStore | ShardedStore):
             raise ConfigError(f"{store!r:.80} is searched by text: leave embed_model out")
-        if filters is not None and not isinstance(filters, MetadataFilters):
-            raise ConfigError(f"filters is {filters!r:.80}: pass LlamaIndex's MetadataFilters(filters=[...])")
-        if filters is not None and not isinstance(self._store, DocumentStore | ShardedStore):
-            raise ConfigError(f"filters are given, but {store!r:.80} is no store: let stages() itself filter")
-        self._where = accepts(filters) if filters is not None and filters.filters else None
+        self._where, self._mmr = where_of(filters), mmr
+        if (filters is not None or mmr is not None) and not isinstance(self._store, DocumentStore | ShardedStore):
+            given = "mmr is" if filters is None else "filters are"
+            raise ConfigError(f"{given} given, but {store!r:.80} is no store: let stages() itself do it")
         self._engine = engine
         self._similarity_top_k = similarity_top_k
         self._stages = stages
@@ -214,19 +216,15 @@ class RAGCacheRetriever(BaseRetriever):
             return nothing_found()
         where, k = self._where, min(k, len(store))
         embedding = await embed() if query.embedding is None and embed is not None else query.embedding
-        if embedding is not None and where is not None:
-            return filtered(partial(store.search_vector, embedding, k, where=where))
         if embedding is not None:
-            return store.search_vector_staged(embedding, k, stages=self._stages)
+            return store.search_vector_staged(embedding, k, stages=self._stages, where=where, mmr=self._mmr)
         if isinstance(store.embedder, PrecomputedEmbedder):
             place = store.path if isinstance(store, DocumentStore) else "the shards"
             raise ConfigError(
                 f"{place} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever the "
                 "embed_model that did it"
             )
-        if where is not None:
-            return filtered(partial(store.search, query.query_str, k, where=where))
-        return self._source.stages(query.query_str, k)
+        return store.search_staged(query.query_str, k, stages=self._stages, where=where, mmr=self._mmr)
 
     def _bound_prompt(self) -> BoundPrompt | None:
         return self._prompt or (None if self._engine is None else self._engine.integration.prompts.bound_prompt)

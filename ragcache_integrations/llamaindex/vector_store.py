@@ -13,22 +13,24 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import BaseNode
 from llama_index.core.vector_stores.types import (
     BasePydanticVectorStore,
-    FilterCondition,
-    MetadataFilter,
     MetadataFilters,
     VectorStoreQuery,
     VectorStoreQueryMode,
     VectorStoreQueryResult,
 )
-from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, SearchError, StoreNotFoundError
-from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval.filters import Where, matches
 from ragcache_core.types import Document, RetrievalUpdate
+from ragcache_integrations.llamaindex.filters import where_of
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, source_of
 
 _SCAN_BATCH = 512
+_PREFETCH_FACTOR = 4
+"""What LlamaIndex's other stores fetch for MMR by default."""
+_MMR_SETTINGS = {"mmr_prefetch_factor", "mmr_prefetch_k", "mmr_threshold"}
 
 
 class StagedFAISSVectorStore(BasePydanticVectorStore):
@@ -123,7 +125,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
         **delete_kwargs: Any,
     ) -> None:
         """Remove the nodes that have one of the ids, if any are given, and pass the filters."""
-        self._delete_where(accepts(filters), node_ids)
+        self._delete_where(_accepts(filters), node_ids)
 
     async def adelete_nodes(
         self,
@@ -143,7 +145,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """Return the nodes that have one of the ids, if any are given, and pass the filters."""
-        passes = accepts(filters)
+        passes = _accepts(filters)
         return [node_from_document(document) for document in self._documents(node_ids) if passes(document)]
 
     async def aget_nodes(
@@ -154,37 +156,37 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Return the nearest nodes, best first, of those that pass the query's filters.
 
+        In the mode ``mmr`` the nodes differ from each other: of ``mmr_prefetch_k`` nodes, or ``mmr_prefetch_factor``
+        times those asked for (4), those are chosen that are near to the query and far from each other, by
+        ``mmr_threshold`` (0.5; 1 counts the query alone).
+
         Raises:
-            SearchError: another mode than the default, or no vector where the store cannot embed text.
-            ConfigError: ``kwargs``, which are ``vector_store_kwargs`` of a retriever: they would be without effect.
+            SearchError: a mode that is neither the default nor ``mmr``, no vector where the store cannot embed text, or
+                a filter on what no node has.
+            ConfigError: other ``kwargs``, which are ``vector_store_kwargs`` of a retriever: they would be without
+                effect; a filter or a number that cannot work.
         """
-        k = self._num_results(query, kwargs)
-        if k == 0:
+        mmr = _mmr(query, kwargs)
+        if (k := self._num_results(query)) == 0:
             return _result([], [])
         where = _where(query)
         if query.query_embedding is not None:
-            return self._as_result(self._store.search_vector(query.query_embedding, k, where=where))
-        return self._as_result(self._store.search(_text(query), k, where=where))
+            return self._as_result(self._store.search_vector(query.query_embedding, k, where=where, mmr=mmr))
+        return self._as_result(self._store.search(_text(query), k, where=where, mmr=mmr))
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """Return what :meth:`query` returns. Cancelling it stops the search."""
-        k = self._num_results(query, kwargs)
-        if k == 0 or _where(query) is not None:
-            return await asyncio.to_thread(self.query, query)
+        mmr = _mmr(query, kwargs)
+        if (k := self._num_results(query)) == 0:
+            return _result([], [])
+        where = _where(query)
         if query.query_embedding is not None:
-            updates = self._store.search_vector_staged(query.query_embedding, k, stages=1)
+            updates = self._store.search_vector_staged(query.query_embedding, k, stages=1, where=where, mmr=mmr)
         else:
-            updates = self._store.search_staged(_text(query), k, stages=1)
+            updates = self._store.search_staged(_text(query), k, stages=1, where=where, mmr=mmr)
         return self._as_result([update async for update in updates][-1])
 
-    def _num_results(self, query: VectorStoreQuery, unknown: Mapping[str, object]) -> int:
-        if unknown:
-            raise ConfigError(
-                f"a search knows no {', '.join(unknown)}: which nodes is filters=MetadataFilters(...), of a query or "
-                "of index.as_retriever()"
-            )
-        if query.mode != VectorStoreQueryMode.DEFAULT:
-            raise SearchError(f"the query mode is {query.mode.value!r}: this store knows 'default' only")
+    def _num_results(self, query: VectorStoreQuery) -> int:
         return min(query.similarity_top_k, len(self._store))
 
     def _as_result(self, update: RetrievalUpdate) -> VectorStoreQueryResult:
@@ -225,12 +227,30 @@ def _result(nodes: list[BaseNode], found: list[float]) -> VectorStoreQueryResult
     return VectorStoreQueryResult(nodes=nodes, similarities=found, ids=[node.node_id for node in nodes])
 
 
-def _where(query: VectorStoreQuery) -> Callable[[Document], bool] | None:
+def _mmr(query: VectorStoreQuery, asked: Mapping[str, Any]) -> MMR | None:
+    """Return how different the nodes shall be; ``None`` in the default mode."""
+    is_mmr = query.mode == VectorStoreQueryMode.MMR
+    if unknown := asked.keys() - (_MMR_SETTINGS if is_mmr else set()):
+        raise ConfigError(
+            f"a search knows no {', '.join(sorted(unknown))}: which nodes is filters=MetadataFilters(...), of a query "
+            f"or of index.as_retriever(); with the mode 'mmr' it takes {', '.join(sorted(_MMR_SETTINGS))}"
+        )
+    if not is_mmr and query.mode != VectorStoreQueryMode.DEFAULT:
+        raise SearchError(f"the query mode is {query.mode.value!r}: this store knows 'default' and 'mmr'")
+    if not is_mmr:
+        return None
+    factor = asked.get("mmr_prefetch_factor", _PREFETCH_FACTOR)
+    fetch_k = asked.get("mmr_prefetch_k", int(factor * max(1, query.similarity_top_k)))
+    threshold = asked.get("mmr_threshold", query.mmr_threshold)
+    return MMR(fetch_k) if threshold is None else MMR(fetch_k, threshold)
+
+
+def _where(query: VectorStoreQuery) -> Where | Callable[[Document], bool] | None:
     """Return which documents the query allows; ``None`` for all. Empty lists of ids are LlamaIndex's "any"."""
     node_ids, sources = set(query.node_ids or ()), set(query.doc_ids or ())
-    if not (node_ids or sources or (query.filters and query.filters.filters)):
-        return None
-    passes = accepts(query.filters)
+    if not (node_ids or sources):
+        return where_of(query.filters)
+    passes = _accepts(query.filters)
     return lambda document: (
         (not node_ids or document.doc_id in node_ids)
         and (not sources or source_of(document) in sources)
@@ -238,20 +258,7 @@ def _where(query: VectorStoreQuery) -> Callable[[Document], bool] | None:
     )
 
 
-def accepts(filters: MetadataFilters | None) -> Callable[[Document], bool]:
+def _accepts(filters: MetadataFilters | None) -> Callable[[Document], bool]:
     """Return what says of a stored node whether it passes ``filters``."""
-    if filters is None or not filters.filters:
-        return lambda _: True
-    parts = [accepts(f) if isinstance(f, MetadataFilters) else _passes(f) for f in filters.filters]
-    match filters.condition or FilterCondition.AND:
-        case FilterCondition.AND:
-            return lambda document: all(part(document) for part in parts)
-        case FilterCondition.OR:
-            return lambda document: any(part(document) for part in parts)
-        case FilterCondition.NOT:
-            return lambda document: not any(part(document) for part in parts)
-
-
-def _passes(condition: MetadataFilter) -> Callable[[Document], bool]:
-    filters = MetadataFilters(filters=[condition])
-    return lambda document: build_metadata_filter_fn(lambda _: document.metadata, filters)(document.doc_id)
+    where = where_of(filters)
+    return lambda document: where is None or matches(where, document.metadata)

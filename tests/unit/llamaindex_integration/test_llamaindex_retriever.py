@@ -22,7 +22,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.prompt import PromptLayout
-from ragcache_core.retrieval import DocumentStore
+from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex import (
@@ -84,6 +84,12 @@ async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> Non
             assert [n.node.node_id for n in await both_ways(retriever, query)] == ["sea"]
     with pytest.raises(ConfigError, match="ScriptedSource.* is no store"):
         RAGCacheRetriever(ScriptedSource(()), filters=last)
+        (best,) = await both_ways(
+            RAGCacheRetriever(searched, mmr=MMR(fetch_k=1), similarity_top_k=1), "Who is a pilot?"
+        )
+        assert best.node.node_id == "mel"
+    with pytest.raises(ConfigError, match="mmr is given, but ScriptedSource.* is no store"):
+        RAGCacheRetriever(ScriptedSource(()), mmr=MMR())
     with pytest.raises(ConfigError, match="pass LlamaIndex's MetadataFilters"):
         RAGCacheRetriever(store, filters={"page": 1})
 

@@ -26,6 +26,7 @@ from ragcache_core.errors import (
     ConfigError,
     EmbedderMismatchError,
     EmptyDocumentError,
+    RAGCacheError,
     SearchError,
     StoreCorruptError,
     StoreLockedError,
@@ -204,7 +205,6 @@ _EQ, _OP = MetadataFilter, FilterOperator
         (where(_EQ(key="tags", value=["wind", "east"], operator=_OP.ALL)), {"east"}),
         (where(_EQ(key="author", value="me", operator=_OP.TEXT_MATCH_INSENSITIVE)), {"north", "up", "north-east"}),
         (where(_EQ(key="missing", value=None, operator=_OP.IS_EMPTY)), set(NAMES)),
-        (where(_EQ(key="missing", value=1)), set()),
         (where(_EQ(key="rank", value=0), _EQ(key="author", value="Mel")), set()),
         (where(_EQ(key="rank", value=0), _EQ(key="rank", value=2), condition=FilterCondition.OR), {"east", "up"}),
         (
@@ -229,6 +229,43 @@ async def test_query_finds_the_nearest_that_pass_the_filters(
     assert result.similarities == sorted(result.similarities or (), reverse=True)
     nearest = await both_ways(filled, query_of(1, filters=filters))
     assert (nearest.ids or []) == (result.ids or [])[:1]
+
+
+@pytest.mark.parametrize(
+    ("condition", "why"),
+    [
+        (_EQ(key="missing", value=1), "'missing' eq 1: no document has this field; the fields are author, doc_id"),
+        (_EQ(key="rank", value="1"), "'rank' eq '1': it wants text, this field holds number"),
+        (_EQ(key="rank", value="1", operator=_OP.IN), "'rank' in '1': give a list of values"),
+        (_EQ(key="rank", value="1", operator=_OP.TEXT_MATCH), "'rank' text_match '1': it wants text"),
+    ],
+)
+async def test_a_filter_that_no_node_could_pass_says_so(
+    condition: MetadataFilter, why: str, filled: StagedFAISSVectorStore
+) -> None:
+    with pytest.raises(RAGCacheError, match=why):
+        filled.query(query_of(filters=where(condition)))
+    with pytest.raises(RAGCacheError, match=why):
+        await filled.aquery(query_of(filters=where(condition)))
+
+
+async def test_mmr_finds_nodes_that_differ(filled: StagedFAISSVectorStore) -> None:
+    assert (await both_ways(filled, query_of(2))).ids == ["east", "north-east"]
+    mode = VectorStoreQueryMode.MMR
+    result = await both_ways(filled, query_of(2, mode=mode, mmr_threshold=0.2))
+    assert result.ids == ["east", "north"]
+    assert result.similarities == pytest.approx([0.9, 0.4])
+    mel = where(MetadataFilter(key="author", value="Mel"))
+    assert (await both_ways(filled, query_of(2, mode=mode, mmr_threshold=0.2, filters=mel))).ids == ["north-east", "up"]
+    near = query_of(1, mode=mode, mmr_threshold=0.2)
+    assert filled.query(near, mmr_prefetch_k=2).ids == ["east"]
+    index = VectorStoreIndex.from_vector_store(filled, embed_model=MockEmbedding(3))
+    kwargs = {"mmr_threshold": 0.2, "mmr_prefetch_factor": 2}
+    retriever = index.as_retriever(vector_store_query_mode="mmr", similarity_top_k=2, vector_store_kwargs=kwargs)
+    assert len(await retriever.aretrieve("Where?")) == len(retriever.retrieve("Where?")) == 2
+    for unusable in ({"mmr_threshold": 2}, {"mmr_prefetch_k": 0}, {"fetch_k": 3}):
+        with pytest.raises(ConfigError):
+            filled.query(near, **unusable)
 
 
 async def test_vector_store_kwargs_are_refused_that_would_find_everybodys_nodes(filled: StagedFAISSVectorStore) -> None:
