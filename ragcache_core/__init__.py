@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         MMR,
         DocumentStore,
         Embedder,
+        GrowingEffort,
         IndexOptions,
         LangChainEmbedder,
         LlamaIndexEmbedder,
@@ -76,7 +77,9 @@ if TYPE_CHECKING:
         TrainableEmbedder,
         as_embedder,
         as_source,
+        lancedb_stages,
         one_stage,
+        qdrant_stages,
     )
     from ragcache_core.stats import (
         ChunkReuseStats,
@@ -107,6 +110,7 @@ else:
                 "MMR",
                 "DocumentStore",
                 "Embedder",
+                "GrowingEffort",
                 "IndexOptions",
                 "LangChainEmbedder",
                 "LlamaIndexEmbedder",
@@ -119,7 +123,9 @@ else:
                 "TrainableEmbedder",
                 "as_embedder",
                 "as_source",
+                "lancedb_stages",
                 "one_stage",
+                "qdrant_stages",
             ),
             "ragcache_core.stats": (
                 "ChunkReuseStats",
@@ -174,6 +180,7 @@ __all__ = [
     "EngineUnreachableError",
     "Generation",
     "GenerationChunk",
+    "GrowingEffort",
     "IndexOptions",
     "LangChainEmbedder",
     "LlamaIndexEmbedder",
@@ -215,6 +222,8 @@ __all__ = [
     "__version__",
     "as_embedder",
     "as_source",
+    "lancedb_stages",
     "one_stage",
+    "qdrant_stages",
     "request_stats_from_dict",
 ]

@@ -4,6 +4,9 @@ from ragcache_core.retrieval.base import IndexOptions
 from ragcache_core.retrieval.embedders.adapters import LangChainEmbedder, LlamaIndexEmbedder, MiniLMEmbedder
 from ragcache_core.retrieval.embedders.base import Embedder, PrecomputedEmbedder, TrainableEmbedder, as_embedder
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
+from ragcache_core.retrieval.remote.growing import GrowingEffort
+from ragcache_core.retrieval.remote.lancedb import lancedb_stages
+from ragcache_core.retrieval.remote.qdrant import qdrant_stages
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, one_stage
 from ragcache_core.retrieval.storage.snapshot import StoreStats
@@ -14,6 +17,7 @@ __all__ = [
     "MMR",
     "DocumentStore",
     "Embedder",
+    "GrowingEffort",
     "IndexOptions",
     "LangChainEmbedder",
     "LlamaIndexEmbedder",
@@ -26,5 +30,7 @@ __all__ = [
     "TrainableEmbedder",
     "as_embedder",
     "as_source",
+    "lancedb_stages",
     "one_stage",
+    "qdrant_stages",
 ]

@@ -1,4 +1,4 @@
-"""The libraries of the extra ``retrieval``, imported when they are first used; one that lacks is asked for by name."""
+"""The libraries of extras, imported when they are first used; one that lacks is asked for by name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from typing import Any
 
 from ragcache_core.errors import ConfigError
 
+_NEEDED_BY = {
+    "retrieval": "document stores and their search need",
+    "qdrant": "stages of a Qdrant collection need",
+}
 
-def extra_module(name: str) -> Any:
-    """Return a module of the extra ``retrieval``.
+
+def extra_module(name: str, extra: str = "retrieval") -> Any:
+    """Return a module of an extra.
 
     Raises:
         ConfigError: the extra is not installed.
@@ -18,8 +23,8 @@ def extra_module(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{(error.name or name).partition('.')[0]} is not installed, which document stores and their search need: "
-            'pip install "ragcache[retrieval]"'
+            f"{(error.name or name).partition('.')[0]} is not installed, which {_NEEDED_BY[extra]}: "
+            f'pip install "ragcache[{extra}]"'
         ) from error
 
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import math
+import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval import DocumentStore, ShardedStore, StageSource, TfidfSvdEmbedder, as_source, one_stage
+from ragcache_core.retrieval import (
+    DocumentStore,
+    Embedder,
+    GrowingEffort,
+    ShardedStore,
+    StageSource,
+    TfidfSvdEmbedder,
+    as_source,
+    lancedb_stages,
+    one_stage,
+    qdrant_stages,
+)
 from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.types import Document, RetrievalUpdate
 
@@ -30,7 +43,48 @@ class OtherRetriever:
         return one_stage(lambda: self.find(k))
 
 
-@pytest.fixture(params=["flat", "ivf", "hnsw", "cut", "shards", "shards-cut", "other"])
+def growing(embedder: Embedder) -> StageSource:
+    """Return stages of a search by words, whose effort is how many documents it looks at."""
+
+    def find(vector: Any, k: int, effort: int) -> list[tuple[Document, float]]:
+        rows = embedder.embed_documents([d.text for d in DOCUMENTS[:effort]])
+        products = (rows @ vector).tolist()
+        best = sorted(range(len(rows)), key=lambda i: -products[i])[:k]
+        return [(DOCUMENTS[i], products[i]) for i in best]
+
+    return GrowingEffort(find, (50, 300), embed=embedder.embed_query)
+
+
+def qdrant(embedder: Embedder, stack: ExitStack) -> StageSource:
+    qdrant_client = pytest.importorskip("qdrant_client")
+    models = qdrant_client.models
+    client = qdrant_client.QdrantClient(":memory:")
+    stack.callback(client.close)
+    stack.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", "Local mode")  # it is exact, and says so
+    size = embedder.embed_query(QUERY).shape[0]
+    client.create_collection("docs", vectors_config=models.VectorParams(size=size, distance=models.Distance.COSINE))
+    rows = embedder.embed_documents([d.text for d in DOCUMENTS]).tolist()
+    points = [
+        models.PointStruct(id=i, vector=rows[i], payload={"page_content": d.text}) for i, d in enumerate(DOCUMENTS)
+    ]
+    client.upsert("docs", points)
+    return qdrant_stages(client, "docs", embedder, efforts=(16, 128, "exact"))
+
+
+def lancedb(embedder: Embedder, folder: Path) -> StageSource:
+    database = pytest.importorskip("lancedb").connect(folder / "lance")
+    rows = embedder.embed_documents([d.text for d in DOCUMENTS]).tolist()
+    table = database.create_table(
+        "docs", [{"id": d.doc_id, "text": d.text, "vector": row} for d, row in zip(DOCUMENTS, rows, strict=True)]
+    )
+    return lancedb_stages(table, embedder, efforts=(1, 20))
+
+
+KINDS = ["flat", "ivf", "hnsw", "cut", "shards", "shards-cut", "other", "growing", "qdrant", "lancedb"]
+
+
+@pytest.fixture(params=KINDS)
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StageSource]:
     embedder = TfidfSvdEmbedder(16).fit([d.text for d in DOCUMENTS])
     with ExitStack() as stack:
@@ -45,6 +99,9 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StageSour
             "shards": lambda: as_source(ShardedStore([make(f"{i}", DOCUMENTS[i::3]) for i in range(3)])),
             "shards-cut": lambda: as_source(ShardedStore([make(f"{i}", DOCUMENTS[i::2]) for i in range(2)]), stages=3),
             "other": lambda: as_source(OtherRetriever()),
+            "growing": lambda: as_source(growing(embedder)),
+            "qdrant": lambda: as_source(qdrant(embedder, stack)),
+            "lancedb": lambda: as_source(lancedb(embedder, tmp_path)),
         }
         yield kinds.get(request.param, lambda: as_source(make("store", DOCUMENTS, request.param)))()
 

@@ -160,7 +160,7 @@ def test_unpickling_happens_nowhere() -> None:
 _OF_RETRIEVAL = {
     *("DocumentStore", "Embedder", "IndexOptions", "LangChainEmbedder", "LlamaIndexEmbedder", "MiniLMEmbedder"),
     *("PrecomputedEmbedder", "ShardedStore", "StageSource", "StoreStats", "TfidfSvdEmbedder", "TrainableEmbedder"),
-    *("MMR", "as_embedder", "as_source", "one_stage"),
+    *("GrowingEffort", "MMR", "as_embedder", "as_source", "lancedb_stages", "one_stage", "qdrant_stages"),
 }
 PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {

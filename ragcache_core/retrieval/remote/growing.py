@@ -1,0 +1,102 @@
+"""Stages of a store whose search cannot be cut: it is asked with little effort and with all of it, at the same time.
+
+An approximate search takes an effort, as ``ef`` of a graph or ``nprobe`` of lists. What little of it finds comes early
+and is often right; the answer with the most is the final one, and is not held up by the others but for the store's own
+work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.retrieval.threads import in_thread
+from ragcache_core.types import Document, RetrievalUpdate
+
+_logger = logging.getLogger(__name__)
+
+Effort = TypeVar("Effort")
+Found = Sequence[tuple[Document, float]]
+"""Documents with their scores, best first."""
+
+
+class GrowingEffort(Generic[Effort]):
+    """A source of stages over a search that takes an effort.
+
+    ::
+
+        def find(query, k, ef):
+            return [(Document(hit.id, hit.text), hit.score) for hit in client.search(query, limit=k, ef=ef)]
+
+        retriever = RAGCacheRetriever(store=GrowingEffort(find, efforts=(16, 256)), engine=engine)
+
+    The final documents are those of the last effort, and an error of that search is the search's. Another that fails,
+    or comes after one with more effort, is left out. Closing the iterator early abandons them all.
+
+    Args:
+        find: returns documents and scores for a question, ``k`` and an effort. What blocks has a thread of its own; a
+            coroutine function is awaited.
+        efforts: from little to the most, which is the search as it would be without stages.
+        embed: turns the question into what ``find`` gets, once for all efforts.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[Any, int, Effort], Found | Awaitable[Found]],
+        efforts: Sequence[Effort],
+        *,
+        embed: Callable[[str], Any] | None = None,
+    ) -> None:
+        if isinstance(efforts, str) or not isinstance(efforts, Sequence) or not efforts:
+            raise ConfigError(f"efforts is {efforts!r:.80}: give at least one, the last is the search without stages")
+        if not callable(find):
+            raise ConfigError(f"find is {find!r:.80}: give a function of a question, k and an effort")
+        self._find = find
+        self._efforts = tuple(efforts)
+        self._embed = embed
+
+    async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield what each effort found, unless one with more came first; the last is final."""
+        embed = self._embed
+        asked = query if embed is None else await in_thread(lambda: embed(query))
+        searches = [asyncio.create_task(self._search(asked, k, effort)) for effort in self._efforts]
+        last, number, newest = searches[-1], 0, -1
+        waiting = set(searches)
+        try:
+            while not last.done():
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                best = max((i for i, each in enumerate(searches[:-1]) if _is_found(each)), default=-1)
+                if best > newest and not last.done():
+                    newest = best
+                    yield _update(searches[best].result(), number, is_final=False)
+                    number += 1
+            yield _update(last.result(), number, is_final=True)
+        finally:
+            for each in searches:
+                each.cancel()
+            for outcome in await asyncio.gather(*searches, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    _logger.debug("a search with less effort failed", exc_info=outcome)
+
+    async def _search(self, asked: Any, k: int, effort: Effort) -> Found:
+        if inspect.iscoroutinefunction(self._find):
+            found: Found = await self._find(asked, k, effort)
+            return found
+        return await in_thread(lambda: self._find(asked, k, effort))  # type: ignore[arg-type, return-value]
+
+
+def _is_found(search: asyncio.Task[Found]) -> bool:
+    return search.done() and not search.cancelled() and search.exception() is None
+
+
+def _update(found: Found, stage: int, *, is_final: bool) -> RetrievalUpdate:
+    return RetrievalUpdate(
+        documents=tuple(document for document, _ in found),
+        scores=tuple(float(score) for _, score in found),
+        stage=stage,
+        is_final=is_final,
+    )
