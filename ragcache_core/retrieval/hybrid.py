@@ -16,7 +16,7 @@ from ragcache_core.retrieval.base import Cancellation, Ids, Neighbors, Stage, St
 from ragcache_core.retrieval.selection import Selection
 from ragcache_core.retrieval.storage.documents import DocumentTable
 from ragcache_core.retrieval.wanted import Wanted
-from ragcache_core.retrieval.words import WordMatches, WordWeights
+from ragcache_core.retrieval.words import Similarities, WordMatches, WordWeights
 
 _CANDIDATES = 2
 """Words and vectors put forward so many times the documents asked for, each."""
@@ -65,6 +65,13 @@ class Finder:
         count = self._num_neighbors(k)
         return self._joined(self._index.search(self._vector, count, exhaustive=exhaustive, among=self._among), k)
 
+    def by_words(self, k: int) -> Neighbors:
+        """Return the best documents as far as words alone say: with the part of the score that is theirs."""
+        if self._matches is None:
+            return _NOTHING
+        ids = self._matches.best(k, self._among)
+        return self._best(ids, self._word_weight * self._matches.of(ids), k)
+
     def work(self, k: int) -> float:
         """Return about how many multiply-adds the index's search costs."""
         return self._index.work(self._num_neighbors(k), self._among) if self._num_documents else 0.0
@@ -98,6 +105,9 @@ class Finder:
             return neighbors
         ids = np.union1d(neighbors.ids, self._matches.best(max(_CANDIDATES * k, _LEAST_BY_WORDS), self._among))
         score = self._word_weight * self._matches.of(ids) + (1 - self._word_weight) * self._cosines_of(ids)
+        return self._best(ids, score, k)
+
+    def _best(self, ids: Ids, score: Similarities, k: int) -> Neighbors:
         is_similarity = self._index.options.is_similarity
         scores = np.asarray(score if is_similarity else 2 - 2 * score, np.float32)
         order = best_first(scores, ids, is_similarity)[:k]

@@ -137,11 +137,13 @@ class StoreReader:
         and 100 %, without those that would, by the searches so far, take less than about a millisecond. There are at
         most so many: a stage that adds no work is left out, and a search that is done ends. Closing the iterator early
         stops the search. With a filter that is a function there is one stage.
+
+        Where words count and the last question took 5 ms or more to embed, as with a service, what the words alone find
+        is one stage more, the first.
         """
         snapshot, threads = self.begin_search()
         wanted = snapshot.wanted(k, where, score_threshold, mmr)
-        question = await threads.run(lambda: snapshot.embed(query))
-        async with aclosing(threads.updates(snapshot, question, wanted, stages)) as updates:
+        async with aclosing(threads.text_updates(snapshot, query, wanted, stages)) as updates:
             async for update in updates:
                 yield update
 

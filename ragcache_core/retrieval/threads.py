@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from ragcache_core.types import Document, RetrievalUpdate
 _Result = TypeVar("_Result")
 
 _INTERRUPT_POLL_S = 0.25
+_LEAST_EMBEDDING_S = 0.005
+"""A question that is embedded sooner is not looked for by its words before."""
 
 
 class SearchThreads:
@@ -34,6 +37,7 @@ class SearchThreads:
         self._owner = owner
         self._clock_s = clock_s
         self._pace = SearchPace()
+        self._embedding_s = 0.0  # the last question's
         self._executor = ThreadPoolExecutor(
             max_workers=min(16, (os.cpu_count() or 1) + 4),
             thread_name_prefix="ragcache-retrieval",
@@ -58,6 +62,31 @@ class SearchThreads:
     async def run(self, work: Callable[[], _Result]) -> _Result:
         """Return what ``work`` returns. A cancelled caller does not wait for it."""
         return await asyncio.wrap_future(self.submit(work))
+
+    async def text_updates(
+        self, snapshot: Snapshot, query: str, wanted: Wanted, stages: int | Sequence[float] | None
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        """Yield what :meth:`updates` does. Where embedding questions takes long, and words count, the first stage is
+        what the question's words find while it is embedded.
+        """
+
+        def embed() -> Question:
+            began_s = self._clock_s()
+            question = snapshot.embed(query)
+            self._embedding_s = self._clock_s() - began_s
+            return question
+
+        embedding, num_guesses = self.submit(embed), 0
+        may_guess = snapshot.manifest.options.word_weight and wanted.mmr is None and not callable(wanted.where)
+        if may_guess and self._embedding_s >= _LEAST_EMBEDDING_S and isinstance(query, str):
+            guess = await self.run(lambda: snapshot.by_words(query, wanted))
+            if guess.documents and not embedding.done():
+                yield guess
+                num_guesses = 1
+        question = await asyncio.wrap_future(embedding)
+        async with aclosing(self.updates(snapshot, question, wanted, stages)) as updates:
+            async for update in updates:
+                yield replace(update, stage=update.stage + num_guesses) if num_guesses else update
 
     async def updates(
         self,

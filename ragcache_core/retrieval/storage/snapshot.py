@@ -134,6 +134,12 @@ class Snapshot:
         found = finder.chosen(finder.search(self.count(wanted)), wanted)
         return self.update(Stage(found, is_final=True), 0, {})
 
+    def by_words(self, query: str, wanted: Wanted) -> RetrievalUpdate:
+        """Return what the words of a question find, before its vector is known: a guess, as the first stage."""
+        finder = self.finder(Question(np.zeros(0, np.float32), count_words(query)), wanted)
+        found = finder.chosen(finder.by_words(self.count(wanted)), wanted)
+        return self.update(Stage(found, is_final=False), 0, {})
+
     def _filtered(self, finder: Finder, wanted: Wanted, accepts: Callable[[Document], bool]) -> RetrievalUpdate:
         seen: dict[int, Document] = {}
         passed: dict[int, bool] = {}

@@ -9,6 +9,8 @@ import logging
 import math
 import re
 import sqlite3
+import threading
+import time
 from collections import Counter
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -267,3 +269,43 @@ def test_a_word_is_the_same_however_its_accents_and_ligatures_are_encoded() -> N
     composed, decomposed = "Äpfel für das Café", "A\u0308pfel fu\u0308r das Cafe\u0301"
     assert count_words(decomposed) == count_words(composed)
     assert count_words("the o\ufb03ce, \uff21\uff22\uff23") == count_words("the office, ABC")
+
+
+class SlowLetters(Letters):
+    """Takes its time with a question, as a service that embeds does: until its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def embed_documents(self, texts: list[str]) -> Any:
+        return [Letters.embed_query(self, text) for text in texts]
+
+    def embed_query(self, text: str) -> Any:
+        time.sleep(0.01)
+        assert self.gate.wait(20)
+        return super().embed_query(text)
+
+
+def test_words_find_documents_while_a_question_is_still_embedded(folder: Path) -> None:
+    embedder = SlowLetters()
+    with DocumentStore.create(folder, embedder=embedder, index="flat", word_weight=0.5) as store:
+        store.add(make_documents(60))
+
+        async def updates_of(**wanted: Any) -> list[RetrievalUpdate]:
+            updates = []
+            async with aclosing(store.search_staged(QUESTIONS[0], 3, **wanted)) as stages:
+                async for update in stages:
+                    updates.append(update)
+                    embedder.gate.set()
+            return updates
+
+        (only,) = asyncio.run(updates_of())  # nobody knows yet that it takes long
+        for wanted in ({}, {"where": {"town": ["Aro", "Elm"]}}):
+            expected = store.search(QUESTIONS[0], 3, **wanted)
+            embedder.gate.clear()
+            guess, final = asyncio.run(updates_of(**wanted))
+            assert ([guess.stage, final.stage], [guess.is_final, final.is_final]) == ([0, 1], [False, True])
+            assert answer(final) == answer(expected)
+            assert guess.documents[0] == only.documents[0]
+            assert "where" not in wanted or {d.metadata["town"] for d in guess.documents} <= {"Aro", "Elm"}
