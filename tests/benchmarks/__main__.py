@@ -12,7 +12,12 @@ from ragcache_core.bench.machine import machine
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from tests.benchmarks.overhead.client import compare_cache, compare_door
-from tests.benchmarks.overhead.retrieval import compare_staged_search
+from tests.benchmarks.overhead.retrieval import (
+    compare_filtered_search,
+    compare_staged_search,
+    settled_shares,
+    time_filters,
+)
 from tests.benchmarks.pairs import Comparison, table
 
 _EPILOG = """\b
@@ -31,12 +36,15 @@ Examples:
 @click.option("--model", help="Also measure the engine's door with this model.")
 @click.option("--output", default="build/bench.json", show_default=True, help="Where to write the figures.")
 def main(vectors: int, dimension: int, pairs: int, seed: int, model: str | None, output: str) -> None:
-    """Measure staged search against plain search, and the engine's door against a bare HTTP client."""
+    """Measure staged search against plain search, what filters cost, and the engine's door."""
     results: dict[str, list[Comparison]] = {}
     with tqdm(desc="bench", bar_format="{desc} [{elapsed}]", disable=None) as bar:
         results["staged search"] = compare_staged_search(
             vectors, dimension, pairs=pairs, seed=seed, report=bar.set_description_str
         )
+        results |= compare_filtered_search(vectors, dimension, pairs=pairs, seed=seed, report=bar.set_description_str)
+        results["filters"] = time_filters(vectors, pairs=pairs, report=bar.set_description_str)
+        settled = settled_shares(vectors, dimension, queries=200, seed=seed)
         if model is not None:
             cache = CacheConfig(kv_cache_bytes="1GiB", block_size=32)
             bar.set_description_str("starting the engine")
@@ -45,10 +53,25 @@ def main(vectors: int, dimension: int, pairs: int, seed: int, model: str | None,
                 results["cache"] = compare_cache(engine, pairs=max(5, pairs // 4), report=bar.set_description_str)
     facts = machine()
     click.echo(", ".join(f"{key} {value}" for key, value in facts.items()))
-    heads = {"staged search": ("plain", "staged"), "door": ("bare", "door"), "cache": ("cold", "warm")}
+    heads = {
+        "staged search": ("plain", "staged"),
+        "filtered, Faiss with a selector": ("plain", "staged"),
+        "filtered, all documents": ("all", "filtered"),
+        "filters": ("new", "again"),
+        "door": ("bare", "door"),
+        "cache": ("cold", "warm"),
+    }
     for name, rows in results.items():
         click.echo(f"\n{name}\n{table(rows, *heads[name])}")
-    report = {"machine": facts, "seed": seed, **{k: [row.to_dict() for row in v] for k, v in results.items()}}
+    click.echo("\nquestions whose first two documents stand after each stage, by the share that a filter selects")
+    for share, stages in settled.items():
+        click.echo(f"{share:>5}  {'  '.join(f'{each:.1%}' for each in stages)}")
+    report = {
+        "machine": facts,
+        "seed": seed,
+        "filtered, settled": settled,
+        **{k: [row.to_dict() for row in v] for k, v in results.items()},
+    }
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
