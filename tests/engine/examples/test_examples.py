@@ -14,6 +14,7 @@ from ragcache_core.client import Engine
 from tests.conftest import ROOT
 
 EXAMPLES = [
+    "filtered_search",
     "iterative_retrieval",
     "langchain_agent",
     "langchain_chain",
