@@ -116,7 +116,7 @@ class Snapshot:
         """Return what searches for a question among some documents; by default those that ``wanted`` allows.
 
         The words of the store are looked through at once: milliseconds where it holds 100,000 documents. So is a field
-        of the metadata when a filter names it for the first time: half a second.
+        of the metadata when a filter names it for the first time: most of a second.
 
         Raises:
             SearchError: a filter that nothing could pass. EmptyStoreError, TooFewDocumentsError
