@@ -125,5 +125,5 @@ def test_an_empty_tier_is_used_by_nobody() -> None:
 
 
 def test_the_exported_names_exist_and_are_sorted() -> None:
-    assert ragcache_core.__all__ == sorted(ragcache_core.__all__)
+    assert ragcache_core.__all__ == sorted(ragcache_core.__all__, key=lambda name: (not name.isupper(), name))
     assert all(hasattr(ragcache_core, name) for name in ragcache_core.__all__)
