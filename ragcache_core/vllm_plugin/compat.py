@@ -383,11 +383,11 @@ def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
 def chat_template_of(serving: Any) -> tuple[str | None, bool] | None:
     """Return the chat template with which vLLM's ``ServingTokenization`` renders text, and whether texts are wrapped.
 
-    ``None`` where the model's chats are laid out in Python.
+    ``None`` where the model's chats are laid out in Python, those of gpt-oss as well.
     """
     from vllm.renderers.hf import HfRenderer, resolve_chat_template, resolve_chat_template_content_format
 
-    if not isinstance(serving.renderer, HfRenderer):
+    if not isinstance(serving.renderer, HfRenderer) or serving.online_renderer.use_harmony:
         return None
     tokenizer, config = serving.renderer.get_tokenizer(), serving.model_config
     template = resolve_chat_template(tokenizer, serving.chat_template, None, model_config=config)

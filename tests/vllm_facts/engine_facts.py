@@ -32,6 +32,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
 from vllm.renderers import BaseRenderer, hf
+from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -133,6 +134,7 @@ def facts() -> dict[str, object]:
         "tokenization": [
             sets(ServingTokenization, "renderer", "model_config", "chat_template", "chat_template_content_format"),
             sets(ServingTokenization, "default_chat_template_kwargs"),
+            [sets(ServingTokenization, "online_renderer"), sets(OnlineRenderer, "use_harmony")],
             "state.serving_tokenization = ServingTokenization(" in inspect.getsource(app_state),
             parameters(hf.resolve_chat_template),
             parameters(hf.resolve_chat_template_content_format),

@@ -98,6 +98,7 @@ def test_the_server_has_the_tokenizer_that_it_hands_out(facts: dict[str, Any]) -
     assert facts["tokenization"] == [
         ["renderer", "model_config", "chat_template", "chat_template_content_format"],
         ["default_chat_template_kwargs"],
+        [["online_renderer"], ["use_harmony"]],
         True,
         ["tokenizer", "chat_template", "tools", "model_config"],
         ["chat_template", "tools", "given_format", "tokenizer", "model_config"],

@@ -19,7 +19,7 @@ def read_tokenizer_files(serving: Any) -> bytes | str:
         return f"it is a {type(tokenizer).__name__}, which runs in Python alone"
     layout = chat_template_of(serving)
     if layout is None:
-        return f"this model's chats are laid out by {type(serving.renderer).__name__}, not by a chat template"
+        return "this model's chats are laid out by vLLM's own code, not by a chat template"
     template, wraps_text = layout
     settings = dict(serving.default_chat_template_kwargs)
     return TokenizerFiles(
