@@ -159,7 +159,7 @@ def _escapes(
 ) -> dict[str, str]:
     """Return the documents with control tokens in them and what they become, the longest first."""
     tokens = frozenset(getattr(tokenizer, "control_tokens", ()))
-    texts = (text for message in messages for text in _texts_of(message.get("content")))
+    texts = (text for message in messages for text in texts_of(message.get("content")))
     if not tokens or not any(_control_pattern(tokens).search(text) for text in texts):
         return {}
     stripped = sorted({shown.strip() for _, shown in documents}, key=len, reverse=True)
@@ -169,19 +169,27 @@ def _escapes(
 def _with_escapes(messages: Sequence[ChatMessage], escapes: Mapping[str, str]) -> Sequence[ChatMessage]:
     if not escapes:
         return messages
-    return [{**m, "content": _replaced(m["content"], escapes)} if _texts_of(m.get("content")) else m for m in messages]
+    return [{**m, "content": _replaced(m["content"], escapes)} if texts_of(m.get("content")) else m for m in messages]
 
 
-def _texts_of(content: Any) -> list[str]:
+def texts_of(content: Any) -> list[str]:
+    """Return the texts of a message's content: a string, a list of parts, or nothing."""
     if isinstance(content, str):
         return [content]
     parts = content if isinstance(content, list) else []
     return [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
 
 
+def has_other_than_text(content: Any) -> bool:
+    """Return whether a message's content shows an image, a sound or anything else that is no text."""
+    if not isinstance(content, list | tuple):
+        return not isinstance(content, str | None)
+    return not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+
+
 def _replaced(content: Any, escapes: Mapping[str, str]) -> Any:
     if not isinstance(content, str):
-        return [{**part, "text": _replaced(part["text"], escapes)} if _texts_of([part]) else part for part in content]
+        return [{**part, "text": _replaced(part["text"], escapes)} if texts_of([part]) else part for part in content]
     for shown, escaped in escapes.items():
         content = content.replace(shown, escaped)
     return content
@@ -251,7 +259,7 @@ def message_places(text: str, messages: Iterable[ChatMessage]) -> list[tuple[int
     places: list[tuple[int, int]] = []
     position = 0
     for message in messages:
-        content = str(message["content"]).strip()
+        content = "\n".join(texts_of(message.get("content"))).strip()
         is_answer = message["role"] == "assistant"
         if (start := text.find(content, position)) >= 0:
             position = start + len(content)

@@ -254,6 +254,9 @@ class EngineStats:
 
     ``num_first_tokens`` answers have begun, ``sum_ttft_s`` after the arrival of their requests, added up.
 
+    ``num_unnamed_chats`` is this client's own count: its chats that were left to the server to render, so that nobody
+    knows which of their tokens are a document.
+
     The rest is RAGCache's own: ``policy`` is the name of its replacement policy (``None``: plain vLLM), ``tiers`` go
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     announced documents that contradicted their prompt; ``num_corrupt_chunks`` and ``num_lost_chunks`` of the disk tier
@@ -280,6 +283,7 @@ class EngineStats:
     num_first_tokens: int = 0
     sum_ttft_s: float = 0.0
     num_restarts: int = 0
+    num_unnamed_chats: int = 0
     policy: str | None = None
     tiers: tuple[TierStats, ...] = ()
     hottest_documents: tuple[DocumentUse, ...] = ()

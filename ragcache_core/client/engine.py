@@ -26,7 +26,6 @@ from ragcache_core.client.prompts.tokenizer import ModelTokenizer, handed_out
 from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import EngineDiedError, EngineError, EngineUnreachableError, TokenizerUnavailableError
-from ragcache_core.prompt import PromptTokenizer
 
 _DRAIN_POLL_S = 0.1
 _DRAIN_TIMEOUT_S = 5.0
@@ -293,7 +292,7 @@ class Engine(EngineClient):
         await self.aclose()
 
 
-def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> PromptTokenizer:
+def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> ModelTokenizer:
     """Return the tokenizer of a server that runs elsewhere. The hub is asked only for what a user named.
 
     Raises:

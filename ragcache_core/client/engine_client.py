@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ from ragcache_core.client.ordering.document_order import Arrangement, OrderingCl
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
-from ragcache_core.client.prompts.tokenizer import checked_tokenizer
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
 from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.client.speculation.engine_load import LoadRoute
@@ -42,7 +43,7 @@ from ragcache_core.stats import EngineStats
 from ragcache_core.types import Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 
-FindTokenizer = Callable[[Handshake, ModelCard], PromptTokenizer]
+FindTokenizer = Callable[[Handshake, ModelCard], ModelTokenizer]
 """Returns the tokenizer of a server's model, or raises ``TokenizerUnavailableError``."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
@@ -98,13 +99,16 @@ class EngineClient:
             tokenizer = (
                 TokenizerUnavailableError("this connection was made with tokenizer=False: leave that out")
                 if find_tokenizer is None
-                else checked_tokenizer(
-                    lambda: find_tokenizer(server, card), lambda messages: server.token_ids(card.name, messages)
-                )
+                else checked_tokenizer(lambda: find_tokenizer(server, card), partial(server.token_ids, card.name))
             )
         reordered = RememberedOrders()
         self.integration = Integration(
-            PromptClient(tokenizer, max_model_len=card.max_model_len, reordered=reordered),
+            PromptClient(
+                tokenizer,
+                max_model_len=card.max_model_len,
+                reordered=reordered,
+                ask_tokens=partial(server.token_ids, card.name),
+            ),
             SpeculationClient(
                 self.base_url,
                 self.api_key,
@@ -210,13 +214,13 @@ class EngineClient:
         """Return the server's counters, and those of its cache unless it is plain vLLM."""
         with translate_errors():
             page = self._http.get(self._metrics_url()).raise_for_status().text
-        return self._cache_stats.add_to(parse_metrics(page, num_restarts=self._num_restarts()))
+        return self._cache_stats.add_to(self._read(page))
 
     async def astats(self) -> EngineStats:
         """Return the server's counters; see :meth:`stats`."""
         with translate_errors():
             page = (await self._http_async.get(self._metrics_url())).raise_for_status().text
-        return await self._cache_stats.aadd_to(parse_metrics(page, num_restarts=self._num_restarts()))
+        return await self._cache_stats.aadd_to(self._read(page))
 
     # Prompts
 
@@ -353,5 +357,7 @@ class EngineClient:
     def _metrics_url(self) -> str:
         return f"{self.base_url.removesuffix('/v1')}/metrics"
 
-    def _num_restarts(self) -> int:
-        return self._watch.run - 1 if self._watch is not None else 0
+    def _read(self, page: str) -> EngineStats:
+        num_restarts = self._watch.run - 1 if self._watch is not None else 0
+        counted = parse_metrics(page, num_restarts=num_restarts)
+        return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,17 @@ class Handshake:
             raise EngineError(f"what answers at {self.base_url} is no vLLM server: it lists no model") from error
         raise EngineError(f"what answers at {self.base_url} is no vLLM server: its model card names no max_model_len")
 
-    def token_ids(self, model: str, messages: Sequence[ChatMessage]) -> list[int] | None:
-        """Return the server's own token ids of ``messages``, or ``None`` if it does not say."""
+    def token_ids(
+        self, model: str, messages: Sequence[ChatMessage], settings: Mapping[str, Any] | None = None
+    ) -> list[int] | None:
+        """Return the server's own token ids of ``messages``, or ``None`` if it does not say.
+
+        ``settings`` are the other fields of ``/tokenize``.
+        """
         with translate_errors():
             page = self.http.post(
                 f"{self.base_url.removesuffix('/v1')}/tokenize",
-                json={"model": model, "messages": list(messages)},
+                json={**(settings or {}), "model": model, "messages": list(messages)},
                 headers=self._headers(),
             )
         try:

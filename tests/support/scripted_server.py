@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, takewhile
@@ -126,6 +126,10 @@ class ScriptedServer:
     """What ``/v1/ragcache/cached_paths`` answers, whatever was answered before; with ``None`` there is no route."""
     tokenizer: bytes | None = None
     """What ``/v1/ragcache/tokenizer`` hands out, ``TokenizerFiles`` as JSON; with ``None`` there is no such route."""
+    tokenize: Callable[[JsonObject], list[int] | None] | None = None
+    """What ``/tokenize`` answers to a body; it knows nothing of what is ``None``, and without it there is no route."""
+    tokenized: list[JsonObject] = field(default_factory=list)
+    """The bodies that ``/tokenize`` was asked about."""
     offered_hash: str | None = None
     """The hash under which it is offered; by default its own."""
     tokenizer_questions: list[str] = field(default_factory=list)
@@ -188,6 +192,7 @@ class ScriptedServer:
         with self._lock:
             self.requests.clear()
             self.cache_questions.clear()
+            self.tokenized.clear()
             self.confirmed.clear()
             self.aborted.clear()
             self._script.clear()
@@ -376,6 +381,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             finally:
                 owner._running.discard(request_id)
+        elif self.path == "/tokenize" and owner.tokenize is not None:
+            owner.tokenized.append(body)
+            tokens = owner.tokenize(body)
+            self._send(400 if tokens is None else 200, {} if tokens is None else {"tokens": tokens})
         elif (found := _CONFIRM.fullmatch(self.path)) and owner.load is not None:
             owner.cache_questions.append(self.path.removeprefix("/v1/ragcache/"))
             if owner.cache_status == 200:

@@ -29,6 +29,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponseStreamChoice
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
 from vllm.renderers import BaseRenderer, hf
@@ -55,6 +56,13 @@ from ragcache_core.vllm_plugin.facts import PRIVATE, missing_facts
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 
+_TOOL = {"type": "function", "function": {"strict": True, "parameters": {}, "name": "search"}}
+_ASKED = (
+    *("chat_template", "continue_final_message", "add_special_tokens", "add_generation_prompt"),
+    *("media_io_kwargs", "mm_processor_kwargs"),
+)
+"""Fields of ``/tokenize`` that our client sends."""
+
 
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
@@ -72,6 +80,13 @@ def sets(cls: type, *wanted: str) -> list[str]:
     """Return which of these the constructor of a class, or of one above it, sets."""
     text = "".join(inspect.getsource(c.__init__) for c in cls.__mro__ if "__init__" in vars(c) and c is not object)
     return [name for name in wanted if f"self.{name}:" in text or f"self.{name} =" in text]
+
+
+def chat(**settings: Any) -> dict[str, Any]:
+    """Return what a chat template is told by name of a request with these settings."""
+    request = ChatCompletionRequest(messages=[], **settings)
+    told: dict[str, Any] = request.build_chat_params(None, "auto").chat_template_kwargs
+    return told
 
 
 def facts() -> dict[str, object]:
@@ -131,6 +146,12 @@ def facts() -> dict[str, object]:
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,
         "completion_takes_metadata": "kv_transfer_params" in CompletionRequest.model_fields,
         "chat_takes_token_ids": "prompt_token_ids" in inspect.getsource(ChatCompletionRequest),
+        "chat_settings": [
+            chat(reasoning_effort="low"),
+            chat(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}),
+            [tool.model_dump() for tool in ChatCompletionRequest(messages=[], tools=[_TOOL]).tools or []],
+            sorted({"tools", "chat_template_kwargs", *_ASKED} - TokenizeChatRequest.model_fields.keys()),
+        ],
         "tokenization": [
             sets(ServingTokenization, "renderer", "model_config", "chat_template", "chat_template_content_format"),
             sets(ServingTokenization, "default_chat_template_kwargs"),

@@ -5,6 +5,7 @@ The names live in ``ragcache_core/vllm_plugin/compat.py``.
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import entry_points
 from typing import Any
@@ -82,6 +83,17 @@ def test_requests_carry_our_metadata_and_token_ids(facts: dict[str, Any]) -> Non
     assert facts["chat_takes_metadata"], "wire.py needs another channel"
     assert facts["completion_takes_metadata"], "wire.py needs another channel"
     assert facts["chat_takes_token_ids"], "plan_chat sends the prompt's ids in kv_transfer_params"
+
+
+def test_settings_of_a_chat_become_what_we_make_of_them(facts: dict[str, Any]) -> None:
+    effort, told, (tool,), unknown = facts["chat_settings"]
+    common = {"add_generation_prompt": True, "continue_final_message": False}
+    assert effort == {**common, "reasoning_effort": "low", "enable_thinking": True}, "client/prompts/chat_request.py"
+    assert told == {**common, "reasoning_effort": "none", "enable_thinking": True}, "the request's own word wins"
+    assert json.dumps(tool) == (
+        '{"type": "function", "function": {"name": "search", "description": null, "parameters": {}, "strict": true}}'
+    ), "client/prompts/chat_request.py shows templates these fields, in this order"
+    assert unknown == [], "/tokenize is asked with them"
 
 
 def test_streams_name_their_tokens_and_hold_back_what_could_begin_a_stop_string(facts: dict[str, Any]) -> None:

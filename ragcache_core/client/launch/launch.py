@@ -42,7 +42,6 @@ from ragcache_core.config import CacheConfig, ChunkReuse
 from ragcache_core.errors import ConfigError, EngineStartError
 from ragcache_core.profiles.calibration import find_calibration, load_calibration
 from ragcache_core.profiles.prefill import find_profile
-from ragcache_core.prompt import PromptTokenizer
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV, SOCKETS_ENV, STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, sweep_shared_memory
 
@@ -63,7 +62,7 @@ class LaunchedServer:
     base_url: str
     api_key: str
     supervisor: Supervisor
-    tokenizer: Callable[[], PromptTokenizer]
+    tokenizer: Callable[[], ModelTokenizer]
     log_path: Path
 
 

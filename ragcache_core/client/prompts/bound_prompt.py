@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any, Protocol, get_origin
 
-from ragcache_core.client.prompts.request_plan import is_text_only
+from ragcache_core.client.prompts.chat_request import is_text_only
 from ragcache_core.errors import ConfigError, PromptError
 from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import ChatMessage, PromptLayout, PromptTokenizer, RenderedPrompt, num_alike, render_known
@@ -66,12 +66,17 @@ class BoundPrompt:
         max_model_len: int,
         is_question_first: bool = False,
         has_documents: bool = True,
+        is_renderable: Callable[[Sequence[ChatMessage]], bool] = is_text_only,
     ) -> None:
-        """Bind ``prompt``; without a ``tokenizer`` nothing of it is known."""
+        """Bind ``prompt``; without a ``tokenizer`` nothing of it is known.
+
+        ``is_renderable`` says whether the server renders messages as ``tokenizer`` does.
+        """
         self.is_question_first = is_question_first
         self.has_documents = has_documents and not is_question_first
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self._is_renderable = is_renderable
         self._max_model_len = max_model_len
         self._warned = Lock()
         self._made_s = -math.inf
@@ -98,7 +103,7 @@ class BoundPrompt:
             return None
         try:
             one, other = self._prompt.drafts(shown_documents, documents)
-            if not is_text_only([*one, *other]):
+            if not (self._is_renderable(one) and self._is_renderable(other)):
                 return None  # the server renders it
             known = render_known(self._tokenizer, one, other, self._prompt.texts(documents))
         except Exception as error:  # the user's own code may raise anything, and will do so again in the chain itself

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ragcache_core.errors import PromptError
-from ragcache_core.prompt import ChatMessage
+from ragcache_core.prompt import ChatMessage, texts_of
 
 
 class ChatTemplate:
@@ -38,23 +38,53 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._wraps_text = wraps_text
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text that the template makes of ``messages``, ready for the answer.
+
+        ``tools`` are those that the model may call; ``variables`` win over the template's own.
 
         Raises:
             PromptError: the template refuses the messages.
         """
-        asked = {"messages": [self._shown(message) for message in messages], "tools": None, "documents": None}
+        asked = {"messages": [self._shown(message) for message in messages], "tools": tools}
+        known = {"documents": None, **self._variables, **(variables or {})}
         try:
-            return self._template.render({**self._variables, **asked, "add_generation_prompt": True})
+            return self._template.render({**known, **asked, "add_generation_prompt": True})
         except Exception as error:  # a template calls methods of what it is given: anything can be raised
             raise PromptError(f"the chat template cannot render these messages: {error}") from error
 
     def _shown(self, message: ChatMessage) -> dict[str, Any]:
-        content = message.get("content")
-        if self._wraps_text and isinstance(content, str):
-            return {**message, "content": [{"type": "text", "text": content}]}
-        return dict(message)
+        """Return a message as vLLM hands it to a template."""
+        shown = {name: value for name, value in message.items() if value is not None}
+        shown["content"] = self._content(message)
+        if (reasoning := shown.pop("reasoning_content", None) or shown.get("reasoning")) is not None:
+            shown |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        if calls := shown.pop("tool_calls", None):
+            shown["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"))}}
+                for call in calls
+            ]
+        return shown
+
+    def _content(self, message: ChatMessage) -> str | list[dict[str, str]]:
+        texts = texts_of(message.get("content"))
+        if self._wraps_text and message.get("role") != "tool":
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+
+def _arguments(given: Any) -> dict[str, Any]:
+    """Return a call's arguments as an object; what a model wrote that is none is empty, as for vLLM."""
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        arguments = None
+    return dict(arguments) if isinstance(arguments, Mapping) else {}
 
 
 class _GenerationBlock(Extension):

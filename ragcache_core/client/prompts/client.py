@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 from ragcache_core.client.ordering.document_order import RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, bind
+from ragcache_core.client.prompts.chat_request import AskedChat, ChatRequest, read_chat
 from ragcache_core.client.prompts.layout_learner import LayoutLearner
 from ragcache_core.client.prompts.request_plan import (
     RememberedDocuments,
@@ -15,13 +20,22 @@ from ragcache_core.client.prompts.request_plan import (
     changed_messages,
     plan_chat,
     plan_rendered,
-    server_renders,
+    plan_tokens,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.client.prompts.server_tokens import AskTokens, ServerTokens, segments_in
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.request_scope import current_scope
-from ragcache_core.errors import TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, escape_documents
-from ragcache_core.types import Document
+from ragcache_core.errors import PromptError, TokenizerUnavailableError
+from ragcache_core.prompt import (
+    ChatMessage,
+    PromptTokenizer,
+    RenderedPrompt,
+    check_prompt_fits,
+    escape_documents,
+    render_chat,
+)
+from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
 
 
@@ -29,15 +43,26 @@ class PromptClient:
     """Lays out prompts as one engine's token ids, and finds the documents that they show."""
 
     def __init__(
-        self, tokenizer: PromptTokenizer | TokenizerUnavailableError, *, max_model_len: int, reordered: RememberedOrders
+        self,
+        tokenizer: ModelTokenizer | TokenizerUnavailableError,
+        *,
+        max_model_len: int,
+        reordered: RememberedOrders,
+        ask_tokens: AskTokens,
     ) -> None:
-        """``tokenizer`` may be the error that says why there is none; ``reordered`` are orders that were changed."""
+        """``tokenizer`` may be the error that says why there is none; ``reordered`` are orders that were changed.
+
+        ``ask_tokens`` asks the server for its tokens of a chat.
+        """
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._reordered = reordered
         self._remembered = RememberedDocuments()
         self._learner = LayoutLearner(self._tokenizer_at_hand(), max_model_len=max_model_len)
         self._bound: BoundPrompt | None = None
+        self._lock = Lock()
+        self._num_unnamed_chats = 0
+        self._server = ServerTokens(ask_tokens)
 
     @property
     def tokenizer(self) -> PromptTokenizer:
@@ -104,40 +129,107 @@ class PromptClient:
 
         ``documents`` are found by their text, and so are those that were remembered, and those that a framework's
         retrievers returned lately. ``settings`` are the other fields of the request (tools, ``extra_body``, ...).
-        Requests with tools or settings of the chat template, messages other than plain text, and engines whose
-        tokenizer is not at hand are left to the server: the engine knows no documents of theirs to reuse, and their
-        plan is empty, or holds the messages without the documents' control tokens. ``chunk_reuse`` is that of
-        ``stream``.
+        ``chunk_reuse`` is that of ``stream``.
+
+        With tools, or settings of the chat template, the server is asked once for each shape of chat whether it renders
+        it alike. Where it does not, and where images are shown, it is asked for its tokens of each. What it does not
+        tell, or cannot (:func:`read_chat`), is left to it, as is everything where the tokenizer is not at hand: then no
+        documents are known to the engine, and the plan is empty, or holds the messages without the documents' control
+        tokens.
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window.
             ConfigError: ``chunk_reuse`` is not what it may be, or a message or setting cannot be sent: text that is no
                 Unicode, a number that is not finite or beyond 64 bits.
         """
-        chunk_reuse = read_chunk_reuse(chunk_reuse)
+        chunk_reuse, settings = read_chunk_reuse(chunk_reuse), settings or {}
         messages = [as_plain_text(message) for message in messages]
-        check_sendable({**(settings or {}), "messages": messages}, "the request")
+        check_sendable({**settings, "messages": messages}, "the request")
         if isinstance(self._tokenizer, TokenizerUnavailableError):
-            return RequestPlan()
+            return self._unnamed({})
+        searches = self._remembered.searches()
+        shown = self._shown(documents, messages)
+        questions = [search.query for search in (*searches, *RETRIEVED.searches()) if search.query]
+        chat = read_chat(messages, settings)
+        if chat is not None and chat.is_plain:
+            if self._bound is None:
+                is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
+                self._learner.see(messages, searches, is_prefilled=is_prefilled)
+            return plan_chat(
+                self._tokenizer,
+                messages,
+                shown,
+                max_model_len=self._max_model_len,
+                questions=questions,
+                reordered=self._reordered,
+                chunk_reuse=chunk_reuse,
+            )
+        if chat is None or (prompt := self._prompt_of(self._tokenizer, chat, shown, questions)) is None:
+            return self._unnamed(changed_messages(messages, escape_documents(self._tokenizer, messages, shown)))
+        plan = plan_tokens(
+            prompt, messages, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not chat.has_media
+        )
+        if not (chat.tools and chat.is_ours):
+            return plan
+        ids = {segment.doc_id for segment in prompt.segments}
+        tokenizer = self._tokenizer.of_chat(chat.tools, chat.variables)
+        return replace(plan, asked=AskedChat(prompt.messages, settings, tokenizer, [d for d in shown if d[0] in ids]))
+
+    @property
+    def num_unnamed_chats(self) -> int:
+        """How many chats were left to the server, which does not say what their tokens are."""
+        return self._num_unnamed_chats
+
+    def _unnamed(self, body: dict[str, Any]) -> RequestPlan:
+        with self._lock:
+            self._num_unnamed_chats += 1
+        return RequestPlan(body)
+
+    def _shown(self, documents: Iterable[Document] | None, messages: Iterable[ChatMessage]) -> list[tuple[DocId, str]]:
+        """Return what documents ``messages`` may show, as they would show them."""
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
         seen = dict.fromkeys((*self._remembered.shown(), *RETRIEVED.shown()))
         shown = given + [(doc_id, text) for doc_id, text in seen if doc_id not in known]
-        if server_renders(messages, settings or {}):
-            return RequestPlan(changed_messages(messages, escape_documents(self._tokenizer, messages, shown)))
-        searches = self._remembered.searches()
-        if self._bound is None:
-            is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
-            self._learner.see(messages, searches, is_prefilled=is_prefilled)
-        return plan_chat(
-            self._tokenizer,
-            messages,
-            shown,
-            max_model_len=self._max_model_len,
-            questions=[search.query for search in (*searches, *RETRIEVED.searches()) if search.query],
-            reordered=self._reordered,
-            chunk_reuse=chunk_reuse,
-        )
+        if not any(message.get("role") == "tool" for message in messages):
+            return shown
+        return shown + [
+            (doc_id, as_json) for doc_id, text in shown if (as_json := _as_json(text.strip())) != text.strip()
+        ]
+
+    def _prompt_of(
+        self,
+        tokenizer: ModelTokenizer,
+        chat: ChatRequest,
+        shown: Sequence[tuple[DocId, str]],
+        questions: Sequence[str],
+    ) -> RenderedPrompt | None:
+        """Return a chat as the server renders it; ``None`` where it does not say how that is.
+
+        Raises:
+            PromptTooLongError: the prompt does not fit into the context window.
+        """
+        if chat.is_ours:
+            ours = tokenizer.of_chat(chat.tools, chat.variables)
+            try:
+                prompt = render_chat(ours, chat.messages, shown, questions=questions)
+            except PromptError:
+                return None  # the server says why
+            check_prompt_fits(len(prompt.token_ids), self._max_model_len)
+            if self._server.agrees(chat, prompt.messages, lambda: prompt.token_ids):
+                return prompt
+        sent = escape_documents(tokenizer, chat.messages, shown)
+        if (token_ids := self._server.of(chat, sent)) is None:
+            return None
+        check_prompt_fits(len(token_ids), self._max_model_len)
+        segments = segments_in(token_ids, tokenizer, sent, shown, questions)
+        return RenderedPrompt(tuple(sent), "", token_ids, segments)
 
     def _tokenizer_at_hand(self) -> PromptTokenizer | None:
         return None if isinstance(self._tokenizer, TokenizerUnavailableError) else self._tokenizer
+
+
+@lru_cache(maxsize=2048)
+def _as_json(text: str) -> str:
+    """Return a text as JSON shows it, between its quotes: a tool may answer so, or a template show a result."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -8,19 +8,11 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ragcache_core.client.prompts.chat_request import AskedChat
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
 from ragcache_core.stats import RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
-
-_TEXT_ROLES = {"system", "user", "assistant"}
-"""vLLM makes another role of ``developer`` where a template does not know it."""
-_PLAIN_KEYS = {"role", "content", "name"}
-_CHANGES_PROMPT = frozenset(
-    ("tools", "functions", "reasoning_effort", "documents", "chat_template", "chat_template_kwargs",
-     "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens")
-)  # fmt: skip
-"""Settings of a request that change its prompt, so that only the server renders it as it would without us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +20,14 @@ class RequestPlan:
     """A request's metadata, and how to read its statistics afterwards.
 
     ``extra_body`` is merged into the body of the request; ``segments`` and ``num_prompt_tokens`` are unknown (empty,
-    ``None``) where the server tokenises the messages itself.
+    ``None``) where the server tokenises the messages itself. ``asked`` is the chat that the request is of, if the model
+    may answer it with the call of a tool.
     """
 
     extra_body: dict[str, Any] = field(default_factory=dict)
     segments: tuple[PromptSegment, ...] = ()
     num_prompt_tokens: int | None = None
+    asked: AskedChat | None = None
 
     def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:
         """Return the statistics of the answered request; ``usage`` is the OpenAI protocol's, as the server sent it."""
@@ -65,24 +59,10 @@ def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
     return merged
 
 
-def server_renders(messages: Iterable[ChatMessage], settings: Mapping[str, Any]) -> bool:
-    """Return whether a chat request has to be rendered by the server: for its messages or for its other settings."""
-    body = {**settings, **(settings.get("extra_body") or {})}
-    return not _CHANGES_PROMPT.isdisjoint(_set_keys(body)) or not is_text_only(messages)
-
-
-def is_text_only(messages: Iterable[ChatMessage]) -> bool:
-    """Return whether every message is plain text of a role that chat templates render alike everywhere."""
-    return all(
-        m.get("role") in _TEXT_ROLES and isinstance(m.get("content"), str) and _PLAIN_KEYS.issuperset(_set_keys(m))
-        for m in messages
-    )
-
-
 def as_plain_text(message: ChatMessage) -> ChatMessage:
     """Return a message whose content is a list of one text with that text as its content, others as they are.
 
-    Every server renders the two alike. Of several texts only the server knows what it puts between them.
+    Every server renders the two alike.
     """
     match message.get("content"):
         case [{"type": "text", "text": str(text), **other}] if not other:
@@ -100,7 +80,7 @@ def plan_chat(
     reordered: Container[tuple[DocId, ...]] = (),
     chunk_reuse: ChunkReuseOption = None,
 ) -> RequestPlan:
-    """Return the plan of a text-only chat request.
+    """Return the plan of a chat request that ``tokenizer`` renders as the server does.
 
     ``shown`` are the documents that the messages may hold, as they would be shown; ``questions`` what may have been
     asked, which may quote them; ``reordered`` the orders that are not those of a search; ``chunk_reuse`` how documents
@@ -113,9 +93,26 @@ def plan_chat(
     """
     prompt = render_chat(tokenizer, messages, shown, questions=questions)
     check_prompt_fits(len(prompt.token_ids), max_model_len)
-    is_reordered = _shown_ids(prompt.segments) in reordered
+    return plan_tokens(prompt, messages, reordered=reordered, chunk_reuse=chunk_reuse)
+
+
+def plan_tokens(
+    prompt: RenderedPrompt,
+    messages: Sequence[ChatMessage],
+    *,
+    reordered: Container[tuple[DocId, ...]] = (),
+    chunk_reuse: ChunkReuseOption = None,
+    sends_tokens: bool = True,
+) -> RequestPlan:
+    """Return the plan of a chat request for ``messages`` that is ``prompt``; see :func:`plan_chat`.
+
+    ``sends_tokens``: the server takes its token ids, as it does where the messages are text.
+    """
     params = encode_kv_transfer_params(
-        prompt.segments, prompt.token_ids, is_reordered=is_reordered, chunk_reuse=chunk_reuse
+        prompt.segments,
+        prompt.token_ids if sends_tokens else None,
+        is_reordered=_shown_ids(prompt.segments) in reordered,
+        chunk_reuse=chunk_reuse,
     )
     body = {"kv_transfer_params": params, **changed_messages(messages, prompt.messages)}
     return RequestPlan(body, prompt.segments, len(prompt.token_ids))
@@ -207,7 +204,3 @@ class RememberedDocuments:
 
 def _shown_ids(segments: Iterable[PromptSegment]) -> tuple[DocId, ...]:
     return tuple(s.doc_id or "" for s in segments if s.kind is SegmentKind.DOCUMENT)
-
-
-def _set_keys(message: Mapping[str, Any]) -> set[str]:
-    return {key for key, value in message.items() if value is not None}

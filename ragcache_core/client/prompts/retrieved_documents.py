@@ -31,8 +31,8 @@ class DocumentHint:
         self._search: RememberedSearch | None = None
 
     def see(self, plan: RequestPlan) -> None:
-        """Look at a request; one that the server renders says nothing."""
-        if self._is_told or plan.num_prompt_tokens is None:
+        """Look at a request; one that the server renders says nothing, nor one that may only be about to search."""
+        if self._is_told or plan.num_prompt_tokens is None or plan.asked is not None:
             return
         before, self._search = self._search, next(iter(RETRIEVED.searches()), None)
         if any(segment.kind is SegmentKind.DOCUMENT for segment in plan.segments):

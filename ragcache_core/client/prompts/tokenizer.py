@@ -6,15 +6,17 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from ragcache_core.client.server_info import Handshake
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, TokenizedText
+from ragcache_core.prompt import ChatMessage, TokenizedText
 from ragcache_core.runtime.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -78,9 +80,21 @@ class ModelTokenizer:
         Raises:
             PromptError: the model has no chat template, or the template refuses the messages.
         """
+        return self._render(messages)
+
+    def of_chat(self, tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any]) -> ChatTokenizer:
+        """Return this tokenizer for chats with ``tools`` and these variables of the chat template."""
+        return ChatTokenizer(self, partial(self._render, tools=tools, variables=variables))
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         if self._chat_template is None:
             raise PromptError("the model has no chat template: serve it with one, --chat-template FILE")
-        return self._chat_template.render(messages)
+        return self._chat_template.render(messages, tools, variables)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
         """Return the token ids of ``text`` with character offsets."""
@@ -93,6 +107,23 @@ class ModelTokenizer:
         with self._lock:
             self._latest.put(key, tokenized)
         return tokenized
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokenizer:
+    """A tokenizer whose chat template is told more than the messages."""
+
+    base: ModelTokenizer
+    render: Callable[[Sequence[ChatMessage]], str]
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """Those of the tokenizer."""
+        return self.base.control_tokens
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> TokenizedText:
+        """Return the token ids of ``text`` with character offsets."""
+        return self.base.encode(text, add_special_tokens=add_special_tokens)
 
 
 def control_tokens_of(tokenizer: Tokenizer, chat_template: str) -> frozenset[str]:
@@ -135,8 +166,8 @@ def handed_out(server: Handshake) -> ModelTokenizer | None:
 
 
 def checked_tokenizer(
-    load: Callable[[], PromptTokenizer], server_token_ids: Callable[[Sequence[ChatMessage]], list[int] | None]
-) -> PromptTokenizer | TokenizerUnavailableError:
+    load: Callable[[], ModelTokenizer], server_token_ids: Callable[[Sequence[ChatMessage]], list[int] | None]
+) -> ModelTokenizer | TokenizerUnavailableError:
     """Return the tokenizer if it gives the server's own token ids for a probe, else why there is none.
 
     Prompts that are tokenised here must be the prompts that the server would have made of the same messages.

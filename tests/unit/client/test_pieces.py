@@ -27,13 +27,12 @@ from ragcache_core.client.launch.arguments import (
 )
 from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
 from ragcache_core.client.launch.progress import STAGES, LoadProgress
+from ragcache_core.client.prompts.chat_request import is_text_only, read_chat
 from ragcache_core.client.prompts.request_plan import (
     RememberedDocuments,
     RequestPlan,
-    is_text_only,
     merge_bodies,
     plan_chat,
-    server_renders,
 )
 from ragcache_core.client.prompts.tokenizer import checked_tokenizer
 from ragcache_core.client.server_info import Handshake
@@ -434,7 +433,7 @@ def test_a_chat_that_does_not_fit_is_refused_before_it_is_sent(tokenizer: ModelT
         ({"role": "assistant", "content": None}, False),
     ],
 )
-def test_only_plain_text_is_tokenised_at_the_client(message: Mapping[str, object], text_only: bool) -> None:
+def test_only_plain_text_is_tokenised_unasked(message: Mapping[str, object], text_only: bool) -> None:
     assert is_text_only([message]) is text_only
 
 
@@ -449,10 +448,12 @@ def test_only_plain_text_is_tokenised_at_the_client(message: Mapping[str, object
         ({"reasoning_effort": "low"}, True),
     ],
 )
-def test_settings_that_change_the_prompt_leave_it_to_the_server(
+def test_settings_that_change_the_prompt_are_compared_with_the_server(
     settings: Mapping[str, object], by_server: bool
 ) -> None:
-    assert server_renders([{"role": "user", "content": "x"}], settings) is by_server
+    chat = read_chat([{"role": "user", "content": "x"}], settings)
+    assert chat is not None
+    assert chat.is_plain is not by_server
 
 
 def test_bodies_are_merged_with_their_transfer_parameters() -> None:

@@ -218,7 +218,7 @@ def search(query: str) -> str:
     return f"found {query}"
 
 
-def test_requests_with_tools_are_left_to_the_chat_template_of_the_server(
+def test_requests_with_tools_are_left_to_a_server_that_does_not_say_how_it_renders_them(
     llm: ChatRAGCache, server: ScriptedServer
 ) -> None:
     answer = llm.bind_tools([search]).invoke("look for 'mars'")
@@ -228,7 +228,7 @@ def test_requests_with_tools_are_left_to_the_chat_template_of_the_server(
     assert "ragcache" in answer.response_metadata
 
 
-def test_own_settings_of_the_chat_template_are_left_to_the_server(llm: ChatRAGCache, server: ScriptedServer) -> None:
+def test_own_settings_of_the_chat_template_are_left_to_such_a_server(llm: ChatRAGCache, server: ScriptedServer) -> None:
     llm.invoke("hello", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert "prompt_token_ids" not in server.requests[-1].kv_transfer_params
     assert server.requests[-1].body["chat_template_kwargs"] == {"enable_thinking": False}
