@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.ai import UsageMetadata
+from langchain_core.messages.ai import UsageMetadata, add_ai_message_chunks
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.runnables.config import run_in_executor
@@ -203,6 +204,7 @@ class ChatRAGCache(BaseChatOpenAI):
             call = self._plan(messages, stop, kwargs)
             result = super()._generate(messages, stop, run_manager, **call.kwargs)
         stats = call.read(result)
+        self._note_tool_calls(call, [generation.message for generation in result.generations])
         return call.finish(result, call.engine.integration.stats.complete(stats, call.response_id))
 
     async def _agenerate(
@@ -216,6 +218,7 @@ class ChatRAGCache(BaseChatOpenAI):
             call = await run_in_executor(None, self._plan, messages, stop, kwargs)
             result = await super()._agenerate(messages, stop, run_manager, **call.kwargs)
         stats = call.read(result)
+        self._note_tool_calls(call, [generation.message for generation in result.generations])
         return call.finish(result, await call.engine.integration.stats.acomplete(stats, call.response_id))
 
     def _stream(
@@ -233,6 +236,7 @@ class ChatRAGCache(BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 chunks.close()  # type: ignore[attr-defined]  # a generator: closes the response, which ends the request
+        self._note_tool_calls(call, call.said())
         last = call.last_chunk(call.engine.integration.stats.complete(call.stats(), call.response_id))
         if run_manager is not None:
             run_manager.on_llm_new_token("", chunk=last)
@@ -253,6 +257,7 @@ class ChatRAGCache(BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
+        self._note_tool_calls(call, call.said())
         last = call.last_chunk(await call.engine.integration.stats.acomplete(call.stats(), call.response_id))
         if run_manager is not None:
             await run_manager.on_llm_new_token("", chunk=last)
@@ -282,6 +287,17 @@ class ChatRAGCache(BaseChatOpenAI):
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)
 
+    def _note_tool_calls(self, call: _Call, said: Sequence[BaseMessage]) -> None:
+        """Tell the engine what an agent waits for."""
+        for message in said:
+            if isinstance(message, AIMessage) and message.tool_calls:
+                call.engine.integration.prompts.note_answer(call.plan, partial(self._sent_back, message))
+
+    def _sent_back(self, message: AIMessage) -> dict[str, Any]:
+        """Return a message as the next request of its chat holds it."""
+        sent: dict[str, Any] = self._get_request_payload([message])["messages"][0]
+        return sent
+
     def _use_clients_of(self, engine: Engine) -> None:
         http, http_async = engine.http_client(), engine.http_async_client()
         timeout = http.timeout if self.request_timeout is None else self.request_timeout
@@ -308,7 +324,8 @@ class _Call:
         self.engine = engine
         self.kwargs = kwargs
         self.response_id: str | None = None
-        self._plan = plan
+        self.plan = plan
+        self._chunks: list[AIMessageChunk] = []
         self._started_s = time.perf_counter()
         self._ttft_s: float | None = None
         self._usage: UsageMetadata | None = None
@@ -332,9 +349,15 @@ class _Call:
         if self._ttft_s is None and (message.content or getattr(message, "tool_call_chunks", None)):
             self._ttft_s = time.perf_counter() - self._started_s
         self._usage = _note_cached_tokens(message) or self._usage
+        if self.plan.asked is not None and isinstance(message, AIMessageChunk):
+            self._chunks.append(message)
         if chunk.generation_info is not None:
             self.response_id = chunk.generation_info.pop(_RESPONSE_ID, None) or self.response_id
         return chunk
+
+    def said(self) -> list[BaseMessage]:
+        """Return what was streamed as one message, where it may hold the calls of tools."""
+        return [add_ai_message_chunks(*self._chunks)] if self._chunks else []
 
     def last_chunk(self, stats: RequestStats) -> ChatGenerationChunk:
         """Return the chunk that ends a stream. Only it holds the statistics: merging chunks would add them up."""
@@ -354,7 +377,7 @@ class _Call:
                 "prompt_tokens_details": {"cached_tokens": cached},
             }
         total_s = time.perf_counter() - self._started_s
-        return self._plan.stats(usage, ttft_s=self._ttft_s, total_s=total_s)
+        return self.plan.stats(usage, ttft_s=self._ttft_s, total_s=total_s)
 
 
 def _note_cached_tokens(message: BaseMessage) -> UsageMetadata | None:

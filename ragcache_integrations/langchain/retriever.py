@@ -132,9 +132,10 @@ class RAGCacheRetriever(BaseRetriever):
     async def _search(
         self, query: str, asked: dict[str, Any], overlap: SearchOverlap[Speculator] | None, on_event: Listener
     ) -> list[LangChainDocument]:
-        engine, speculator, timeout_s = self.engine, self._warmer(), self.search_timeout_s
-        prompt, settings = self._prompt, self._asked_for(asked)
+        engine, timeout_s, settings = self.engine, self.search_timeout_s, self._asked_for(asked)
         k = settings["k"]
+        prompt: Callable[[], BoundPrompt | None] = partial(self._prompt, query)
+        speculator: Speculator | None = None if engine is None else _PromptWarmer(engine, prompt)
         if overlap is not None:
             timeout_s = overlap.timeout_s or timeout_s
             if overlap.ahead is not None:
@@ -211,8 +212,8 @@ class RAGCacheRetriever(BaseRetriever):
         relevance = relevance_of(store.metric)
         return near_enough(updates, lambda score: relevance(score) >= threshold)
 
-    def _prompt(self) -> BoundPrompt | None:
-        return self.prompt or (None if self.engine is None else self.engine.integration.prompts.bound_prompt)
+    def _prompt(self, query: str) -> BoundPrompt | None:
+        return self.prompt or (None if self.engine is None else self.engine.integration.prompts.prompt_for(query))
 
     def _arranged(
         self, engine: Engine | None, prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]
@@ -226,9 +227,6 @@ class RAGCacheRetriever(BaseRetriever):
             return documents
         ranks = {document.doc_id: rank for rank, document in enumerate(documents, 1)}
         return [replace(d, metadata={**d.metadata, RANK_KEY: ranks[d.doc_id]}) for d in arranged]
-
-    def _warmer(self) -> Speculator | None:
-        return None if self.engine is None else _PromptWarmer(self.engine, self._prompt)
 
 
 def _mmr(search_type: SearchType, settings: Mapping[str, Any]) -> MMR | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
-from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse
+from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index_instrumentation.span import active_span_id
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
@@ -51,13 +53,25 @@ class MeasuredRequest:
 
     def finish(self, response: _Response) -> _Response:
         """Return the response with its statistics, which are published too."""
+        self._note_tool_calls(response)
         return self._publish(response, self._engine.integration.stats.complete(self._stats(response), _id_of(response)))
 
     async def afinish(self, response: _Response) -> _Response:
         """Return the response with its statistics, which are published too."""
+        self._note_tool_calls(response)
         return self._publish(
             response, await self._engine.integration.stats.acomplete(self._stats(response), _id_of(response))
         )
+
+    def _note_tool_calls(self, response: ChatResponse | CompletionResponse) -> None:
+        """Tell the engine what an agent waits for."""
+        if isinstance(response, ChatResponse):
+            self._engine.integration.prompts.note_answer(self._plan, partial(self._sent_back, response.message))
+
+    def _sent_back(self, message: ChatMessage) -> dict[str, Any]:
+        """Return a message as the next request of its chat holds it."""
+        sent: Any = to_openai_message_dicts([message], model=self._model)
+        return dict(sent[0])
 
     def _stats(self, response: _Response) -> RequestStats:
         usage = getattr(response.raw, "usage", None)

@@ -166,7 +166,8 @@ class RAGCacheRetriever(BaseRetriever):
         engine, overlap, timeout_s = self._engine, self._overlap, self._search_timeout_s
         metric: Metric | None = getattr(self._store, "metric", None)
         found = _FoundNodes(metric)
-        ask_ahead, prompt = None if engine is None else _prefill(engine, self._bound_prompt), self._bound_prompt
+        prompt: Callable[[], BoundPrompt | None] = partial(self._bound_prompt, query.query_str)
+        ask_ahead = None if engine is None else _prefill(engine, prompt)
         if overlap is not None:
             prompt = overlap.prompt or prompt
             timeout_s = timeout_s if overlap.timeout_s is None else overlap.timeout_s
@@ -226,8 +227,8 @@ class RAGCacheRetriever(BaseRetriever):
             )
         return store.search_staged(query.query_str, k, stages=self._stages, where=where, mmr=self._mmr)
 
-    def _bound_prompt(self) -> BoundPrompt | None:
-        return self._prompt or (None if self._engine is None else self._engine.integration.prompts.bound_prompt)
+    def _bound_prompt(self, query: str) -> BoundPrompt | None:
+        return self._prompt or (None if self._engine is None else self._engine.integration.prompts.prompt_for(query))
 
     def _arranged(
         self,

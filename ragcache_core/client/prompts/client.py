@@ -25,6 +25,7 @@ from ragcache_core.client.prompts.request_plan import (
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.client.prompts.server_tokens import AskTokens, ServerTokens, segments_in
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.client.prompts.tool_calls import ToolCalls
 from ragcache_core.client.request_scope import current_scope
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
 from ragcache_core.prompt import (
@@ -63,6 +64,7 @@ class PromptClient:
         self._lock = Lock()
         self._num_unnamed_chats = 0
         self._server = ServerTokens(ask_tokens)
+        self._tool_calls = ToolCalls(self._server, max_model_len=max_model_len)
 
     @property
     def tokenizer(self) -> PromptTokenizer:
@@ -111,6 +113,18 @@ class PromptClient:
     def bound_prompt(self) -> BoundPrompt | None:
         """The prompt bound last, or else the one learned from the requests so far."""
         return self._bound or self._learner.prompt
+
+    def prompt_for(self, query: str) -> BoundPrompt | None:
+        """Return the prompt that will show what ``query`` finds: an agent's next one, or :attr:`bound_prompt`."""
+        return self._tool_calls.prompt_for(query, self.bound_prompt)
+
+    def note_answer(self, plan: RequestPlan, answer: Callable[[], ChatMessage]) -> None:
+        """Take note of the tool calls with which a model answered the request of ``plan``.
+
+        ``answer`` returns its message as the next request will send it back.
+        """
+        if plan.asked is not None:
+            self._tool_calls.add(plan.asked, answer())
 
     def plan_rendered(self, prompt: RenderedPrompt, *, chunk_reuse: ChunkReuseOption = None) -> RequestPlan:
         """Return what a request for a prompt that is laid out carries; with the errors of :meth:`plan_chat`."""
@@ -166,6 +180,7 @@ class PromptClient:
             )
         if chat is None or (prompt := self._prompt_of(self._tokenizer, chat, shown, questions)) is None:
             return self._unnamed(changed_messages(messages, escape_documents(self._tokenizer, messages, shown)))
+        self._tool_calls.see(messages, searches)
         plan = plan_tokens(
             prompt, messages, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not chat.has_media
         )

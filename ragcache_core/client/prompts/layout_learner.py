@@ -96,8 +96,8 @@ class LearnedLayout:
 class LayoutLearner:
     """The layout that the last requests had, if they were regular. Thread-safe."""
 
-    def __init__(self, tokenizer: PromptTokenizer | None, *, max_model_len: int) -> None:
-        """Know nothing yet; what is learned is tokenised by ``tokenizer``."""
+    def __init__(self, tokenizer: PromptTokenizer | None, *, max_model_len: int = 0) -> None:
+        """Know nothing yet; what is learned is tokenised by ``tokenizer``, and makes no prompt without one."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._lock = Lock()
@@ -111,6 +111,12 @@ class LayoutLearner:
         """The layout learned, bound; ``None`` while there is none."""
         with self._lock:
             return self._prompt if self._num_contradictions < _MAX_CONTRADICTIONS else None
+
+    @property
+    def layout(self) -> LearnedLayout | None:
+        """The layout learned; ``None`` while there is none."""
+        with self._lock:
+            return self._layout if self._num_contradictions < _MAX_CONTRADICTIONS else None
 
     def see(
         self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch], *, is_prefilled: bool = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.benchmarks.command import benchmark
+from tests.benchmarks.pipeline.agents import measure_agents
 from tests.benchmarks.pipeline.document_order import measure_arranging
 from tests.benchmarks.pipeline.exactness import measure_pipeline_exactness
 from tests.benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
@@ -31,6 +32,7 @@ GOALS: dict[str, Goal] = {
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
     "overlap": measure_overlap,
+    "agents": measure_agents,
     "never-settles": measure_never_settles,
     "reordering": measure_reordering,
     "queue-step": measure_queue_step,

@@ -8,7 +8,7 @@ import pytest
 
 from ragcache_core.client import Engine
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, SpeculativeRAG, prompt_from_layout
-from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_server import ScriptedServer, Seen
 from tests.support.scripted_source import ScriptedSource, Stage
 from tests.support.waiting import until
 
@@ -59,5 +59,21 @@ def make_rag(engine: Engine, llm: ChatRAGCache) -> Callable[..., SpeculativeRAG]
         source = ScriptedSource(stages, is_endless)
         retriever = RAGCacheRetriever(store=source, engine=engine, k=2)
         return SpeculativeRAG(**{"retriever": retriever, "prompt": prompt_from_layout(), "llm": llm, **settings})
+
+    return made
+
+
+@pytest.fixture
+def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
+    """The prefills that the server was asked for."""
+    return lambda: [r for r in server.requests if r.path == "/v1/completions"]
+
+
+@pytest.fixture
+def make(engine: Engine) -> Callable[..., RAGCacheRetriever]:
+    """Makes a retriever over a source of stages."""
+
+    def made(*stages: Stage, is_endless: bool = False, **settings: Any) -> RAGCacheRetriever:
+        return RAGCacheRetriever(store=ScriptedSource(stages, is_endless), engine=engine, k=2, **settings)
 
     return made

@@ -22,7 +22,7 @@ from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
 from ragcache_core.retrieval import DocumentStore, ShardedStore, TfidfSvdEmbedder
 from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
-from tests.support.scripted_server import Reply, ScriptedServer, Seen
+from tests.support.scripted_server import Reply, ScriptedServer
 from tests.support.scripted_source import DOCUMENTS, EVENTS_OF_A_CHANGE, QUESTION, ScriptedSource, Stage
 
 Eventually = Callable[[Callable[[], bool]], bool]
@@ -52,22 +52,6 @@ class Events(BaseCallbackHandler):
 
     def num(self, kind: str) -> int:
         return sum(data.get("event") == kind for _, data in self.seen)
-
-
-@pytest.fixture
-def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    """The prefills that the server was asked for."""
-    return lambda: [r for r in server.requests if r.path == "/v1/completions"]
-
-
-@pytest.fixture
-def make(engine: Engine) -> Callable[..., RAGCacheRetriever]:
-    """Makes a retriever over a source of stages."""
-
-    def made(*stages: Stage, is_endless: bool = False, **settings: Any) -> RAGCacheRetriever:
-        return RAGCacheRetriever(store=ScriptedSource(stages, is_endless), engine=engine, k=2, **settings)
-
-    return made
 
 
 def chain_of(retriever: RAGCacheRetriever, llm: ChatRAGCache) -> Runnable[str, str]:
