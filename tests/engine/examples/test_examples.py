@@ -18,8 +18,10 @@ EXAMPLES = [
     "iterative_retrieval",
     "langchain_agent",
     "langchain_chain",
+    "langchain_retriever_agent",
     "llamaindex_agent",
     "llamaindex_query_engine",
+    "llamaindex_retriever_agent",
     "llamaindex_workflow",
     "speculative_rag",
     "tiers",
@@ -27,8 +29,10 @@ EXAMPLES = [
 HIDING = {
     "langchain_agent",
     "langchain_chain",
+    "langchain_retriever_agent",
     "llamaindex_agent",
     "llamaindex_query_engine",
+    "llamaindex_retriever_agent",
     "llamaindex_workflow",
     "speculative_rag",
 }
