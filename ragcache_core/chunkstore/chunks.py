@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 MAX_KEY_BYTES = 64
 _MAX_DOC_ID_BYTES = 4096
 _INT64 = 1 << 63
+_SEVERAL = "\x1e"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,30 @@ class ChunkStoreStats:
     """1 when the store was found damaged as a whole and started empty."""
     num_over_capacity: int
     """Chunks that were dropped because the store was opened with less capacity than before."""
+
+
+def text_of_names(doc_id: str | None, other_ids: Collection[str]) -> str | None:
+    """Return what is noted of several documents that a chunk is, as many of them as there is room for."""
+    if not other_ids and not (doc_id or "").startswith(_SEVERAL):
+        return doc_id
+    names = [doc_id, *sorted(other_ids)]
+    while names:
+        text = _SEVERAL + json.dumps(names, ensure_ascii=False)
+        if len(text.encode()) <= _MAX_DOC_ID_BYTES:
+            return text
+        names.pop()
+    return None
+
+
+def names_of_text(text: str | None) -> tuple[str | None, frozenset[str]]:
+    """Undo :func:`text_of_names`."""
+    if text is None or not text.startswith(_SEVERAL):
+        return text, frozenset()
+    try:
+        doc_id, *others = json.loads(text.removeprefix(_SEVERAL))
+    except ValueError:  # an id that looks like it, of an older engine
+        return text, frozenset()
+    return doc_id, frozenset(others)
 
 
 def check_key(key: object) -> None:

@@ -87,6 +87,7 @@ class ChunkIndex:
     def _prepare(self) -> None:
         run = self._connection.execute
         run("PRAGMA trusted_schema = OFF")
+        run("PRAGMA secure_delete = ON")  # a row that is deleted is overwritten: it names a document
         run("PRAGMA locking_mode = EXCLUSIVE")
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = NORMAL")
@@ -163,6 +164,21 @@ class ChunkIndex:
         self._is_void = True
         self.delete(())
 
+    def scrub(self) -> None:
+        """Leave nothing in the files of what was removed: neither in the log nor in what SQLite has room for.
+
+        Raises:
+            CacheWriteError: something may be left.
+        """
+        self.delete(())  # what could not be removed when it was to be
+        try:
+            self._connection.execute("VACUUM")
+            (is_busy, *_) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except _SQLITE_ERRORS as error:
+            raise write_error(self.path, error) from error
+        if is_busy:
+            raise CacheWriteError(f"the log of {self.path} is being read: do this again when that has ended")
+
     def update(self, worths: Iterable[tuple[float, float, int]]) -> None:
         """Set frequency and cost: frequency, cost, slot."""
         with self._changing() as connection:
@@ -170,6 +186,21 @@ class ChunkIndex:
                 "UPDATE chunks SET frequency = ?, cost = ? WHERE slot = ?",
                 ((*_worth(frequency, cost), slot) for frequency, cost, slot in worths),
             )
+
+    def rename(self, names: Iterable[tuple[int, str | None]]) -> None:
+        """Set documents: slot, document."""
+        with self._changing() as connection:
+            for slot, name in names:
+                found = connection.execute(
+                    "SELECT key, parent, position FROM chunks WHERE slot = ?", (slot,)
+                ).fetchone()
+                if found is None:
+                    continue
+                key, parent, position = found
+                _, doc_id, _, digest = _place(key, ChunkNote(parent, name, position))
+                connection.execute(
+                    "UPDATE chunks SET doc_id = ?, place_checksum = ? WHERE slot = ?", (doc_id, digest, slot)
+                )
 
     def move(self, slots: Iterable[tuple[int, int]]) -> None:
         """Say that chunks are in other slots now: new slot, old slot."""

@@ -17,7 +17,7 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -36,6 +36,7 @@ KEY_ENV = "RAGCACHE_DISK_KEY"
 KEY_BYTES = 32
 _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 4, 12, 16
 _SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
+_SEALS_AT_ONCE = 512
 _CURE = "give a line of 32 random bytes in base64, as openssl rand -base64 32 writes it, the key in use first"
 
 
@@ -188,6 +189,19 @@ class SealedSlotFile:
     def aligned_buffers(self, num_chunks: int) -> tuple[memoryview, list[memoryview]]:
         """Return page-aligned memory for that many slots, and a view of ``chunk_bytes`` into each."""
         return self._slots.aligned_buffers(num_chunks)
+
+    def erase(self, slots: Sequence[int], on_part: Callable[[], object] = lambda: None) -> None:
+        """Leave nothing in slots, nor of what opens them. See :meth:`SlotFile.erase`.
+
+        Raises:
+            OSError: any of them may still hold what it held.
+        """
+        end = os.fstat(self._seals.fileno()).st_size
+        inside = [slot for slot in slots if slot * _SEAL_BYTES < end]
+        for first, run in runs(inside, [memoryview(bytes(_SEAL_BYTES))] * len(inside)):
+            for start in range(0, len(run), _SEALS_AT_ONCE):
+                os.pwritev(self._seals.fileno(), run[start : start + _SEALS_AT_ONCE], (first + start) * _SEAL_BYTES)
+        self._slots.erase(slots, on_part)
 
     def truncate(self, num_slots: int) -> None:
         """Cut the file after that many slots, unless it is shorter.

@@ -24,6 +24,7 @@ those who need it; what is read often is in the host tier. Hence direct, unless 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -38,6 +39,8 @@ from ragcache_core.private_files import open_private
 PAGE_BYTES = 4096
 _MAX_SLOTS_PER_CALL = 256  # with a pad each, half of what the system takes
 _BOUNCE_BYTES = 4 << 20
+_PUNCH_HOLE = 0x02 | 0x01  # Linux: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class SlotFile:
@@ -108,6 +111,30 @@ class SlotFile:
         starts = range(0, len(memory), self.slot_bytes)
         return memory, [memory[start : start + self.chunk_bytes] for start in starts]
 
+    def erase(self, slots: Sequence[int], on_part: Callable[[], object] = lambda: None) -> None:
+        """Let slots read as zeros, on the disk itself when this returns; their space is free where that can be.
+
+        ``on_part`` is called whenever a part of them is done.
+
+        Raises:
+            OSError: any of them may still hold what it held.
+        """
+        end = os.fstat(self._descriptor).st_size
+        blank = memoryview(bytes(self.chunk_bytes))
+        inside = [slot for slot in slots if slot * self.slot_bytes < end]
+        for first, run in runs(inside, [blank] * len(inside)):
+            try:
+                _punch(self._descriptor, first * self.slot_bytes, len(run) * self.slot_bytes)
+            except OSError as error:
+                if error.errno not in _NO_HOLES:
+                    raise
+                for start in range(0, len(run), _MAX_SLOTS_PER_CALL):
+                    part = run[start : start + _MAX_SLOTS_PER_CALL]
+                    self.write(range(first + start, first + start + len(part)), part)
+                    on_part()
+            on_part()
+        os.fdatasync(self._descriptor)
+
     def truncate(self, num_slots: int) -> None:
         """Cut the file after that many slots, unless it is shorter.
 
@@ -166,6 +193,14 @@ def runs(slots: Sequence[int], buffers: Sequence[memoryview]) -> Iterator[tuple[
     for _, group in groupby(enumerate(ordered), key=lambda item: item[1][0] - item[0]):
         run = [pair for _, pair in group]
         yield run[0][0], [buffer for _, buffer in run]
+
+
+def _punch(descriptor: int, start: int, num_bytes: int) -> None:
+    """Make a hole in a file, which reads as zeros; Python has no name for it."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    if fallocate(descriptor, _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes)):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def aligned_rows(num_rows: int, num_bytes: int) -> np.ndarray:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 
 class SlotMap:
-    """Free and used slots, a byte each."""
+    """Free and used slots, a byte each. A free one is blank if nothing is left in it of what it held."""
 
     def __init__(self, num_slots: int) -> None:
         self._used = bytearray(num_slots)
+        self._blank = bytearray(num_slots)  # whatever was here before is not known
         self._next = 0  # where the search goes on: what was freed lately is overwritten last
         self.num_free = num_slots
 
@@ -17,6 +20,7 @@ class SlotMap:
         """Take a slot that is free."""
         assert not self._used[slot]
         self._used[slot] = 1
+        self._blank[slot] = 0
         self.num_free -= 1
 
     def release(self, slots: Iterable[int]) -> None:
@@ -40,8 +44,21 @@ class SlotMap:
             self._next = start + length
             slots += range(start, self._next)
             self._used[start : self._next] = b"\1" * length
+            self._blank[start : self._next] = bytes(length)
             self.num_free -= length
         return sorted(slots)
+
+    def left_over(self) -> list[int]:
+        """Return the free slots that may still hold what they held, ascending."""
+        is_taken = np.frombuffer(self._used, np.uint8) | np.frombuffer(self._blank, np.uint8)
+        found: list[int] = np.flatnonzero(is_taken == 0).tolist()
+        return found
+
+    def mark_blank(self, slots: Iterable[int]) -> None:
+        """Take note that nothing is left in free slots."""
+        for slot in slots:
+            assert not self._used[slot]
+            self._blank[slot] = 1
 
     def _find(self, length: int) -> int:
         run = bytes(length)

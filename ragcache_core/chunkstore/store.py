@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -330,6 +330,29 @@ class ChunkStore:
                 self._index.discard(slots.values())
         return len(slots)
 
+    def erase(self, keys: Iterable[bytes], on_part: Callable[[], object] = lambda: None) -> int:
+        """Forget chunks, and return how many there were: no byte of them is left in a file when this returns.
+
+        Nor is one of those that were deleted before, whose slots are free. ``on_part`` is called now and then: all of
+        it may take seconds.
+
+        Raises:
+            CacheWriteError: something may be left; what is, is found no more, unless none of it could be deleted.
+        """
+        with self._changing:
+            self._check_open()
+            self.check_in_place()
+            num_gone = self.delete_many(keys)
+            slots = self._residents.slots
+            left_over = slots.left_over()
+            try:
+                self._file.erase(left_over, on_part)
+            except OSError as error:
+                raise write_error(self.path / _DATA_NAME, error) from error
+            slots.mark_blank(left_over)
+            self._index.scrub()
+        return num_gone
+
     def update_notes(self, worths: Iterable[tuple[bytes, float, float]]) -> int:
         """Set key, frequency and cost of chunks and return how many there are; unknown keys are passed over.
 
@@ -345,6 +368,18 @@ class ChunkStore:
                 if slot is not None:
                     rows.append((frequency, cost, slot))
             self._index.update(rows)
+        return len(rows)
+
+    def rename(self, names: Iterable[tuple[bytes, str | None]]) -> int:
+        """Set key and document of chunks and return how many there are; unknown keys are passed over.
+
+        Raises:
+            CacheWriteError: none was changed. ValueError: a text that is too long.
+        """
+        with self._changing:
+            self._check_open()
+            rows = [(slot, name) for key, name in names if (slot := self._residents.slot_of(key)) is not None]
+            self._index.rename(rows)
         return len(rows)
 
     def clear(self) -> None:
@@ -363,6 +398,7 @@ class ChunkStore:
                     self._file.truncate(0)
                 finally:
                     self._index.clear()
+                    self._index.scrub()
             except (OSError, CacheWriteError) as error:
                 raise CacheWriteError(
                     f"{self.path} could not be emptied ({error.__cause__ or error}): see to the space and the health "

@@ -85,6 +85,20 @@ class StoreMachine(RuleBasedStateMachine):
         for key in gone:
             del self.model[key]
 
+    @rule(keys=key_lists)
+    def erase(self, keys: list[bytes]) -> None:
+        gone = {key for key in keys if key in self.model}
+        assert self.store.erase(keys) == len(gone)
+        for key in gone:
+            del self.model[key]
+
+    @rule(keys=key_lists, name=st.sampled_from([None, "another", "a third"]))
+    def rename(self, keys: list[bytes], name: str | None) -> None:
+        here = {key for key in keys if key in self.model}
+        assert self.store.rename((key, name) for key in set(keys)) == len(here)
+        for key in here:
+            self.model[key] = self.model[key]._replace(doc_id=name)
+
     @rule(keys=key_lists, frequency=st.floats(0, 1e6), cost=st.floats(0, 1e6))
     def update(self, keys: list[bytes], frequency: float, cost: float) -> None:
         here = {key for key in keys if key in self.model}

@@ -1,0 +1,187 @@
+"""Chunks of which no byte is left: slots, rows and log are searched for them, also where it went wrong on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, slotfile
+from ragcache_core.chunkstore.chunks import names_of_text, text_of_names
+from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.chunkstore.sealing import Keys
+from ragcache_core.errors import CacheWriteError
+
+from .conftest import CHUNK_BYTES, Opening, keys, payload, read, writes
+
+
+def files(store: ChunkStore) -> bytes:
+    return b"".join(path.read_bytes() for path in store.path.rglob("*") if path.is_file())
+
+
+def named(names: list[bytes]) -> list[ChunkWrite]:
+    """Return chunks of documents whose names cannot be mistaken."""
+    return [ChunkWrite(key, payload(key), ChunkNote(None, f"secret {key.decode()}!")) for key in names]
+
+
+def is_left(store: ChunkStore, names: list[bytes]) -> list[bool]:
+    """Return for each chunk whether its payload, its key or its document is in a file."""
+    content = files(store)
+    return [
+        any(part in content for part in (payload(key)[:64], payload(key)[-64:], f"secret {key.decode()}!".encode()))
+        for key in names
+    ]
+
+
+@pytest.mark.parametrize("makes_holes", [True, False], ids=["holes", "zeros"])
+def test_nothing_is_left_of_erased_chunks_nor_of_what_was_deleted_before(
+    store: ChunkStore, opening: Opening, monkeypatch: pytest.MonkeyPatch, makes_holes: bool
+) -> None:
+    if not makes_holes:
+
+        def punch(*_: object) -> None:
+            raise OSError(errno.EOPNOTSUPP, "this file system makes no holes")
+
+        monkeypatch.setattr(slotfile, "_punch", punch)
+    names = keys(12)
+    store.write_many(named(names))
+    store.update_notes([(key, 3.0, 1.0) for key in names])
+    store.delete_many(names[:3])
+    assert any(is_left(store, names[:3])), "a deleted chunk is only found no more"
+    assert store.erase(names[3:6]) == 3
+    assert is_left(store, names) == [False] * 6 + [True] * 6
+    assert [read(store, key) for key in names] == [None] * 6 + [payload(key) for key in names[6:]]
+    assert store.write_many(named(names[:10])) == names[:6]
+    assert [read(store, key) for key in names] == [payload(key) for key in names]
+    assert store.erase(names[:6]) == 6
+    store.close()
+    store = opening()
+    assert is_left(store, names) == [False] * 6 + [True] * 6
+    assert len(store) == 6
+
+
+def test_what_an_earlier_run_deleted_goes_with_the_first_erasure(store: ChunkStore, opening: Opening) -> None:
+    store.write_many(named(keys(4)))
+    store.delete_many(keys(2))
+    store.close()
+    store = opening()
+    assert store.erase([b"never stored"]) == 0
+    assert is_left(store, keys(4)) == [False, False, True, True]
+
+
+def test_nothing_is_left_of_encrypted_chunks_either(opening: Opening) -> None:
+    store = opening(keys=Keys.parse("A" * 43 + "=", "a test"))
+    store.write_many(named(keys(8)))
+    names = keys(8)
+    data = (store.path / "chunks.data").read_bytes()
+    sealed = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
+    seals = (store.path / "chunks.seals").read_bytes()
+    store.erase(names[:3])
+    content = files(store)
+    assert [sealed[key] in content for key in names] == [False] * 3 + [True] * 5
+    size = len(seals) // 8
+    assert [seals[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
+    assert [read(store, key) for key in names] == [None] * 3 + [payload(key) for key in names[3:]]
+    store.write_many(named(names))
+    assert [read(store, key) for key in names] == [payload(key) for key in names]
+
+
+def test_a_cleared_store_holds_nothing(store: ChunkStore) -> None:
+    store.write_many(named(keys(4)))
+    store.clear()
+    assert not any(is_left(store, keys(4)))
+
+
+@pytest.mark.parametrize("fails", ["slots", "rows"])
+def test_an_erasure_that_fails_says_so_serves_nothing_and_can_be_done_again(
+    store: ChunkStore, opening: Opening, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    store.write_many(named(keys(4)))
+    with monkeypatch.context() as patched:
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) if fails == "slots" else CacheWriteError("no")
+
+        patched.setattr(*((slotfile, "_punch", fail) if fails == "slots" else (ChunkIndex, "scrub", fail)))
+        with pytest.raises(CacheWriteError):
+            store.erase(keys(2))
+    assert [read(store, key) for key in keys(4)] == [None, None, *map(payload, keys(2, first=2))]
+    store.close()
+    store = opening()
+    assert [read(store, key) for key in keys(4)] == [None, None, *map(payload, keys(2, first=2))]
+    store.erase(keys(2))
+    assert is_left(store, keys(4)) == [False, False, True, True]
+
+
+KILLED = """
+import os, signal, sys
+from ragcache_core.chunkstore import slotfile
+from ragcache_core.chunkstore.index import ChunkIndex
+from ragcache_core.chunkstore.sealing import Keys
+from tests.unit.chunkstore import conftest as c
+from tests.unit.chunkstore.test_erasing import named
+store = c.ChunkStore(sys.argv[1], c.IDENTITY, chunk_bytes=c.CHUNK_BYTES, capacity_bytes=16 * c.CHUNK_BYTES)
+store.write_many(named(c.keys(4)))
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "before the slots":
+    slotfile._punch = die
+elif sys.argv[2] == "before the log":
+    ChunkIndex.scrub = die
+else:
+    ChunkIndex.delete = die
+store.erase(c.keys(2))
+"""
+
+
+@pytest.mark.parametrize("when", ["before the rows", "before the slots", "before the log"])
+def test_killed_amid_an_erasure_a_store_serves_whole_chunks_or_none_and_the_next_one_ends_it(
+    folder: Path, opening: Opening, when: str
+) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder), when], capture_output=True, check=False)
+    assert done.returncode < 0, done.stderr
+    store = opening()
+    found = [read(store, key) for key in keys(4)]
+    assert found[:2] == ([None, None] if when != "before the rows" else [payload(key) for key in keys(2)])
+    assert found[2:] == [payload(key) for key in keys(2, first=2)]
+    store.erase(keys(2))
+    assert is_left(store, keys(4)) == [False, False, True, True]
+
+
+def test_a_chunk_is_named_anew_and_keeps_its_place(store: ChunkStore, opening: Opening) -> None:
+    store.write_many(writes(keys(3)))
+    assert store.rename([(b"key 1", "another"), (b"never stored", "x"), (b"key 2", None)]) == 2
+    store.close()
+    found = {entry.key: entry for entry in opening().entries()}
+    assert [(found[key].doc_id, found[key].parent) for key in keys(3)] == [
+        ("doc", None),
+        ("another", b"key 0"),
+        (None, b"key 1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("doc_id", "others"),
+    [(None, []), ("a", []), ("a", ["b", "c"]), (None, ["b"]), ("\x1elike it", []), ("ä" * 9, ["ü"])],
+)
+def test_names_are_read_as_they_were_written(doc_id: str | None, others: list[str]) -> None:
+    assert names_of_text(text_of_names(doc_id, others)) == (doc_id, frozenset(others))
+
+
+def test_of_more_names_than_there_is_room_for_the_first_are_kept() -> None:
+    others = [random.Random(number).choice("äöü") * 900 + str(number) for number in range(9)]
+    text = text_of_names("a", others)
+    assert text is not None
+    ChunkNote(doc_id=text)
+    doc_id, found = names_of_text(text)
+    assert doc_id == "a"
+    assert found < set(others)
+    assert text_of_names("\x1e" + "ü" * 2048, []) is None
+
+
+def test_an_id_of_an_older_engine_that_looks_like_several_is_one() -> None:
+    assert names_of_text("\x1eno json") == ("\x1eno json", frozenset())
