@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote
+from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, names_of_text, text_of_names
 from ragcache_core.tree import KnowledgeTree, Location
 from ragcache_core.types import Tier
 
@@ -14,7 +14,8 @@ def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
     """Return what has to be stored with a block's KV for the tree to grow again from it."""
     node = location.node
     parent = cast("bytes | None", tree.key_before(location))
-    return ChunkNote(parent, node.doc_id, node.start + location.unit, node.frequency, node.avg_cost_s)
+    names = text_of_names(node.doc_id, node.other_ids)
+    return ChunkNote(parent, names, node.start + location.unit, node.frequency, node.avg_cost_s)
 
 
 def regrow(
@@ -42,7 +43,7 @@ def regrow(
             orphans.append(entry.key)
             continue
         parent = None if entry.parent is None else units[entry.parent]
-        node = tree.attach(parent, unit, tokens_per_block, entry.doc_id)
+        node = tree.attach(parent, unit, tokens_per_block, *names_of_text(entry.doc_id))
         location = tree.locate(unit)
         if node is None or location is None:
             orphans.append(entry.key)

@@ -26,6 +26,8 @@ class KnowledgeTree(TieredTree):
 
     Attributes:
         shadows: of a :class:`TournamentPolicy`'s candidates; none where none run.
+        renamed: ids of nodes that got a name after they came to a tier below the GPU; whoever keeps names there takes
+            them out.
 
     Args:
         policy: ranks the nodes.
@@ -58,6 +60,7 @@ class KnowledgeTree(TieredTree):
         self._keeps_frequency = keeps_frequency
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._retained: dict[Hashable, int] = {}
+        self.renamed: set[int] = set()
         super().__init__(policy, moves_down=moves_down)
 
     # Asking: changes nothing
@@ -204,6 +207,22 @@ class KnowledgeTree(TieredTree):
         for state in self.tiers:
             state.update_rank(node)
 
+    def forget(self, nodes: Iterable[TreeNode]) -> None:
+        """Let nodes, with all behind them, be as if nobody had retrieved them: those that nobody uses are gone.
+
+        What lies in tiers is taken out of them before.
+        """
+        for top in list(nodes):
+            for node in reversed(top.below()):
+                node.frequency = node.num_computed = node.last_request = 0
+                node.total_cost_s = 0.0
+                node.updated = self._next_sequence()
+                for state in self.tiers:
+                    state.update_rank(node)
+                if node.id in self._ghosts:
+                    del self._ghosts[node.id]
+                    self._forget(node)
+
     # Inside
 
     def _on_new_ids(self, num_ids: int) -> None:
@@ -213,6 +232,8 @@ class KnowledgeTree(TieredTree):
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self._ghosts.pop(lower.id, None)
+        if node.id in self.renamed:
+            self.renamed.add(lower.id)
         if node.num_users:
             lower.num_users = sum(self._retained.get(key, 0) for key in lower.keys)
             node.num_users -= lower.num_users
@@ -226,6 +247,10 @@ class KnowledgeTree(TieredTree):
 
     def _on_left(self, node: TreeNode) -> None:
         self._note_if_ghost(node)
+
+    def _on_renamed(self, node: TreeNode) -> None:
+        if self.resident_mask(node, Tier.HOST) or self.resident_mask(node, Tier.DISK):
+            self.renamed.add(node.id)
 
     def _on_new(self, node: TreeNode) -> None:
         assert node.parent is not None
@@ -299,6 +324,7 @@ class KnowledgeTree(TieredTree):
             state.clear_column(node.id)
         for shadow in self.shadows:
             shadow.drop(node)
+        self.renamed.discard(node.id)
         parent = self._remove_node(node)
         if parent is not self.root:
             self._note_if_ghost(parent)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ragcache_core.policy.base import NodeStats
 from ragcache_core.types import DocId
+
+NO_IDS: Final[frozenset[DocId]] = frozenset()
+MAX_OTHER_IDS: Final = 32
+"""Names of the same tokens that are known: who names them anew in every request would have them grow without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +21,15 @@ class PathSegment:
     ``keys`` name its units of storage in order, and they are chained: two runs with the same key at one place have the
     same keys everywhere before it. In the engine a unit is a block of KV and its key vLLM's block hash, which covers
     all tokens up to there; the simulator may take a whole document for one unit. ``num_tokens`` are spread evenly over
-    the units. ``is_transient`` marks what must not be kept at another's expense.
+    the units. ``is_transient`` marks what must not be kept at another's expense. ``other_ids`` are those of documents
+    that lie in its first unit as a whole, before its own.
     """
 
     keys: Sequence[Hashable]
     num_tokens: int
     doc_id: DocId | None = None
     is_transient: bool = False
+    other_ids: frozenset[DocId] = NO_IDS
 
 
 class TreeNode(NodeStats):
@@ -39,12 +45,13 @@ class TreeNode(NodeStats):
         start: number of units on the path before it.
         children: by the first key of the child; None where there are none.
         doc_id: the document, if the run has a name.
+        other_ids: documents with the same tokens, and those that lie in its first unit as a whole.
         num_pins: while positive, no tier may evict it.
         num_users: while positive, it stays in the tree, resident or not.
         updated: sequence number of the last change of its numbers; breaks ties between equal ranks.
     """
 
-    __slots__ = ("children", "doc_id", "keys", "num_pins", "num_users", "parent", "start", "updated")
+    __slots__ = ("children", "doc_id", "keys", "num_pins", "num_users", "other_ids", "parent", "start", "updated")
 
     def __init__(
         self, node_id: int, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
@@ -55,6 +62,7 @@ class TreeNode(NodeStats):
         self.start: int = 0 if parent is None else parent.start + len(parent.keys)
         self.children: dict[Hashable, TreeNode] | None = None
         self.doc_id = doc_id
+        self.other_ids = NO_IDS
         self.num_pins = 0
         self.num_users = 0
         self.updated = 0
@@ -72,6 +80,13 @@ class TreeNode(NodeStats):
         """Yield the children."""
         return iter(self.children.values() if self.children else ())
 
+    def below(self) -> list[TreeNode]:
+        """Return this node and all that stand behind it, each before its children."""
+        nodes = [self]
+        for node in nodes:
+            nodes.extend(node.iter_children())
+        return nodes
+
     def path(self) -> list[TreeNode]:
         """Return the nodes from below the root down to this one."""
         nodes: list[TreeNode] = []
@@ -80,6 +95,10 @@ class TreeNode(NodeStats):
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    def is_named(self, doc_ids: Set[DocId]) -> bool:
+        """Return whether one of the documents begins in it, or goes on."""
+        return self.doc_id in doc_ids or not self.other_ids.isdisjoint(doc_ids)
 
     def __repr__(self) -> str:
         return f"TreeNode({self.id}, doc_id={self.doc_id!r}, units=[{self.start}, {self.start + len(self.keys)}))"

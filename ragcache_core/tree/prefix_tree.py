@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from typing import Final
 
-from ragcache_core.tree.node import Location, PathSegment, TreeNode
+from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment, TreeNode
 from ragcache_core.types import DocId
 
 _IDS_AT_ONCE: Final = 64
@@ -83,7 +83,14 @@ class PrefixTree:
             return node
         return self._insert_run(node, PathSegment(keys, num_tokens))[-1]
 
-    def attach(self, after: Hashable | None, key: Hashable, num_tokens: int, doc_id: DocId | None) -> TreeNode | None:
+    def attach(
+        self,
+        after: Hashable | None,
+        key: Hashable,
+        num_tokens: int,
+        doc_id: DocId | None,
+        other_ids: frozenset[DocId] = NO_IDS,
+    ) -> TreeNode | None:
         """Return the node of one unit that follows ``after``; None where ``after`` is not in the tree.
 
         Units of one document that arrive in order become one node: this is how a tree grows again from storage.
@@ -93,14 +100,26 @@ class PrefixTree:
         if after is not None and after not in self._locations:
             return None
         node, num_before = self._end_of(after)
-        if node is not self.root and node.doc_id == doc_id and not node.children and num_before == len(node.keys):
+        is_same = node.doc_id == doc_id and node.other_ids == other_ids
+        if is_same and node is not self.root and not node.children and num_before == len(node.keys):
             self._locations[key] = Location(node, len(node.keys))
             node.keys.append(key)
             node.num_tokens += num_tokens
             return node
         if num_before < len(node.keys):
             self._split(node, num_before)
-        return self._insert_run(node, PathSegment([key], num_tokens, doc_id))[-1]
+        return self._insert_run(node, PathSegment([key], num_tokens, doc_id, other_ids=other_ids))[-1]
+
+    # By document
+
+    def named(self, doc_ids: Set[DocId]) -> list[TreeNode]:
+        """Return the nodes in which documents begin, without those behind others of them; O(nodes)."""
+        found: list[TreeNode] = []
+        left = [self.root]
+        while left:
+            for child in left.pop().iter_children():
+                (found if child.is_named(doc_ids) else left).append(child)
+        return found
 
     # For the subclass
 
@@ -112,6 +131,9 @@ class PrefixTree:
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         """Divide what is known of ``node``, which kept its first units, with ``lower``, which has the others."""
+
+    def _on_renamed(self, node: TreeNode) -> None:
+        """Take note that ``node`` is further documents than it was."""
 
     def _next_sequence(self) -> int:
         self._sequence += 1
@@ -144,17 +166,29 @@ class PrefixTree:
                 num_tokens = segment.num_tokens - round(at * tokens_per_unit)
                 child = self._new_node(parent, list(keys[at:]), num_tokens, segment.doc_id)
                 child.is_transient = segment.is_transient
+                child.other_ids = segment.other_ids
                 at = len(keys)
             else:
                 num_common = _num_common(child.keys, keys, at)
                 if num_common < len(child.keys):
                     self._split(child, num_common)
-                child.doc_id = child.doc_id or segment.doc_id
+                if segment.other_ids or segment.doc_id not in (None, child.doc_id):
+                    self._name(child, segment)
                 child.is_transient = child.is_transient and segment.is_transient
                 at += num_common
             path.append(child)
             parent = child
         return path
+
+    def _name(self, node: TreeNode, segment: PathSegment) -> None:
+        """Take note of further documents that a node is, as far as there are not too many already."""
+        before = node.doc_id, node.other_ids
+        node.doc_id = node.doc_id or segment.doc_id
+        if len(node.other_ids) < MAX_OTHER_IDS:
+            names = (segment.doc_id, *segment.other_ids)
+            node.other_ids |= {name for name in names if name is not None and name != node.doc_id}
+        if before != (node.doc_id, node.other_ids):
+            self._on_renamed(node)
 
     def _new_node(
         self, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
@@ -186,6 +220,7 @@ class PrefixTree:
         node.num_tokens -= num_tokens
         lower = self._new_node(node, keys, num_tokens, node.doc_id)
         node.copy_stats_to(lower)
+        lower.other_ids = node.other_ids
         lower.children = children
         for child in lower.iter_children():
             child.parent = lower

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import cast
 
 from hypothesis import settings
@@ -47,30 +48,34 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.changes = NodeChanges()
         self.changed = self.tree.changes.subscribe()
         self.seen: set[tuple[Tier, Key]] = set()
+        self.named: dict[str, set[Key]] = {name: set() for name in (*LENGTHS, *map(str.lower, LENGTHS))}
         self.is_connected = True
 
-    def _segments(self, documents: list[str], tail: int, has_names: bool) -> list[PathSegment]:
+    def _segments(self, documents: list[str], tail: int, name_of: Callable[[str], str] | None) -> list[PathSegment]:
         segments: list[PathSegment] = []
         names: list[str] = []
         for doc in documents:
             first = len(names)
             names += [f"{doc}{i}" for i in range(LENGTHS[doc])]
             keys = [tuple(names[: i + 1]) for i in range(first, len(names))]
-            segments.append(PathSegment(keys, len(keys), doc if has_names else None, is_transient=doc == "D"))
+            segments.append(PathSegment(keys, len(keys), name_of(doc) if name_of else None, is_transient=doc == "D"))
         if tail:
             names.append(f"question {tail}")
             segments.append(PathSegment([tuple(names)], 1))
-        return segments if has_names else [PathSegment([k for s in segments for k in s.keys], len(names))]
+        return segments if name_of else [PathSegment([k for s in segments for k in s.keys], len(names))]
 
     @rule(
         documents=st.lists(st.sampled_from("ABCD"), min_size=1, max_size=3),
         tail=st.integers(0, 2),
-        has_names=st.booleans(),
+        name_of=st.sampled_from([None, str, str.lower]),
         tier=st.sampled_from(Tier),
         stays=st.booleans(),
     )
-    def request(self, documents: list[str], tail: int, has_names: bool, tier: Tier, stays: bool) -> None:
-        segments = self._segments(documents, tail, has_names)
+    def request(
+        self, documents: list[str], tail: int, name_of: Callable[[str], str] | None, tier: Tier, stays: bool
+    ) -> None:
+        """The same document may come under two ids."""
+        segments = self._segments(documents, tail, name_of)
         keys = [key for s in segments for key in s.keys]
         expected = 0
         while expected < len(keys) and any(keys[expected] in self.resident[t] for t in Tier):
@@ -80,6 +85,9 @@ class TreeMachine(RuleBasedStateMachine):
         assert sum(match.num_tokens_by_tier) == match.num_tokens
         path = self.tree.insert(segments)
         assert [key for node in path for key in node.keys] == keys
+        for segment in segments:
+            if segment.doc_id is not None:
+                self.named[segment.doc_id].add(cast("Key", segment.keys[0]))
         self.tree.record_access(path, num_hit_units=expected, cost_per_token_s=1e-3)
         if stays:
             self.tree.retain(keys[-1])
@@ -225,23 +233,42 @@ class TreeMachine(RuleBasedStateMachine):
             self.resident[tier].remove(evicted.key)
             self.is_connected = False
 
+    @rule(doc_ids=st.sets(st.sampled_from([*LENGTHS, *map(str.lower, LENGTHS)]), min_size=1, max_size=2))
+    def forget(self, doc_ids: set[str]) -> None:
+        """Documents go from all tiers, wherever they stand, with what stands behind them, and nothing else does."""
+        firsts = {key for name in doc_ids for key in self.named[name]}
+        gone = {key for t in Tier for key in self.resident[t] if any(key[: len(first)] == first for first in firsts)}
+        tops = self.tree.named(doc_ids)
+        units = {key for top in tops for node in top.below() for key in node.keys}
+        assert gone == units & {key for t in Tier for key in self.resident[t]}
+        for tier in Tier:
+            for node in [node for top in tops for node in top.below()]:
+                self.tree.let_go(node, node.full_mask, tier)
+                self.tree.remove(node, node.full_mask, tier)
+            self.resident[tier] -= gone
+            self.held[tier] -= gone
+        self.tree.forget(tops)
+        assert all(not node.frequency for top in self.tree.named(doc_ids) for node in top.below())
+
     @rule()
     def start_again(self) -> None:
         """What the disk holds grows again, parents first; what has lost its prefix does not."""
         frequency: dict[Key, int] = {}
-        stored: dict[Key, str | None] = {}
+        stored: dict[Key, tuple[str | None, frozenset[str]]] = {}
         for key in sorted(self.resident[Tier.DISK], key=len):
             location = self.tree.locate(key)
             assert location is not None
             before = self.tree.key_before(location)
             assert before == (key[:-1] or None)
             if before is None or before in stored:
-                stored[key] = location.node.doc_id
+                stored[key] = location.node.doc_id, location.node.other_ids
                 frequency[key] = location.node.frequency
         orphans = self.resident[Tier.DISK] - stored.keys()
+        named = {name: {key for key in keys if key in stored} for name, keys in self.named.items()}
         self._begin()
-        for key, doc_id in stored.items():
-            node = self.tree.attach(key[:-1] or None, key, 1, doc_id)
+        self.named = named
+        for key, names in stored.items():
+            node = self.tree.attach(key[:-1] or None, key, 1, *names)
             assert node is not None
             assert node.keys[-1] == key
             self.tree.add(node, 1 << len(node.keys) - 1, Tier.DISK)
@@ -274,6 +301,12 @@ class TreeMachine(RuleBasedStateMachine):
         for node in self.tree.nodes():
             needed = any(at.node.path()[: len(node.path())] == node.path() for at in self._protected_places())
             assert self.tree.is_protected(node) == needed
+
+    @invariant()
+    def names_last_as_long_as_nodes_do(self) -> None:
+        self.named = {name: {key for key in keys if self.tree.locate(key)} for name, keys in self.named.items()}
+        for name, keys in self.named.items():
+            assert all(at.node.is_named({name}) for key in keys if (at := self.tree.locate(key)) is not None)
 
     @invariant()
     def leading_tokens_are_those_before_the_first_gap(self) -> None:
