@@ -69,6 +69,7 @@ from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingManager,
     OffloadingWorker,
     OffloadKey,
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
+_FORGET, _LEFT = "ragcache_forget", "ragcache_left"
 _OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
 _GAUGES = (
@@ -141,6 +143,7 @@ __all__ = [
     "OffloadingConnector",
     "OffloadingConnectorMetadata",
     "OffloadingConnectorStats",
+    "OffloadingEvent",
     "OffloadingManager",
     "OffloadingWorker",
     "PrepareStoreOutput",
@@ -165,6 +168,8 @@ __all__ = [
     "cached_copies",
     "call_cached_paths",
     "call_confirm",
+    "call_forget",
+    "call_left",
     "call_report",
     "connector_of_this_worker",
     "front_end_of",
@@ -215,6 +220,16 @@ def attach_utilities() -> None:
         changes: dict[str, object] = core.scheduler.cached_paths(cursor)
         return changes
 
+    def ragcache_forget(core: EngineCore, doc_ids: list[str]) -> dict[str, object]:
+        receipt: dict[str, object] = core.scheduler.forget(doc_ids)
+        return receipt
+
+    def ragcache_left(core: EngineCore) -> dict[str, object]:
+        left: dict[str, object] = core.scheduler.left()
+        return left
+
+    setattr(EngineCore, _FORGET, ragcache_forget)
+    setattr(EngineCore, _LEFT, ragcache_left)
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
     setattr(EngineCore, _REPORT, ragcache_report)
     setattr(EngineCore, _PATHS, ragcache_cached_paths)
@@ -308,6 +323,18 @@ def tell_all_front_ends(outputs: dict[int, EngineCoreOutputs], num_front_ends: i
         output = outputs.setdefault(front_end, EngineCoreOutputs())
         if output.scheduler_stats is None:
             output.scheduler_stats = told
+
+
+async def call_forget(engine_client: Any, doc_ids: list[str]) -> list[dict[str, Any]]:
+    """Have every data-parallel engine forget documents, and return their receipts."""
+    receipts: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_FORGET, doc_ids)
+    return receipts
+
+
+async def call_left(engine_client: Any) -> list[dict[str, Any]]:
+    """Return what every data-parallel engine still has of what was forgotten."""
+    left: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_LEFT)
+    return left
 
 
 def hash_seed(algorithm: str) -> str | None:

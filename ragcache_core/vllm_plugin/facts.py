@@ -22,7 +22,7 @@ from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.offload.cpu_worker import CopyingWorker
-from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy, TreeHostTier
 from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
@@ -34,6 +34,7 @@ HOOKS: tuple[tuple[type, type], ...] = (
     (RAGCacheConnector, compat.OffloadingConnector),
     (RAGCacheSpec, compat.TieringOffloadingSpec),
     (TreeCachePolicy, compat.CachePolicy),
+    (TreeHostTier, compat.CPUPrimaryTierOffloadingManager),
     (SelectiveHostTier, compat.CPUPrimaryTierOffloadingManager),
     (DiskTier, compat.SecondaryTierManager),
     (CopyingWorker, compat.OffloadingWorker),
@@ -55,7 +56,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
-    CPUOffloadingManager: ("_policy",),
+    CPUOffloadingManager: ("_policy", "_num_evictable_cache_chunks", "_free_chunk"),
     compat.TieringOffloadingSpec: ("_engine_id", "_manager", "_scheduler_mmap"),
     OffloadingConnectorScheduler: ("_jobs", "_req_status", "_current_batch_allocated_block_ids"),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),

@@ -59,6 +59,13 @@ def facts() -> dict[str, object]:
         ],
         "policy_by_name": parameters(CachePolicyFactory.get_cache_policy_cls),
         "host": hasattr(host, "_policy"),
+        "host_gives_up": [
+            hasattr(host, "_num_evictable_cache_chunks"),
+            parameters(compat.CPUPrimaryTierOffloadingManager._free_chunk),
+            parameters(compat.CPUPrimaryTierOffloadingManager.lookup),
+            sets(compat.CPUPrimaryTierOffloadingManager, "events", "medium"),
+            {"keys", "medium", "removed"} <= set(names(compat.OffloadingEvent)),
+        ],
         "host_allocates": allocated.store_spec.block_ids.tolist(),
         "host_store": [
             parameters(compat.CPUPrimaryTierOffloadingManager.prepare_store),

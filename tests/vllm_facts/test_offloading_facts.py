@@ -34,6 +34,13 @@ def test_the_host_tiers_policy_is_asked_what_ours_answers(facts: dict[str, Any],
     )
     assert facts["policy_by_name"] == ["name", "module_path"], "arguments.py names TreeCachePolicy and its module"
     assert facts["host"], "offload.compat.host_policy_of() needs it, and SelectiveHostTier"
+    assert facts["host_gives_up"] == [
+        True,
+        ["self", "chunk"],
+        ["self", "key", "req_context"],
+        ["events", "medium"],
+        True,
+    ], "offload.compat.discard_idle() takes a forgotten chunk out as an eviction does, TreeHostTier finds it no more"
     assert facts["host_allocates"] == [0, 1, 2], "adopt_chunks() counts on that order"
     assert facts["host_store"] == [
         ["self", "keys", "req_context"],

@@ -6,15 +6,16 @@ on the scheduler's thread, call it when a request or a block changes its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
-from ragcache_core.types import SegmentKind, Tier
+from ragcache_core.types import DocId, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
+from ragcache_core.vllm_plugin.cache.forgetting import Forgetting
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
@@ -66,6 +67,8 @@ class CacheController:
         is_profiled: whether the seconds of a prefill were measured.
         queue: of real requests in vLLM's scheduler, by their ``request_id``.
         last_step: the first and the last moment of the engine's last step.
+        forgetting: gives up documents, and has whoever keeps KV do so.
+        leaving: the keys of chunks in host memory that are forgotten, and still copied from or to.
     """
 
     def __init__(
@@ -116,6 +119,8 @@ class CacheController:
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
         self.document_uses = DocumentUses(self.tree)
+        self.leaving: dict[bytes, None] = {}
+        self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block)
 
     def add_tier(self, tier: Tier, report: TierReport) -> None:
         """Report of a tier from now on; ``is_enabled`` of its report may change."""
@@ -322,6 +327,14 @@ class CacheController:
         self._finished[request_id] = state.to_dict()
         return self._finished[request_id]
 
+    def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
+        """Give documents up in all tiers, with what stands behind them; see :class:`Forgetting`."""
+        self.record_change()
+        receipt = self.forgetting.forget(doc_ids)
+        self.document_uses.forget(doc_ids)
+        self.retrieved = {key: worth for key, worth in self.retrieved.items() if self.tree.locate(key) is not None}
+        return receipt
+
     def take_retrieved(self) -> dict[Key, tuple[float, float]]:
         """Return frequency and cost of the documents that were retrieved since the last call, by their first block."""
         retrieved, self.retrieved = self.retrieved, {}
@@ -347,10 +360,11 @@ class CacheController:
 
     # Blocks
 
-    def locate_block(self, keys: Sequence[Key], index: int) -> Location:
+    def locate_block(self, keys: Sequence[Key], index: int, request_id: str = "") -> Location:
         """Return where block ``index`` of a request stands in the tree; an unknown one is added to it.
 
-        Unknown are blocks of answers, and of prompts whose nodes were dropped.
+        Unknown are blocks of answers, the first of which may hold documents as well, and of prompts whose nodes were
+        dropped.
         """
         if (location := self.tree.locate(keys[index])) is not None:
             return location
@@ -358,8 +372,13 @@ class CacheController:
         while first > 0 and self.tree.locate(keys[first - 1]) is None:
             first -= 1
         after = keys[first - 1] if first else None
+        state = self._requests.get(request_id)
+        if state is not None and state.tail_ids and first == state.num_prompt_tokens // self.tokens_per_block:
+            self.tree.attach(after, keys[first], self.tokens_per_block, None, state.tail_ids)
+            first, after = first + 1, keys[first]
         num_tokens = (index + 1 - first) * self.tokens_per_block
-        self.tree.extend(after, keys[first : index + 1], num_tokens)
+        if first <= index:
+            self.tree.extend(after, keys[first : index + 1], num_tokens)
         location = self.tree.locate(keys[index])
         assert location is not None
         return location
@@ -437,11 +456,15 @@ class CacheController:
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
     def _path_segments(self, state: RequestState, keys: Sequence[Key]) -> list[PathSegment]:
-        """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one."""
+        """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one.
+
+        A document that ends in the block in which it begins is no run, but named with the one that has its block.
+        """
         size = self.tokens_per_block
         num_keys = min(len(keys), state.num_prompt_tokens // size)
         path, first, num_documents = [], 0, 0
         limit = self.settings.max_cached_documents
+        short: frozenset[DocId] = frozenset()
         for segment in state.metadata.segments:
             last = min(segment.end // size, num_keys)
             is_document = segment.kind is SegmentKind.DOCUMENT
@@ -449,6 +472,9 @@ class CacheController:
             is_transient = limit is not None and num_documents > limit
             if last > first:
                 doc_id = segment.doc_id if is_document else None
-                path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient))
-                first = last
+                path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient, short))
+                first, short = last, frozenset()
+            elif is_document and segment.doc_id is not None:
+                short |= {segment.doc_id}
+        state.tail_ids = short
         return path

@@ -46,6 +46,11 @@ class DocumentUses:
             kept = sorted(self._uses.items(), key=lambda item: -item[1].num_uses)[: _MAX_COUNTED // 2]
             self._uses = dict(kept)
 
+    def forget(self, doc_ids: Iterable[DocId]) -> None:
+        """Count documents no more that are gone."""
+        for doc_id in doc_ids:
+            self._uses.pop(doc_id, None)
+
     def hottest(self) -> list[dict[str, object]]:
         """Return the documents used most, as the engine's stats route has them; see ``client/stats/cache_stats.py``."""
         hottest = nsmallest(MAX_HOTTEST, self._uses.items(), key=lambda item: (-item[1].num_uses, item[0]))

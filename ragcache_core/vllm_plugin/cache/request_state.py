@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from ragcache_core.stats import ChunkReuseStats
-from ragcache_core.types import Tier
+from ragcache_core.types import DocId, Tier
 from ragcache_core.wire import RequestMetadata
 
 Key = bytes
@@ -52,7 +52,9 @@ class RequestState:
         num_speculative_tokens: of its prompt, computed before it was confirmed.
         preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
         retained: the last block of its path, which the tree keeps for it.
-        first_private: its first block whose KV is not that of its tokens, and which no other request may use.
+        tail_ids: of documents that begin in its prompt's last block, which is not full.
+        first_private: its first block that no other request may use: its KV is not that of its tokens, or is forgotten.
+        has_forgotten: a document was forgotten whose KV it has.
         is_queued: it waits for admission, and its prefix is watched and protected.
         watched: the nodes of its path while it is queued.
         num_protected_units: of its path, protected from eviction while it is queued.
@@ -75,7 +77,9 @@ class RequestState:
     preempted_s: float | None = None
     paused_s: float = 0.0
     retained: Key | None = None
+    tail_ids: frozenset[DocId] = frozenset()
     first_private: int | None = None
+    has_forgotten: bool = False
     is_queued: bool = False
     watched: list[WatchedNode] = field(default_factory=list)
     num_protected_units: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -28,6 +29,7 @@ from ragcache_core.vllm_plugin.offload.compat import (
     needs_steps,
     newest_store_below,
     num_copies_of_blocks,
+    store_at_most,
 )
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED, TreeCachePolicy
 from ragcache_core.vllm_plugin.offload.spec import why_no_host
@@ -96,6 +98,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             policy = host_policy_of(self.scheduler.manager)
             self._policy = policy if isinstance(policy, TreeCachePolicy) else None
             self._begin(context.controller)
+            context.controller.forgetting.store_at_most = partial(store_at_most, self)
             if self._policy is not None and self.scheduler.manager.secondary_tiers:
                 self._prefetcher = DiskPrefetcher(context.controller, self._policy, self._look_up_below)
 
@@ -127,6 +130,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         empty_region(engine_id)
         for tier in (Tier.HOST, Tier.DISK):
             self.controller.remove_tier(tier)
+        for holder in (self.scheduler.manager.primary_tier, *self.scheduler.manager.secondary_tiers):
+            self.controller.forgetting.remove_holder(holder)
         self._prefetcher = None
         self.__class__ = self.without_host()
 
@@ -136,6 +141,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         manager = self.scheduler.manager
         for tier in manager.secondary_tiers:
             tier.shutdown()
+            self.controller.forgetting.remove_holder(tier)
         manager.secondary_tiers.clear()
         self.controller.remove_tier(Tier.DISK)
         OffloadingConnector.reset_cache(self)
@@ -149,6 +155,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Return what workers have to copy, and count what they store."""
         if self._prefetcher is not None:
             self._prefetcher.begin_reads()  # with which vLLM's offloading goes on below
+        if self._policy is not None:
+            self._policy.note_names()
         metadata: OffloadingConnectorMetadata = super().build_connector_meta(scheduler_output)
         assert self.controller is not None
         for job in metadata.store_jobs.values():
@@ -160,6 +168,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def has_pending_push_work(self) -> bool:
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
+        assert self.controller is not None
+        self.controller.forgetting.sweep()
         if needs_steps(self):
             return True
         newest, now_s = newest_store_below(self), time.monotonic()

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from ragcache_core.chunkstore import AsyncStore, ChunkStore, ChunkWrite, Scratch, aligned_rows, async_store
-from ragcache_core.vllm_plugin.disk.jobs import LoadJob, LoadPart, Outcome, PendingChunk, StoreJob, WriteBatch
+from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, LoadPart, Outcome, PendingChunk, StoreJob, WriteBatch
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -42,7 +42,7 @@ class DiskIO:
         self._num_free_buffers = max(num_buffered_bytes // store.chunk_bytes, 1)
         self._read_at_once = max(_READ_AT_ONCE_BYTES // store.chunk_bytes, 1)
         self._copied_at_once = min(self._num_free_buffers, store.chunks_per_batch)
-        self._jobs: queue.SimpleQueue[StoreJob | Outcome | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[StoreJob | Outcome | WriteBatch | None] = queue.SimpleQueue()
         self._held: set[StoreJob] = set()
         self._has_been_slow = False
         self._copied: deque[int] = deque()
@@ -94,6 +94,16 @@ class DiskIO:
     def delete(self, keys: list[bytes]) -> None:
         """Have chunks forgotten that the store may still hold, before whatever is stored from now on."""
         self._write(WriteBatch(evicted=keys))
+
+    def erase(self, keys: list[bytes]) -> Erasure:
+        """Leave nothing of chunks on the disk, after what was asked for before; one out of service is tried as well."""
+        erasure = Erasure(frozenset(keys))
+        self._jobs.put(WriteBatch(erasure=erasure))
+        return erasure
+
+    def rename(self, names: list[tuple[bytes, str | None]]) -> None:
+        """Have it noted which documents chunks are, after what was asked for before."""
+        self._jobs.put(WriteBatch(names=names))
 
     def load(self, job_id: int, keys: list[bytes], chunk_ids: list[int]) -> LoadJob:
         """Begin to read chunks into the rows ``chunk_ids`` of host memory, in parts for all readers; return the job."""
@@ -175,7 +185,11 @@ class DiskIO:
             self._is_done.wait_for(lambda: not self._held)  # they wait for no disk any more
 
     def _write(self, batch: WriteBatch) -> None:
-        self._disk.change(partial(self._apply, batch), partial(self._on_applied, batch), is_forced=batch.clears)
+        self._disk.change(
+            partial(self._apply, batch),
+            partial(self._on_applied, batch),
+            is_forced=batch.clears or batch.erasure is not None,
+        )
 
     # The threads' side
 
@@ -184,6 +198,9 @@ class DiskIO:
         while (job := self._jobs.get()) is not None:
             if isinstance(job, Outcome):
                 dropped.difference_update(job.keys)
+                continue
+            if isinstance(job, WriteBatch):
+                self._write(job)
                 continue
             try:
                 self._copy(job, dropped)
@@ -245,6 +262,10 @@ class DiskIO:
         if batch.clears:
             self._store.clear()
             logger.info("RAGCache has emptied %s", self._store.path)
+        if batch.erasure is not None:
+            self._store.erase(batch.erasure.keys, self._disk.record_progress)
+        if batch.names:
+            self._store.rename(batch.names)
         self._store.delete_many(batch.evicted)
         if batch.worths:
             self._store.update_notes(batch.worths)
@@ -254,6 +275,8 @@ class DiskIO:
 
     def _on_applied(self, batch: WriteBatch, error: Exception | None) -> None:
         keys = [chunk.key for chunk in batch.chunks]
+        if batch.erasure is not None:
+            batch.erasure.error, batch.erasure.is_done = error, True
         if keys or error is not None:
             self._written.append(Outcome(keys, error))
         if error is not None and batch.clears:

@@ -82,9 +82,18 @@ class StoreJob:
     error: Exception | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Erasure:
+    """Chunks of which no byte may be left on the disk; it waits for those that were to be written before."""
+
+    keys: frozenset[bytes]
+    is_done: bool = False
+    error: Exception | None = None
+
+
 @dataclass(slots=True)
 class WriteBatch:
-    """What the writer does at once: give slots back, then fill some; or forget everything."""
+    """What the writer does at once: give slots back, then fill some; or erase; or forget everything."""
 
     evicted: list[bytes] = field(default_factory=list)
     chunks: list[PendingChunk] = field(default_factory=list)
@@ -92,3 +101,6 @@ class WriteBatch:
     job: StoreJob | None = None
     worths: list[tuple[bytes, float, float]] = field(default_factory=list)
     clears: bool = False
+    erasure: Erasure | None = None
+    names: list[tuple[bytes, str | None]] = field(default_factory=list)
+    """Of chunks whose documents have other names than were noted, with these."""

@@ -31,6 +31,7 @@ from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
 from ragcache_core.vllm_plugin.compat import (
     JobResult,
@@ -44,7 +45,7 @@ from ragcache_core.vllm_plugin.compat import (
     TransferJob,
 )
 from ragcache_core.vllm_plugin.disk.io import DiskIO
-from ragcache_core.vllm_plugin.disk.jobs import LoadJob, PendingChunk
+from ragcache_core.vllm_plugin.disk.jobs import Erasure, LoadJob, PendingChunk
 from ragcache_core.vllm_plugin.identity import KIN, kv_identity
 from ragcache_core.vllm_plugin.offload.host_policy import is_adapted
 
@@ -113,12 +114,15 @@ class DiskTier(SecondaryTierManager):
         self._loads: dict[int, LoadJob] = {}
         self._num_reading = 0
         self._found: dict[str, _Found] = {}
+        self._erasures: list[Erasure] = []
+        self._is_emptied = False
         self._open_stores: set[int] = set()
         self._num_slots = store.num_slots
         self._report = TierReport(store.num_slots * store.slot_bytes, store.slot_bytes)
         if self._groups.others:
             self._report.num_other_blocks = lambda: len(self._stored) - self._tree.tiers[Tier.DISK].num_units
         self._controller.add_tier(Tier.DISK, self._report)
+        self._controller.forgetting.add_holder(self)
         try:
             self._restore(store)
         except BaseException:
@@ -176,6 +180,7 @@ class DiskTier(SecondaryTierManager):
         """
         self._notice_failure()
         self._found.clear()  # what pays is being read by now
+        self._note_names()
         if len(self._controller.retrieved) < _NOTED_AT_ONCE:
             return
         retrieved = self._controller.take_retrieved()
@@ -202,7 +207,8 @@ class DiskTier(SecondaryTierManager):
         patience_s = async_store.READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
         self._disable("the caches were reset, and KV of other weights could not be told from what is stored")
         self._io.clear()
-        if not self._io.finish_writes(patience_s):
+        self._is_emptied = self._io.finish_writes(patience_s)
+        if not self._is_emptied:
             logger.error(
                 "RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the engine ends before "
                 "that, delete %s",
@@ -210,6 +216,41 @@ class DiskTier(SecondaryTierManager):
                 self._path,
             )
         self._take_in_written()
+
+    # A holder of what may be forgotten
+
+    def forget(self, forgotten: Forgotten) -> Freed:
+        """Find chunks no more, and have the disk overwrite them and what it held before; reads of them are misses."""
+        groups = self._groups
+        names = [
+            groups.chunk_name(offload_key(unit, group))
+            for unit in forgotten.units
+            for group in (groups.main, *groups.others)
+        ]
+        num_chunks = sum(map(self._is_here, names))
+        for name in names:
+            if self._is_here(name):
+                self._remove(name)
+        self._erasures.append(self._io.erase(names))
+        return Freed({Tier.DISK: num_chunks}, {Tier.DISK: num_chunks * self._report.block_bytes})
+
+    def num_left(self) -> int:
+        """Return how many erasures have not ended."""
+        ended = [erasure for erasure in self._erasures if erasure.is_done]
+        if ended:
+            self._take_in_written()  # of what was written before, none is here
+        for erasure in ended:
+            self._erasures.remove(erasure)
+            if erasure.error is not None and self._is_enabled:
+                self._disable(str(erasure.error))
+        return len(self._erasures)
+
+    def why_left(self) -> str | None:
+        """Return why something may stay on the disk: it is out of service."""
+        self._notice_failure()
+        if self._is_enabled or self._is_emptied:
+            return None
+        return f"the disk tier is out of service, and may hold it until the next start: delete {self._path}"
 
     @property
     def num_open_jobs(self) -> int:
@@ -251,6 +292,22 @@ class DiskTier(SecondaryTierManager):
         at = self._tree.locate(block)
         return at is not None and bool(self._tree.resident_mask(at.node, Tier.HOST) >> at.unit & 1)
 
+    def _note_names(self) -> None:
+        """Have it noted which documents chunks are that were named after they had come here."""
+        if not self._tree.renamed:
+            return
+        nodes = [node for node in self._tree.nodes() if node.id in self._tree.renamed]
+        self._tree.renamed.clear()
+        keys = [self._groups.offload_key(cast("Key", key)) for node in nodes for key in node.keys]
+        names = [name for key in keys if self._is_here(name := self._groups.chunk_name(key))]
+        if names:
+            notes = (self._groups.note_of(self._tree, self._groups.key_of_name(name)) for name in names)
+            self._io.rename([(name, note.doc_id) for name, note in zip(names, notes, strict=True)])
+
+    def _is_leaving(self, key: bytes, name: bytes) -> bool:
+        """Return whether a chunk is forgotten, and still being copied or overwritten."""
+        return key in self._controller.leaving or any(name in erasure.keys for erasure in self._erasures)
+
     def _abandon_loads(self) -> None:
         for load in self._loads.values():
             load.abandon()
@@ -258,7 +315,10 @@ class DiskTier(SecondaryTierManager):
     def _new_chunks(self, job: TransferJob) -> dict[bytes, int]:
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
         places = []
+        self.num_left()
         for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True):
+            if self._is_leaving(key, self._groups.chunk_name(key)):
+                continue
             if (at := self._tree.locate(unit_of(key))) is not None:
                 is_main = self._groups.is_main(key)
                 before = self._tree.key_before(at) if is_main else unit_of(key)
@@ -342,11 +402,12 @@ class DiskTier(SecondaryTierManager):
             self._writing.difference_update(outcome.keys)
             known = [name for name in outcome.keys if self._tree.locate(self._unit_of(name)) is not None]
             is_stored = self._is_enabled and outcome.error is None and not outcome.is_dropped
+            erased = {name for erasure in self._erasures for name in erasure.keys} if self._erasures else set()
             if is_stored:
-                self._stored.update(known)
+                self._stored.update(name for name in known if name not in erased)
             for name in known if self._is_enabled else ():
                 self._let_go(name)
-                if not is_stored:
+                if not is_stored or name in erased:
                     self._remove(name)
             if outcome.is_dropped or outcome.error is not None:
                 self._controller.counters.num_dropped_chunks += len(outcome.keys)
@@ -363,7 +424,7 @@ class DiskTier(SecondaryTierManager):
                 self._let_go(name)
                 if is_loaded:
                     loaded.append(OffloadKey(self._groups.key_of_name(name)))
-                elif not part.is_abandoned:
+                elif not part.is_abandoned and name in self._stored:  # else it was forgotten meanwhile
                     self._controller.counters.num_corrupt_chunks += 1
                     self._controller.record_change()
                     self._remove(name)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ragcache_core.vllm_plugin.compat import OffloadKey, ReqContext
+from ragcache_core.vllm_plugin.compat import OffloadingEvent, OffloadKey, ReqContext
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.compat import CachePolicy, OffloadingConnector, TieringOffloadingManager
+    from ragcache_core.vllm_plugin.compat import (
+        CachePolicy,
+        ChunkStatus,
+        CPUPrimaryTierOffloadingManager,
+        OffloadingConnector,
+        TieringOffloadingManager,
+    )
 
 
 def host_policy_of(manager: TieringOffloadingManager) -> CachePolicy:
@@ -32,6 +38,15 @@ def adopt_chunks(manager: TieringOffloadingManager, chunks: Mapping[OffloadKey, 
     tier.complete_store([key for key in asked if key not in chunks], owner, success=False)
     tier.complete_store(list(chunks), owner)
     tier.on_request_finished(owner)
+
+
+def discard_idle(tier: CPUPrimaryTierOffloadingManager, key: OffloadKey, chunk: ChunkStatus) -> None:
+    """Take a chunk that nobody holds out of the host tier, as if it had been evicted."""
+    tier._policy.remove(key)
+    tier._num_evictable_cache_chunks -= 1
+    tier._free_chunk(chunk)
+    if tier.events is not None:
+        tier.events.append(OffloadingEvent(keys=[key], medium=tier.medium, removed=True))
 
 
 def needs_steps(connector: OffloadingConnector) -> bool:
@@ -59,13 +74,19 @@ def num_copies_of_blocks(connector: OffloadingConnector) -> int:
     return len(connector.scheduler._jobs)
 
 
+def store_at_most(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:
+    """Make the offloading store no more than the first ``num_tokens`` of a request."""
+    if (state := connector.scheduler._req_status.get(request_id)) is not None:
+        limit = state.max_offload_tokens
+        state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
+
+
 def keep_from_storing(connector: OffloadingConnector, request_id: str, num_tokens: int) -> None:
     """Make the offloading store no more than the first ``num_tokens`` of a request, and forget the keys beyond."""
     offloading = connector.scheduler
     if (state := offloading._req_status.get(request_id)) is None:
         return
-    limit = state.max_offload_tokens
-    state.max_offload_tokens = num_tokens if limit is None else min(limit, num_tokens)
+    store_at_most(connector, request_id, num_tokens)
     for config, group in zip(offloading.config.kv_group_configs, state.group_states, strict=True):
         del group.offload_keys[num_tokens // config.tokens_per_chunk :]
 

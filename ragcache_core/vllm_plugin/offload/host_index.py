@@ -58,6 +58,7 @@ class HostIndex:
         self._work: deque[_Sealing | int] = deque()
         self._is_closing = threading.Event()
         self._is_broken = False
+        self._num_scrubs = 0
         self._index = ChunkIndex(path, owner=path.parent.name)
         self._thread = threading.Thread(target=self._write, name="ragcache-host-journal", daemon=True)
         self.restored: list[tuple[int, ChunkEntry]] = []
@@ -127,6 +128,16 @@ class HostIndex:
             if not self._is_broken:
                 self._work.append(chunk)
 
+    def scrub(self) -> None:
+        """Leave nothing in the file of what was taken out before."""
+        if not self._is_broken:
+            self._num_scrubs += 1
+
+    @property
+    def num_scrubs(self) -> int:
+        """How many of them are still to be done; none where the journal is gone."""
+        return 0 if self._is_broken else self._num_scrubs
+
     def close(self) -> None:
         """End the thread, close the index, and let go of host memory. Idempotent."""
         self._is_closing.set()
@@ -138,12 +149,16 @@ class HostIndex:
         is_closing = False
         while not is_closing:
             is_closing = self._is_closing.wait(_WRITE_EVERY_S)
+            num_scrubs = self._num_scrubs
             work = [self._work.popleft() for _ in range(len(self._work))]
             try:
                 # A chunk's valid sealing is its last word: what was taken out before it may go first.
                 if given_up := [chunk for chunk in work if isinstance(chunk, int)]:
                     self._index.delete(given_up)
                 self._seal(sealing for sealing in work if not isinstance(sealing, int))
+                if num_scrubs:
+                    self._index.scrub()
+                    self._num_scrubs -= num_scrubs
             except CacheTierError as error:
                 self._is_broken = True
                 logger.warning("Host memory will not survive the engine's death: %s", error)

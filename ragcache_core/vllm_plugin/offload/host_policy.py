@@ -9,18 +9,23 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from ragcache_core.tree import EvictedUnit, Location, admit, by_node
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
 from ragcache_core.vllm_plugin.compat import (
     CachePolicy,
     ChunkStatus,
     CPUPrimaryTierOffloadingManager,
+    LookupResult,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
 )
+from ragcache_core.vllm_plugin.offload.compat import discard_idle
 
 if TYPE_CHECKING:
     from ragcache_core.tree import TreeNode
@@ -72,6 +77,7 @@ class TreeCachePolicy(CachePolicy):
         self.journal: HostIndex | None = None
         self._capacity = cache_capacity
         self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._written: set[int] = set()
         self._lookups: dict[str, _Lookup] = {}
         self._num_promises: Counter[OffloadKey] = Counter()
         self._awaited: dict[OffloadKey, list[_Lookup]] = {}
@@ -87,6 +93,31 @@ class TreeCachePolicy(CachePolicy):
     def keep_journal(self, journal: HostIndex) -> None:
         """Write into ``journal`` what comes and is evicted from now on, and close it in the end."""
         self.journal = journal
+
+    # Forgetting
+
+    def keys_of(self, unit: Key) -> list[OffloadKey]:
+        """Return the chunks that are here of a unit, one for each group."""
+        keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
+        return [key for key in keys if key in self._chunks]
+
+    def take_unused(self) -> set[int]:
+        """Return, once, the numbers of chunks that were used and hold nothing now."""
+        unused = self._written - {chunk.chunk_id for chunk in self._chunks.values()}
+        self._written -= unused
+        return unused
+
+    def note_names(self) -> None:
+        """Have the journal note the documents of chunks that were named after they had come here."""
+        tree, journal = self.controller.tree, self.journal
+        if journal is None or not tree.renamed:
+            return
+        nodes = [node for node in tree.nodes() if node.id in tree.renamed]
+        tree.renamed.clear()
+        for key in [key for node in nodes for unit in node.keys for key in self.keys_of(cast("Key", unit))]:
+            if self._chunks[key].is_ready and key not in self._fleeting:
+                journal.unseal(self._chunks[key].chunk_id)
+                journal.seal(self._chunks[key].chunk_id, self.groups.chunk_name(key), self.groups.note_of(tree, key))
 
     # Admission
 
@@ -188,6 +219,7 @@ class TreeCachePolicy(CachePolicy):
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, *extra: Any) -> None:
         self._chunks[key] = chunk  # from 0.33 on vLLM says for which request
+        self._written.add(chunk.chunk_id)
         is_main = self.groups.is_main(key)
         self.num_other_chunks += not is_main
         if (location := self._locate(key)) is None:
@@ -367,14 +399,73 @@ class TreeCachePolicy(CachePolicy):
         return self.controller.tree.locate(unit_of(key))
 
 
-class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
-    """vLLM's host tier, which stores what its policy admits and passes over the rest; takes over one that is built.
+class TreeHostTier(CPUPrimaryTierOffloadingManager):
+    """vLLM's host tier, which can be told to forget documents; takes over one that is built.
+
+    A chunk that is forgotten while it is copied is found no more, and goes when nothing holds it. What has gone is
+    overwritten: host memory outlives the engine.
+    """
+
+    _policy: TreeCachePolicy
+
+    @classmethod
+    def take_over(cls, tier: CPUPrimaryTierOffloadingManager) -> None:
+        """Make ``tier`` one of this class, before its first request."""
+        tier.__class__ = cls
+        assert isinstance(tier, cls)
+        tier._policy.controller.forgetting.add_holder(tier)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return LookupResult.MISS if key in self._policy.controller.leaving else super().lookup(key, req_context)
+
+    def forget(self, forgotten: Forgotten) -> Freed:
+        """Give chunks up, or let no look-up find those that are being copied."""
+        keys = [key for unit in forgotten.units for key in self._policy.keys_of(unit)]
+        self._policy.controller.leaving.update(dict.fromkeys(keys))
+        self._give_up_idle()
+        self._overwrite(self._policy.take_unused())
+        num_bytes = len(keys) * self._policy.controller.tiers[Tier.HOST].block_bytes
+        return Freed({Tier.HOST: len(keys)}, {Tier.HOST: num_bytes})
+
+    def num_left(self) -> int:
+        """Give up what is copied no more, and return how many chunks of what was forgotten are still here."""
+        leaving = self._policy.controller.leaving
+        if leaving and self._give_up_idle():
+            self._overwrite(self._policy.take_unused())
+        journal = self._policy.journal
+        return len(leaving) + (0 if journal is None else journal.num_scrubs)
+
+    def why_left(self) -> None:
+        """Return None: copies end."""
+
+    def _give_up_idle(self) -> int:
+        """Give up what is forgotten and held by nobody; return how many chunks."""
+        num_gone = 0
+        leaving = self._policy.controller.leaving
+        for key in map(OffloadKey, list(leaving)):
+            chunk = self._policy.get(key)
+            if chunk is None or not chunk.ref_cnt:
+                del leaving[key]
+            if chunk is not None and not chunk.ref_cnt:
+                discard_idle(self, key, chunk)
+                num_gone += 1
+        return num_gone
+
+    def _overwrite(self, chunk_ids: Collection[int]) -> None:
+        view = self.get_kv_memoryview()
+        rows = np.frombuffer(view, np.uint8).reshape(view.shape)
+        for chunk_id in chunk_ids:
+            rows[chunk_id] = 0
+        if self._policy.journal is not None:
+            self._policy.journal.scrub()
+
+
+class SelectiveHostTier(TreeHostTier):
+    """A host tier that stores what its policy admits and passes over the rest.
 
     vLLM would otherwise make room for all that is computed, or, where the policy gives nothing up, ask again in every
     step.
     """
-
-    _policy: TreeCachePolicy
 
     @classmethod
     def take_over(cls, tier: CPUPrimaryTierOffloadingManager, *, is_selective: bool = True) -> None:
@@ -383,7 +474,7 @@ class SelectiveHostTier(CPUPrimaryTierOffloadingManager):
         One that is not ``is_selective`` passes over only what no hit will need; so does that of a model with several
         groups, where what was chosen to go need not go in the end.
         """
-        tier.__class__ = cls
+        super().take_over(tier)
         assert isinstance(tier, cls)
         tier._policy.is_selective = is_selective and not tier._policy.groups.others
 

@@ -17,6 +17,7 @@ from ragcache_core.runtime.shared_memory import outlives_engine, sweep_shared_me
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -31,7 +32,7 @@ from ragcache_core.vllm_plugin.identity import kv_identity
 from ragcache_core.vllm_plugin.offload.compat import adopt_chunks, host_policy_of
 from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
-from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy
+from ragcache_core.vllm_plugin.offload.host_policy import SelectiveHostTier, TreeCachePolicy, TreeHostTier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,6 +107,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
                 is_selective = self.controller.tree.policy.is_selective and not manager.secondary_tiers
                 if is_selective or policy.groups.others:
                     SelectiveHostTier.take_over(manager.primary_tier, is_selective=is_selective)
+                else:
+                    TreeHostTier.take_over(manager.primary_tier)
         assert self._manager is not None
         return self._manager
 
@@ -131,6 +134,9 @@ class RAGCacheSpec(TieringOffloadingSpec):
         self.controller.tree.clear_tier(Tier.DISK)
         capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in self.secondary_tier_configs)
         self.controller.add_tier(Tier.DISK, TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False))
+        directories = ", ".join(str(tier["directory"]) for tier in self.secondary_tier_configs)
+        why = f"the disk tier is out of service, and may hold it until the next start: delete {directories}"
+        self.controller.forgetting.add_holder(OutOfReach(why))
         self.secondary_tier_configs = []
         return super().get_manager()
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from ragcache_core.tree import Location, by_node
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks
 from ragcache_core.vllm_plugin.compat import (
     BlockPool,
@@ -263,6 +264,7 @@ class TreeBlockPool(BlockPool):
         assert isinstance(pool, cls)
         pool.controller = controller
         pool.free_block_queue = TreeFreeBlockQueue(free, pool, controller)
+        controller.forgetting.add_holder(pool)
         if controller.groups.others:
             controller.tiers[Tier.GPU].num_other_blocks = pool.num_other_blocks
         return pool.free_block_queue
@@ -283,7 +285,8 @@ class TreeBlockPool(BlockPool):
     ) -> None:
         state = self.controller.state_of(request.request_id)
         if state is not None and (first_private := state.first_private) is not None:
-            # What chunk reuse provided: no look-up would find it, so it is no content.
+            # What chunk reuse provided, or is forgotten: no look-up is to find it, so it is no content.
+            first_private = first_private * self.controller.tokens_per_block // block_size
             num_full_blocks = min(num_full_blocks, max(first_private, num_cached_blocks))
             block_mask = None if block_mask is None else block_mask[: num_full_blocks - num_cached_blocks]
         super().cache_full_blocks(
@@ -295,10 +298,32 @@ class TreeBlockPool(BlockPool):
         if kv_cache_group_id != self.controller.groups.main:
             return
         tree = self.controller.tree
+        places = (self.controller.locate_block(request.block_hashes, i, request.request_id) for i in cached)
         # by_node reads ahead: where that makes the tree cut a node, it is behind the units that were located before
-        for node, units in by_node(self.controller.locate_block(request.block_hashes, i) for i in cached):
+        for node, units in by_node(places):
             tree.hold(node, units, Tier.GPU)
             tree.add(node, units, Tier.GPU)
+
+    # A holder of what may be forgotten
+
+    def forget(self, forgotten: Forgotten) -> Freed:
+        """Let no look-up find blocks; those in use are free, and without content, when their requests end."""
+        groups = self.controller.groups
+        num_blocks = 0
+        for unit in forgotten.units:
+            for group in (groups.main, *groups.others):
+                copies = cached_copies(self, make_block_hash_with_group_id(unit, group))
+                num_blocks += len(copies)
+                self.evict_blocks({copy.block_id for copy in copies})
+        num_bytes = num_blocks * self.controller.block_bytes
+        return Freed({Tier.GPU: num_blocks}, {Tier.GPU: num_bytes})
+
+    def num_left(self) -> int:
+        """Return 0: what requests keep is theirs alone."""
+        return 0
+
+    def why_left(self) -> None:
+        """Return None."""
 
     def reset_prefix_cache(self) -> bool:
         self.free_block_queue.place_returned()  # while they have their content

@@ -20,6 +20,14 @@ class _Reporting:
         report: dict[str, object] = self.get_kv_connector().controller.report()
         return report
 
+    def forget(self, doc_ids: list[str]) -> dict[str, object]:
+        """Return why nothing is forgotten: vLLM's own blocks are in no tree."""
+        return {"refused": "this release of vLLM is unknown, and caches without RAGCache"}
+
+    def left(self) -> dict[str, object]:
+        """Return that nothing is left."""
+        return {"num_requests": 0, "num_blocks": 0, "problems": []}
+
     def cached_paths(self, cursor: str) -> dict[str, object]:
         """Return what is cached by the tree, which knows of no block here."""
         changes: dict[str, object] = self.get_kv_connector().controller.paths.changes(cursor)

@@ -154,6 +154,16 @@ class _TreeScheduling:
         """Return what is cached and counted, also before the first step with which it is sent."""
         return self._controller.report()
 
+    def forget(self, doc_ids: list[str]) -> dict[str, object]:
+        """Give documents up in all tiers, and return the receipt, or why it cannot be done."""
+        if self._tree_queue is None:
+            return {"refused": "this model's groups of KV caches are in vLLM's own order, which knows no documents"}
+        return self._controller.forget(set(doc_ids))
+
+    def left(self) -> dict[str, object]:
+        """Return what is left of what was forgotten."""
+        return self._controller.forgetting.left()
+
     def cached_paths(self, cursor: str) -> dict[str, object]:
         """Return which documents are cached after which others, as far as that has changed since ``cursor``."""
         return self._controller.paths.changes(cursor)

@@ -1,0 +1,177 @@
+"""Documents that are to be gone: from every tier and every chunk, with what stands behind them.
+
+What nobody uses is given up at once. A request that is in the engine keeps what it has, and nobody else finds that any
+more; what it stores no further goes with it. A tier whose disk writes or reads of it leaves it when that has ended::
+
+    forget -> every holder gives up what it can -> [requests end, transfers end, the disk has overwritten it] -> gone
+
+Documents are known by the ids under which requests named them, in their spans. The same tokens under several ids are
+the documents of all these ids: to forget one is to forget that KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ragcache_core.tree import KnowledgeTree
+from ragcache_core.types import DocId, SegmentKind, Tier
+from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
+
+if TYPE_CHECKING:
+    from collections.abc import Set
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What is to be given up.
+
+    Attributes:
+        doc_ids: the documents.
+        units: of the tree, as they stand there and behind, each before those that stand on it.
+        requests: those in the engine that keep some of it, each with its first such block.
+    """
+
+    doc_ids: Set[DocId]
+    units: Collection[Key]
+    requests: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Freed:
+    """What a holder gave up, or will when it is let go: blocks and bytes by tier, variants of chunks, ids it knew."""
+
+    num_blocks: dict[Tier, int] = field(default_factory=dict)
+    num_bytes: dict[Tier, int] = field(default_factory=dict)
+    num_variants: int = 0
+    doc_ids: set[DocId] = field(default_factory=set)
+
+    def add(self, other: Freed) -> None:
+        """Add what another holder gave up."""
+        for mine, theirs in ((self.num_blocks, other.num_blocks), (self.num_bytes, other.num_bytes)):
+            for tier, number in theirs.items():
+                mine[tier] = mine.get(tier, 0) + number
+        self.num_variants += other.num_variants
+        self.doc_ids |= other.doc_ids
+
+
+class Holder(Protocol):
+    """A tier, or whatever else keeps KV of documents."""
+
+    def forget(self, forgotten: Forgotten) -> Freed:
+        """Give up what is forgotten, or let nobody find it until it is let go; return how much that is."""
+        ...
+
+    def num_left(self) -> int:
+        """Return how much of what was forgotten is still here, after giving up what can be given up now."""
+        ...
+
+    def why_left(self) -> str | None:
+        """Return why something may stay here for good, with the cure; None if nothing does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfReach:
+    """A holder that cannot be asked, and says why: it may have anything."""
+
+    why: str
+
+    def forget(self, forgotten: Forgotten) -> Freed:
+        """Give up nothing."""
+        return Freed()
+
+    def num_left(self) -> int:
+        """Return 0: nobody knows."""
+        return 0
+
+    def why_left(self) -> str:
+        """Return why."""
+        return self.why
+
+
+class Forgetting:
+    """Forgets documents, and knows what of them is left.
+
+    Args:
+        tree: knows where they are.
+        requests: those in the engine, by id.
+        tokens_per_block: of a unit.
+
+    Attributes:
+        store_at_most: stores no more of a request below the GPU than so many tokens, if there is anything below.
+    """
+
+    def __init__(self, tree: KnowledgeTree, requests: Mapping[str, RequestState], tokens_per_block: int) -> None:
+        self._tree = tree
+        self._requests = requests
+        self._tokens_per_block = tokens_per_block
+        self._holders: list[Holder] = []
+        self._is_waiting = False
+        self.store_at_most: Callable[[str, int], None] | None = None
+
+    def add_holder(self, holder: Holder) -> None:
+        """Have somebody told of what is forgotten."""
+        self._holders.append(holder)
+
+    def remove_holder(self, holder: Holder) -> None:
+        """Tell somebody no more who is given up."""
+        if holder in self._holders:
+            self._holders.remove(holder)
+
+    def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
+        """Give documents up, and return the receipt; see :class:`~ragcache_core.stats.ForgetReceipt`."""
+        tops = self._tree.named(doc_ids)
+        nodes = [node for top in tops for node in top.below()]
+        units = [cast("Key", key) for node in nodes for key in node.keys]
+        named = {name for node in nodes for name in (node.doc_id, *node.other_ids)}
+        freed = Freed(doc_ids={doc_id for doc_id in doc_ids if doc_id in named})
+        forgotten = Forgotten(doc_ids, units, self._concerned(doc_ids, frozenset(units), freed))
+        for request_id, first_block in forgotten.requests.items():
+            state = self._requests[request_id]
+            state.has_forgotten = True
+            if state.first_private is None or first_block < state.first_private:
+                state.first_private = first_block
+                if self.store_at_most is not None:
+                    self.store_at_most(request_id, first_block * self._tokens_per_block)
+        for holder in self._holders:
+            freed.add(holder.forget(forgotten))
+        self._is_waiting = True
+        num_paths = sum(
+            node.is_named(doc_ids) and not (node.parent is not None and node.doc_id == node.parent.doc_id)
+            for node in nodes
+        )
+        self._tree.forget(tops)
+        return {
+            "forgotten": sorted(freed.doc_ids),
+            "num_paths": num_paths,
+            "num_variants": freed.num_variants,
+            "num_blocks": {tier.label: number for tier, number in sorted(freed.num_blocks.items())},
+            "num_bytes": {tier.label: number for tier, number in sorted(freed.num_bytes.items())},
+        }
+
+    def left(self) -> dict[str, object]:
+        """Return what is left of all that was forgotten so far, after giving up what can be given up now."""
+        return {
+            "num_requests": sum(state.has_forgotten for state in self._requests.values()),
+            "num_blocks": sum(holder.num_left() for holder in self._holders),
+            "problems": [why for holder in self._holders if (why := holder.why_left()) is not None],
+        }
+
+    def sweep(self) -> None:
+        """Give up what could not be given up before, and can be now."""
+        if self._is_waiting:
+            self._is_waiting = sum(holder.num_left() for holder in self._holders) > 0
+
+    def _concerned(self, doc_ids: Set[DocId], units: Set[Key], freed: Freed) -> dict[str, int]:
+        """Return the requests in the engine that have something of it, each with its first such block."""
+        first: dict[str, int] = {}
+        for request_id, state in self._requests.items():
+            documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT and s.doc_id in doc_ids]
+            freed.doc_ids.update(cast("DocId", document.doc_id) for document in documents)
+            blocks = [document.start // self._tokens_per_block for document in documents[:1]]
+            blocks += [next((i for i, key in enumerate(state.keys) if key in units), len(state.keys))]
+            if documents or blocks[-1] < len(state.keys):
+                first[request_id] = min(blocks)
+        return first
