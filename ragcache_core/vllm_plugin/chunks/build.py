@@ -97,6 +97,7 @@ def build_scheduling(
         is_eager=vllm_config.model_config.enforce_eager,
         order=order,
         is_guess=is_guess,
+        page_bytes=page_bytes * num_workers,
     )
 
 

@@ -143,6 +143,14 @@ class ChunkReuse(KVConnectorBase_V1):
 
     # Scheduler side
 
+    def _begin(self, controller: CacheController) -> None:
+        super()._begin(controller)
+        controller.forgetting.add_holder(self.scheduling)
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether an engine without requests goes on stepping: workers are told what to do in a step."""
+        return super().has_pending_push_work() or self.scheduling.library.is_scrubbing
+
     def _read(self, request: Request, metadata: RequestMetadata) -> None:
         documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
         wanted = metadata.chunk_reuse
@@ -154,7 +162,8 @@ class ChunkReuse(KVConnectorBase_V1):
             return
         places = [(each.start, each.end if each.text_end is None else each.text_end) for each in documents]
         spans = chunk_spans(request.prompt_token_ids, places)  # without what separates them
-        self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options)
+        doc_ids = [document.doc_id or "" for document in documents]
+        self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options, doc_ids)
 
     def _options(self, request: Request, asked: ChunkReuseRequest) -> ReuseOptions | None:
         """Return how a request's chunks are reused; None if they cannot be."""

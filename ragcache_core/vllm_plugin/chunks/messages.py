@@ -19,7 +19,7 @@ from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 class WriteChunk:
     """Write a variant's pages, its tokens and its statistics to disk; the pages are left alone until it is reported.
 
-    ``token_ids`` are 32 bits each. ``frequency`` and ``worth`` are noted with it.
+    ``token_ids`` are 32 bits each. ``frequency``, ``worth`` and ``documents`` are noted with it.
     """
 
     command_id: int
@@ -28,6 +28,7 @@ class WriteChunk:
     pages: tuple[int, ...]
     frequency: float
     worth: float
+    documents: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,27 @@ class DropChunks:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubDisk:
+    """Leave nothing on disk of what was deleted before."""
+
+    command_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class NameChunks:
+    """Note anew which documents variants on disk are: key, number, documents."""
+
+    names: tuple[tuple[ChunkKey, int, frozenset[str]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NoteUses:
     """Note anew what variants on disk are worth: key, number, frequency, worth."""
 
     uses: tuple[tuple[ChunkKey, int, float, float], ...]
 
 
-MemoryCommand = WriteChunk | ReadChunk | DropChunks | NoteUses
+MemoryCommand = WriteChunk | ReadChunk | DropChunks | ScrubDisk | NameChunks | NoteUses
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +99,14 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A variant that a worker found on its disk at the start, its tokens, and what it was worth."""
+    """A variant that a worker found on its disk at the start, its tokens, what it was worth, and
+    its documents and those before it, see :func:`~ragcache_core.vllm_plugin.chunks.page_layout.digest_of`."""
 
     variant: ChunkVariant
     token_ids: bytes
     frequency: float
     worth: float
+    documents: frozenset[str] = frozenset()
 
 
 CaptureId = tuple[str, ChunkKey, int]

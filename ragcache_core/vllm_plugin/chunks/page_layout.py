@@ -7,6 +7,7 @@ reports come up with its output.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics
 from ragcache_core.errors import ConfigError
+from ragcache_core.types import DocId
 
 STATISTICS_BYTES = 4096
 """Size of a piece of what is stored about a chunk beside its pages."""
@@ -23,6 +25,7 @@ _SLOT_BYTES = 4096  # slots on disk are aligned to this
 _KEY_BYTES = 32
 _HEADER = struct.Struct("<IIIdd32s")  # format, number of tokens, length of the prefix, intra, inherited, context
 _FORMAT = 3
+_DIGEST_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,11 @@ class LayerShape:
 
     num_kv_heads: int
     head_dim: int
+
+
+def digest_of(doc_id: DocId) -> str:
+    """Return how a document is named beside its chunks: short enough for all of a prompt's to be noted with each."""
+    return hashlib.sha256(doc_id.encode("utf-8", "surrogateescape")).hexdigest()[:_DIGEST_CHARS]
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:

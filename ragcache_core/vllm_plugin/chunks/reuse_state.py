@@ -71,6 +71,10 @@ class ReuseState:
     token_ids: Sequence[int]
     spans: tuple[ChunkSpan, ...]
     options: ReuseOptions
+    documents: tuple[str, ...] = ()
+    """Digests of the documents that ``spans`` are."""
+    is_forgotten: bool = False
+    """A document of it is; nothing of it is kept any more."""
     figures: ReuseFigures = field(default_factory=ReuseFigures)
     offered: ReusePlan | None = None
     is_tried: bool = False

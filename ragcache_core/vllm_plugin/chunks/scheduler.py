@@ -18,6 +18,8 @@ import numpy as np
 from ragcache_core.chunk.recompute import losses
 from ragcache_core.chunk.types import ChunkSpan
 from ragcache_core.policy import PrefillCost
+from ragcache_core.types import DocId, Tier
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     Capture,
@@ -29,6 +31,7 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     ChunkStep,
     Slice,
 )
+from ragcache_core.vllm_plugin.chunks.page_layout import digest_of
 from ragcache_core.vllm_plugin.chunks.planner import ChunkPlans
 from ragcache_core.vllm_plugin.chunks.reuse_state import (
     OpenCapture,
@@ -57,6 +60,7 @@ class ChunkScheduling:
             before the first reused chunk the same to the last bit, and others may find it.
         order: which jobs may run in a step, the speculative ones last; all, as they came, by default.
         is_guess: whether a request is speculative; none is by default.
+        page_bytes: of a page, on all workers.
     """
 
     def __init__(
@@ -71,7 +75,9 @@ class ChunkScheduling:
         is_eager: bool = True,
         order: Callable[[Iterable[str]], list[str]] = list,
         is_guess: Callable[[str], bool] = lambda _: False,
+        page_bytes: int = 0,
     ) -> None:
+        self._page_bytes = page_bytes
         self._shares_beginnings = is_eager
         self.library = library
         self._order = order
@@ -89,10 +95,18 @@ class ChunkScheduling:
         self._forgotten: list[str] = []
 
     def on_new_request(
-        self, request_id: str, token_ids: Sequence[int], spans: Sequence[ChunkSpan], options: ReuseOptions
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        spans: Sequence[ChunkSpan],
+        options: ReuseOptions,
+        doc_ids: Sequence[DocId] = (),
     ) -> None:
-        """Take a request with chunk reuse on; ``token_ids`` grow with its answer."""
-        request = self._requests[request_id] = ReuseState(token_ids, tuple(spans), options)
+        """Take a request with chunk reuse on; ``token_ids`` grow with its answer, ``doc_ids`` name its ``spans``."""
+        documents = tuple(map(digest_of, doc_ids))
+        request = self._requests[request_id] = ReuseState(token_ids, tuple(spans), options, documents)
+        for span, document in zip(spans if documents else (), documents, strict=True):
+            self.library.name(span.key, document)
         self.plans.preload(request_id, request)
 
     def is_known(self, request_id: str) -> bool:
@@ -209,6 +223,37 @@ class ChunkScheduling:
             self._forget(request_id, request)
         return request.figures
 
+    # A holder of what may be forgotten
+
+    def forget(self, forgotten: Forgotten) -> Freed:
+        """Drop the chunks of documents and those that were computed behind them, and keep none that is computed now."""
+        digests = {digest_of(doc_id): doc_id for doc_id in forgotten.doc_ids}
+        gone = self.library.forget(digests.keys())
+        for request_id, request in list(self._requests.items()):
+            keys = (span.key for span in request.spans)
+            if not digests.keys().isdisjoint(request.documents) or not gone.keys.isdisjoint(keys):
+                request.is_forgotten = True
+                self._stop_capturing(request_id, request)
+        num_bytes = {Tier.HOST: gone.num_pages, Tier.DISK: gone.num_disk_pages}
+        return Freed(
+            {},
+            {tier: num_pages * self._page_bytes for tier, num_pages in num_bytes.items() if num_pages},
+            gone.num_variants,
+            {digests[digest] for digest in gone.documents},
+        )
+
+    def num_left(self) -> int:
+        """Return how many variants requests still hold, and how many disks are being overwritten."""
+        return self.library.num_forgotten()
+
+    def why_left(self) -> str | None:
+        """Return why a chunk may stay on disk: a worker's is out of service."""
+        if not self.library.is_disk_down:
+            return None
+        return (
+            "the disk of a worker's chunks is out of service, and may hold it: delete its folder before the next start"
+        )
+
     def clear(self) -> None:
         """Forget all stored chunks, and keep none of those that are being computed."""
         self.stop_capturing()
@@ -217,16 +262,7 @@ class ChunkScheduling:
     def stop_capturing(self) -> None:
         """Keep no chunk that is being computed: the blocks of requests are theirs no longer."""
         for request_id, request in list(self._requests.items()):
-            if request.open:
-                self._forgotten.append(request_id)
-                for each in request.open.values():
-                    self.library.abandon(each.reservation)
-                request.open.clear()
-            if not request.is_running:
-                request.offered = None
-            if request.is_over:  # it only waited for its captures
-                self._forget(request_id, request)
-        self._capturing.clear()
+            self._stop_capturing(request_id, request)
 
     # Steps
 
@@ -308,18 +344,33 @@ class ChunkScheduling:
     # Captures
 
     def _reserve(self, request_id: str, request: ReuseState, spans: Iterable[ChunkSpan]) -> None:
-        for span in spans:
+        for span in () if request.is_forgotten else spans:
             before = request.spans[: request.spans.index(span)]
             lost = tuple(request.lost[: len(before)])
             token_ids = request.token_ids[span.start : span.end]
             inherits = max(lost, default=0.0)
-            reservation = self.library.reserve(span.key, token_ids, span.context, request_id, inherits=inherits)
+            documents = request.documents[: len(before) + 1]
+            reservation = self.library.reserve(
+                span.key, token_ids, span.context, request_id, inherits=inherits, documents=documents
+            )
             if reservation is None:
                 continue
             name = (request_id, reservation.key, reservation.number)
             places = tuple((each.start, each.end) for each in before)
             capture = Capture(name, span.start, span.end, places, reservation.pages)
             request.open[name] = OpenCapture(capture, reservation, before, lost)
+
+    def _stop_capturing(self, request_id: str, request: ReuseState) -> None:
+        if request.open:
+            self._forgotten.append(request_id)
+            for each in request.open.values():
+                self.library.abandon(each.reservation)
+            request.open.clear()
+        self._capturing.discard(request_id)
+        if not request.is_running:
+            request.offered = None
+        if request.is_over:  # it only waited for its captures
+            self._forget(request_id, request)
 
     def _commit(self, name: CaptureId, captured: CapturedChunk | None) -> None:
         request = self._requests.get(name[0])

@@ -18,8 +18,10 @@ from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryReport,
+    NameChunks,
     NoteUses,
     ReadChunk,
+    ScrubDisk,
     StoredChunk,
     WriteChunk,
 )
@@ -66,7 +68,7 @@ def found(books: ChunkManager, ids: Sequence[int]) -> tuple[ChunkVariant, ...]:
 def report_all(books: ChunkManager, *, failed: bool = False) -> list[Any]:
     """Carry out every command, as one worker does, and return them."""
     commands = list(books.take_commands())
-    ids = Counter(c.command_id for c in commands if isinstance(c, WriteChunk | ReadChunk))
+    ids = Counter(c.command_id for c in commands if isinstance(c, WriteChunk | ReadChunk | ScrubDisk))
     books.on_report(MemoryReport(num_failed=ids) if failed else MemoryReport(num_done=ids))
     return commands
 
@@ -579,3 +581,92 @@ class LibraryMachine(RuleBasedStateMachine):
         while self.running:
             self.books.on_report(MemoryReport(num_done=Counter({self.running.pop().command_id: 2})))
         assert not any(v.num_pins for c in self.books._stock.chunks.values() for v in c.stored.values())
+
+
+def _captured(books: ChunkManager, number: int, documents: Sequence[str], behind: Sequence[int] = ()) -> ChunkVariant:
+    """Capture a chunk, the last of ``documents``, behind others."""
+    ids, context = tokens(number), chunk_key([0, *behind])
+    reservation = books.reserve(chunk_key(ids), ids, context, "r", inherits=0.0, documents=documents)
+    assert reservation is not None
+    prefix = tuple(chunk_key(tokens(each)) for each in behind)
+    masses = (0.25,) * len(prefix)
+    lengths = (2 * T,) * len(prefix)
+    measured = ChunkStatistics(prefix, lengths, masses, 0.5, (0.125,) * len(ids), context=context)
+    variant = books.commit(reservation, measured)
+    assert variant is not None
+    return variant
+
+
+def test_a_forgotten_document_takes_all_its_variants_and_those_behind_it_along() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    own = []
+    for documents, before in ((["a"], []), (["b", "a"], [2])):
+        own.append(_captured(books, 1, documents, before))
+        report_all(books)
+    behind = _captured(books, 3, ["b", "a", "c"], [2, 1])
+    report_all(books)
+    other = _captured(books, 2, ["b"])
+    report_all(books)
+    forgotten = books.forget({"a", "never stored"})
+    assert forgotten.documents == {"a"}
+    assert (forgotten.num_variants, forgotten.num_pages, forgotten.num_disk_pages) == (3, 6, 6)
+    assert found(books, tokens(1)) == found(books, tokens(3)) == ()
+    assert all(map(books.is_lost, [*own, behind]))
+    assert found(books, tokens(2)) == (other,)
+    assert books.num_forgotten() == 1, "disks are still to be overwritten"
+    commands = report_all(books)
+    assert [type(command) for command in commands] == [DropChunks] * 3 + [ScrubDisk], "in this order"
+    assert books.num_forgotten() == 0
+    assert not books.is_disk_down
+
+
+def test_a_variant_goes_by_the_document_before_it_even_when_that_one_is_stored_no_more() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    behind = _captured(books, 3, ["a", "c"], [1])
+    report_all(books)
+    assert books.forget({"a"}).documents == {"a"}
+    assert books.is_lost(behind)
+
+
+def test_the_same_tokens_under_another_id_are_forgotten_by_either() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    variant = _captured(books, 1, ["a"])
+    report_all(books)
+    books.name(chunk_key(tokens(1)), "copy of a")
+    (named,) = report_all(books)
+    assert named == NameChunks(((variant.key, variant.number, frozenset({"a", "copy of a"})),))
+    books.name(chunk_key(tokens(1)), "copy of a")
+    assert report_all(books) == [], "once"
+    assert books.forget({"copy of a"}).num_variants == 1
+    assert books.is_lost(variant)
+
+
+def test_what_a_request_reads_of_a_forgotten_document_goes_when_it_is_released() -> None:
+    books = library(num_disk_pages=NUM_DISK_PAGES)
+    variant = _captured(books, 1, ["a"])
+    report_all(books)
+    assert books.pin([variant], "reader")
+    books.forget({"a"})
+    assert found(books, tokens(1)) == ()
+    report_all(books)
+    assert books.num_forgotten() == 1
+    books.release("reader")
+    assert books.num_forgotten() == 1
+    assert [type(command) for command in report_all(books)] == [DropChunks, ScrubDisk]
+    assert books.num_forgotten() == books.num_used_pages == books.num_used_disk_pages == 0
+
+
+def test_what_a_start_finds_on_disk_is_known_by_its_documents_and_every_worker_overwrites_it() -> None:
+    before = library(num_disk_pages=NUM_DISK_PAGES)
+    variant = _captured(before, 1, ["a"])
+    written = next(command for command in report_all(before) if isinstance(command, WriteChunk))
+    assert written.documents == {"a"}
+    books = library(num_disk_pages=NUM_DISK_PAGES, num_workers=2)
+    stored = StoredChunk(variant, written.token_ids, 1.0, 1.0, written.documents)
+    assert books.restore([[stored], [stored]]) == 1
+    assert books.forget({"a"}).documents == {"a"}
+    (scrub,) = (command for command in books.take_commands() if isinstance(command, ScrubDisk))
+    books.on_report(MemoryReport(num_done=Counter({scrub.command_id: 1})))
+    assert books.num_forgotten() == 1
+    books.on_report(MemoryReport(num_done=Counter({scrub.command_id: 1})))
+    assert books.num_forgotten() == 0

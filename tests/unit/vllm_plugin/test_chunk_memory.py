@@ -18,7 +18,15 @@ from ragcache_core.chunk.types import ChunkStatistics, ChunkVariant, chunk_key
 from ragcache_core.chunkstore import async_store
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheLockedError, CacheTierError, ConfigError
-from ragcache_core.vllm_plugin.chunks.messages import DropChunks, MemoryReport, NoteUses, ReadChunk, WriteChunk
+from ragcache_core.vllm_plugin.chunks.messages import (
+    DropChunks,
+    MemoryReport,
+    NameChunks,
+    NoteUses,
+    ReadChunk,
+    ScrubDisk,
+    WriteChunk,
+)
 from ragcache_core.vllm_plugin.chunks.page_layout import (
     LayerShape,
     num_disk_pages_within,
@@ -179,6 +187,64 @@ def test_what_uses_are_noted_is_found_after_a_restart(opening: Opening) -> None:
     before.close()
     [stored] = opening().stored()
     assert (stored.frequency, stored.worth) == (9.0, 8.0)
+
+
+def test_the_documents_of_a_chunk_are_found_after_a_restart_and_those_that_it_was_named_later(opening: Opening) -> None:
+    before = opening()
+    fill(before, (1,), 5)
+    variant, token_ids = chunk(5)
+    documents = frozenset(f"{number:016x}" for number in range(128))  # as many as a request may have
+    before.run([WriteChunk(0, variant, token_ids, (1,), 1.0, 1.0, documents)])
+    before.drain()
+    before.close()
+    again = opening()
+    [stored] = again.stored()
+    assert stored.documents == documents
+    again.run([NameChunks(((variant.key, 0, frozenset({"a", "b"})),))])
+    again.close()
+    [stored] = opening().stored()
+    assert stored.documents == {"a", "b"}
+
+
+def test_nothing_is_left_in_the_files_of_chunks_that_were_deleted_before_a_scrub(
+    opening: Opening, tmp_path: Path
+) -> None:
+    memory = opening()
+    for number in range(2):
+        write(memory, (1, 2, 3), 13, number)
+    marks = [[chunk(13, n)[1], kv(0, 13, seed=n)[1][:5].numpy().tobytes(), chunk(13, n)[0].key] for n in range(2)]
+    memory.run([DropChunks(((chunk(13)[0].key, 0, 3),))])
+    memory.drain()
+    gone, kept = marks
+    assert any(mark in _files(tmp_path) for mark in gone), "a slot that is free holds what it held"
+    memory.run([ScrubDisk(77)])
+    memory.drain()
+    assert memory.take_report().num_done == {77: 1}
+    files = _files(tmp_path)
+    assert [mark in files for mark in (*gone, *kept)] == [False] * 3 + [True] * 3
+    assert read(memory, (6, 0, 1), 13, number=1).num_done == {101: 1}
+    assert holds(memory, (6, 0, 1), 13, seed=1)
+
+
+def test_a_disk_that_cannot_be_scrubbed_fails_and_is_out_of_service(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = opening()
+    write(memory, (1,), 5)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(SlotFile, "erase", fail)
+    memory.run([ScrubDisk(77)])
+    memory.drain()
+    report = memory.take_report()
+    assert report.num_failed == {77: 1}
+    assert report.is_disk_down or memory.take_report().is_disk_down
+
+
+def _files(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def test_a_store_of_other_weights_is_not_read(opening: Opening) -> None:

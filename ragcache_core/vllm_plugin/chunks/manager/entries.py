@@ -11,7 +11,10 @@ from ragcache_core.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages that a request may fill with a chunk's KV, which stands in ``context``; ``number`` is its own."""
+    """Pages that a request may fill with a chunk's KV, which stands in ``context``; ``number`` is its own.
+
+    ``documents`` are the chunk's and those before it, by their digests.
+    """
 
     number: int
     key: ChunkKey
@@ -19,6 +22,7 @@ class Reservation:
     context: ContextKey
     pages: tuple[int, ...]
     request_id: str
+    documents: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -26,6 +30,7 @@ class Variant:
     """A stored KV of a chunk: where it is, and who holds it.
 
     ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
+    ``documents`` are digests of the chunk's documents and of those before it.
     """
 
     variant: ChunkVariant
@@ -36,6 +41,7 @@ class Variant:
     is_loading: bool = False
     is_writing: bool = False
     is_doomed: bool = False
+    documents: frozenset[str] = frozenset()
 
     @property
     def is_idle(self) -> bool:
@@ -53,18 +59,33 @@ class Variant:
 
 @dataclass(slots=True)
 class StoredVariants:
-    """A chunk: its token ids, 32 bits each, its variants by number, and the contexts of those that are captured now."""
+    """A chunk: its token ids, 32 bits each, its variants by number, and the contexts of those that are captured now.
+
+    ``names`` are digests of the documents that it is.
+    """
 
     key: ChunkKey
     token_ids: bytes
     num_tokens: int
     stored: dict[int, Variant] = field(default_factory=dict)
     reserved: dict[int, ContextKey] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
 
     @property
     def num_variants(self) -> int:
         """Variants that are stored or on their way."""
         return len(self.stored) + len(self.reserved)
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenChunks:
+    """What was dropped of documents: their chunks, the documents that were found, variants and pages."""
+
+    keys: set[ChunkKey]
+    documents: set[str]
+    num_variants: int
+    num_pages: int
+    num_disk_pages: int
 
 
 @dataclass(slots=True)

@@ -12,11 +12,17 @@ that the tiers' own policy ranks lowest gives up a variant: of its variants the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
 from ragcache_core.policy import PrefillCost, ReplacementPolicy
-from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, Reservation, StoredVariants, Variant
+from ragcache_core.vllm_plugin.chunks.manager.entries import (
+    ChunkCounters,
+    ForgottenChunks,
+    Reservation,
+    StoredVariants,
+    Variant,
+)
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkResidency
 from ragcache_core.vllm_plugin.chunks.messages import MemoryCommand, MemoryReport, StoredChunk
@@ -147,12 +153,14 @@ class ChunkManager:
         request_id: str,
         *,
         inherits: float,
+        documents: Sequence[str] = (),
     ) -> Reservation | None:
         """Return pages for a chunk that is computed in ``context``, of which others are evicted where need be.
 
         ``inherits`` is the most that it may inherit of what those before it have lost; it takes the place of one that
         inherited more. None: that variant is stored or on its way, the chunk is longer than the memory or was stored
-        with other tokens, or all pages are held. The chunk counts as retrieved in any case.
+        with other tokens, or all pages are held. The chunk counts as retrieved in any case. ``documents`` are the
+        digests of those before it and, last, its own.
         """
         num_tokens = len(token_ids)
         self._ranks.record_miss(key, num_tokens)
@@ -171,7 +179,10 @@ class ChunkManager:
         self._stock.chunks[key] = chunk
         number, self._num_reservations = self._num_reservations, self._num_reservations + 1
         chunk.reserved[number] = context
-        reservation = Reservation(number, key, num_tokens, context, self._stock.take_pages(num_pages), request_id)
+        pages = self._stock.take_pages(num_pages)
+        reservation = Reservation(number, key, num_tokens, context, pages, request_id, frozenset(documents))
+        for document in documents[-1:]:
+            self._stock.name(chunk, document)
         self._reservations.setdefault(request_id, []).append(reservation)
         return reservation
 
@@ -198,7 +209,7 @@ class ChunkManager:
             return None
         del chunk.reserved[reservation.number]
         variant = self._stock.variants.add(reservation.key, reservation.num_tokens, statistics)
-        stored = Variant(variant, len(reservation.pages))
+        stored = Variant(variant, len(reservation.pages), documents=reservation.documents)
         with self._stock.changing(chunk, stored):
             stored.pages = reservation.pages
             chunk.stored[variant.number] = stored
@@ -210,6 +221,58 @@ class ChunkManager:
         """Give reserved pages back: the chunk was not captured. Idempotent."""
         if self._withdraw(reservation):
             self._give_back(reservation)
+
+    # Documents
+
+    def name(self, key: ChunkKey, document: str) -> None:
+        """Take note that a chunk, if it is stored, is a document, by its digest."""
+        if (chunk := self._stock.chunks.get(key)) is not None:
+            self._stock.name(chunk, document)
+
+    def forget(self, documents: Set[str]) -> ForgottenChunks:
+        """Drop all variants of documents, given by their digests, and of chunks that were computed behind them.
+
+        What a request or a transfer holds goes when it is released; until then it is not found.
+        """
+        keys = {key for key, chunk in self._stock.chunks.items() if not chunk.names.isdisjoint(documents)}
+        gone = [
+            (chunk, stored)
+            for chunk in list(self._stock.chunks.values())
+            for stored in list(chunk.stored.values())
+            if not stored.is_doomed
+            and (
+                chunk.key in keys
+                or not stored.documents.isdisjoint(documents)
+                or not keys.isdisjoint(stored.variant.statistics.prefix)
+            )
+        ]
+        found = {name for chunk, stored in gone for name in (*chunk.names, *stored.documents)} & documents
+        forgotten = ForgottenChunks(
+            keys,
+            found | {name for key in keys for name in self._stock.chunks[key].names & documents},
+            len(gone),
+            sum(len(stored.pages) for _, stored in gone),
+            sum(stored.num_pages for _, stored in gone if stored.is_on_disk),
+        )
+        for chunk, stored in gone:
+            self._stock.doom(chunk, stored)
+        self._stock.is_scrub_due = self._stock.num_disk_pages > 0
+        return forgotten
+
+    def num_forgotten(self) -> int:
+        """Return how much of what was forgotten is still here, in memory or on a worker's disk."""
+        variants = (stored for chunk in self._stock.chunks.values() for stored in chunk.stored.values())
+        return sum(stored.is_doomed for stored in variants) + self._stock.num_scrubs
+
+    @property
+    def is_scrubbing(self) -> bool:
+        """Whether workers have to overwrite what was deleted on disk."""
+        return self._stock.num_scrubs > 0
+
+    @property
+    def is_disk_down(self) -> bool:
+        """Whether a worker's disk is out of service."""
+        return self._stock.is_disk_down
 
     # The workers' memory
 

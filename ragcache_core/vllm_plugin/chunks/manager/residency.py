@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from ragcache_core.chunk import VariantTable
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore.slots import SlotMap
+from ragcache_core.tree.node import MAX_OTHER_IDS
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.chunks.manager.entries import ChunkCounters, StoredVariants, Transfer, Variant
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
@@ -19,8 +20,10 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryCommand,
     MemoryReport,
+    NameChunks,
     NoteUses,
     ReadChunk,
+    ScrubDisk,
     StoredChunk,
     WriteChunk,
 )
@@ -45,6 +48,8 @@ class ChunkResidency:
     Attributes:
         chunks: of which anything is stored or on its way.
         variants: those that are stored, with their f_r.
+        is_scrub_due: nothing is to be left on disk of what was deleted.
+        is_disk_down: a worker's disk is out of service.
     """
 
     def __init__(
@@ -74,6 +79,9 @@ class ChunkResidency:
         self._transfers: dict[int, Transfer] = {}
         self._commands: list[MemoryCommand] = []
         self._uses: dict[int, ChunkVariant] = {}
+        self._scrubs: dict[int, int] = {}
+        self._renamed: dict[int, tuple[StoredVariants, Variant]] = {}
+        self.is_scrub_due = self.is_disk_down = False
 
     @property
     def num_used_pages(self) -> int:
@@ -128,6 +136,8 @@ class ChunkResidency:
             stored.is_on_disk = False
             del chunk.stored[stored.variant.number]
             self.variants.remove(stored.variant)
+        if stored.is_doomed:
+            self.is_scrub_due = self.num_disk_pages > 0
         self.forget_if_empty(chunk)
 
     def doom(self, chunk: StoredVariants, stored: Variant) -> None:
@@ -176,14 +186,27 @@ class ChunkResidency:
             stored.is_writing = True
         frequency = self._ranks.frequency(chunk.key)
         command_id = self._begin(chunk, stored)
+        worth, documents = self._worth(stored), stored.documents | chunk.names
         self._commands.append(
-            WriteChunk(command_id, stored.variant, chunk.token_ids, stored.pages, frequency, self._worth(stored))
+            WriteChunk(command_id, stored.variant, chunk.token_ids, stored.pages, frequency, worth, documents)
         )
 
     def record_use(self, stored: Variant) -> None:
         """Have it noted on disk before long what a variant is worth."""
         if stored.is_on_disk:
             self._uses[stored.variant.number] = stored.variant
+
+    def name(self, chunk: StoredVariants, document: str) -> None:
+        """Take note of a document that a chunk is, in memory and before long on disk."""
+        if document not in chunk.names and len(chunk.names) <= MAX_OTHER_IDS:
+            chunk.names.add(document)
+            on_disk = [stored for stored in chunk.stored.values() if stored.is_on_disk or stored.is_writing]
+            self._renamed.update({stored.variant.number: (chunk, stored) for stored in on_disk})
+
+    @property
+    def num_scrubs(self) -> int:
+        """Scrubs of the workers' disks that have not ended, or not begun."""
+        return len(self._scrubs) + self.is_scrub_due
 
     def take_commands(self) -> tuple[MemoryCommand, ...]:
         """Return what the workers' memory has to do, in order."""
@@ -192,6 +215,16 @@ class ChunkResidency:
             uses = [(v.key, v.number, self._ranks.frequency(v.key), self.variants.reuse(v)) for v in kept]
             self._uses.clear()
             self._commands.append(NoteUses(tuple(uses)))
+        if self._renamed:
+            places = [at for at in self._renamed.values() if self.place(at[1].variant) is not None]
+            names = [(at.variant.key, at.variant.number, at.documents | chunk.names) for chunk, at in places]
+            self._renamed.clear()
+            self._commands.append(NameChunks(tuple(names)))
+        if self.is_scrub_due:
+            self.is_scrub_due = False
+            command_id, self._next_command = self._next_command, self._next_command + 1
+            self._scrubs[command_id] = 0
+            self._commands.append(ScrubDisk(command_id))
         commands, self._commands = tuple(self._commands), []
         return commands
 
@@ -199,6 +232,10 @@ class ChunkResidency:
         """Take in what the workers did; a variant that one of them could not read is forgotten."""
         self._counters.num_corrupt_chunks += report.num_corrupt
         for command_id in report.num_done.keys() | report.num_failed.keys():
+            if command_id in self._scrubs:
+                self._scrubs[command_id] += report.num_done[command_id] + report.num_failed[command_id]
+                if self._scrubs[command_id] == self._num_workers:
+                    del self._scrubs[command_id]
             transfer = self._transfers.get(command_id)
             if transfer is None:
                 continue
@@ -208,6 +245,7 @@ class ChunkResidency:
                 del self._transfers[command_id]
                 self._finish(transfer)
         if report.is_disk_down:
+            self.is_disk_down = True
             self.leave_disk()
 
     def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
@@ -232,7 +270,7 @@ class ChunkResidency:
                 continue
             self.variants.restore(entry.variant, reuse=entry.worth)
             self.chunks[at[0]] = chunk
-            stored = Variant(entry.variant, num_pages)
+            stored = Variant(entry.variant, num_pages, documents=entry.documents)
             self.num_used_disk_pages += num_pages
             with self.changing(chunk, stored):
                 stored.is_on_disk = True

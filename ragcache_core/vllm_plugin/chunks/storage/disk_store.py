@@ -21,9 +21,17 @@ import numpy as np
 
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, Scratch, aligned_rows
+from ragcache_core.chunkstore.chunks import ChunkEntry, names_of_text, text_of_names
 from ragcache_core.chunkstore.sealing import Keys
 from ragcache_core.errors import CacheTierError, ConfigError
-from ragcache_core.vllm_plugin.chunks.messages import DropChunks, NoteUses, ReadChunk, StoredChunk, WriteChunk
+from ragcache_core.vllm_plugin.chunks.messages import (
+    DropChunks,
+    NameChunks,
+    NoteUses,
+    ReadChunk,
+    StoredChunk,
+    WriteChunk,
+)
 from ragcache_core.vllm_plugin.chunks.page_layout import (
     STATISTICS_BYTES,
     num_disk_pages_within,
@@ -105,18 +113,18 @@ class ChunkDisk:
             CacheTierError: none of several can be read; that is no bad sector, and nothing is deleted.
         """
         num_errors_before = self._statistics.stats.num_read_errors
-        worth: dict[tuple[ChunkKey, int], tuple[float, float]] = {}
+        notes: dict[tuple[ChunkKey, int], ChunkEntry] = {}
         for entry in self._statistics.entries():
             at = read_part_key(entry.key)
             if at is not None and at[2] == 0:
-                worth[at[:2]] = entry.frequency, entry.cost
+                notes[at[:2]] = entry
         found = []
-        for (key, number), (frequency, f_r) in worth.items():
-            chunk = self._read_statistics(key, number, frequency, f_r)
+        for (key, number), entry in notes.items():
+            chunk = self._read_statistics(key, number, entry)
             if chunk is not None and all(page in self._pages for page in self._page_keys_of(chunk.variant)):
                 found.append(chunk)
-        if self._statistics.stats.num_read_errors - num_errors_before >= len(worth) > 1:
-            raise CacheTierError(f"none of the {len(worth)} chunks in {self._statistics.path} can be read: {_CURE}")
+        if self._statistics.stats.num_read_errors - num_errors_before >= len(notes) > 1:
+            raise CacheTierError(f"none of the {len(notes)} chunks in {self._statistics.path} can be read: {_CURE}")
         self._delete_all_but({(chunk.variant.key, chunk.variant.number) for chunk in found})
         return found
 
@@ -138,7 +146,7 @@ class ChunkDisk:
                     for i, row in enumerate(rows)
                 ]
                 self._pages.write_many(writes)
-            note = ChunkNote(frequency=command.frequency, cost=command.worth)
+            note = ChunkNote(None, text_of_names(None, command.documents), 0, command.frequency, command.worth)
             pieces = pack_statistics(command.variant.statistics, command.token_ids)
             self._statistics.write_many(
                 [ChunkWrite(part_key(key, number, i), piece, note) for i, piece in enumerate(pieces)]
@@ -181,6 +189,25 @@ class ChunkDisk:
             (part_key(key, number, 0), frequency, worth) for key, number, frequency, worth in command.uses
         )
 
+    def scrub(self, on_part: Callable[[], object]) -> None:
+        """Leave nothing in the files of what was deleted before.
+
+        Raises:
+            CacheWriteError: something may be left.
+        """
+        self._statistics.erase((), on_part)
+        self._pages.erase((), on_part)
+
+    def rename(self, command: NameChunks) -> None:
+        """Note which documents variants are.
+
+        Raises:
+            CacheWriteError: none was noted.
+        """
+        self._statistics.rename(
+            (part_key(key, number, 0), text_of_names(None, documents)) for key, number, documents in command.names
+        )
+
     def check_in_place(self) -> None:
         """Raise CacheWriteError if files of either are gone."""
         self._pages.check_in_place()
@@ -197,7 +224,7 @@ class ChunkDisk:
         for first in range(0, len(pages), size):
             yield first, pages[first : first + size]
 
-    def _read_statistics(self, key: ChunkKey, number: int, frequency: float, worth: float) -> StoredChunk | None:
+    def _read_statistics(self, key: ChunkKey, number: int, note: ChunkEntry) -> StoredChunk | None:
         pieces = [bytearray(STATISTICS_BYTES)]
         if not self._statistics.read(part_key(key, number, 0), pieces[0]):
             return None
@@ -211,7 +238,8 @@ class ChunkDisk:
         except ValueError as error:
             logger.warning("A chunk on disk says of itself what cannot be, and is forgotten: %s", error)
             return None
-        return StoredChunk(variant, token_ids, frequency, worth)
+        _, documents = names_of_text(note.doc_id)
+        return StoredChunk(variant, token_ids, note.frequency, note.cost, documents)
 
     def _page_keys_of(self, variant: ChunkVariant) -> Iterable[bytes]:
         num_pages = num_pages_of(variant.num_tokens, self._tokens_per_page)

@@ -27,8 +27,10 @@ from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryCommand,
     MemoryReport,
+    NameChunks,
     NoteUses,
     ReadChunk,
+    ScrubDisk,
     StoredChunk,
     WriteChunk,
 )
@@ -132,7 +134,7 @@ class ChunkMemory:
         """Begin what the library asks for. Writes and deletions keep their order, reads overtake them."""
         for command in commands:
             if self._disk is None or self._store is None:
-                if isinstance(command, ReadChunk | WriteChunk):
+                if isinstance(command, ReadChunk | WriteChunk | ScrubDisk):
                     self._report.failed[command.command_id] += 1
                 continue
             match command:
@@ -148,6 +150,15 @@ class ChunkMemory:
                 case DropChunks():
                     for dropped in command.dropped:
                         self._store.change(partial(self._disk.drop, DropChunks((dropped,))))
+                case ScrubDisk():
+                    transfer = self._under_way[command.command_id] = Transfer()
+                    self._store.change(
+                        partial(self._disk.scrub, self._store.record_progress),
+                        partial(self._on_written, command.command_id, transfer),
+                        is_forced=True,
+                    )
+                case NameChunks():
+                    self._store.change(partial(self._disk.rename, command))
                 case NoteUses():
                     self._store.change(partial(self._disk.note, command))
 
