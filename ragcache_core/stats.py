@@ -239,6 +239,59 @@ class ChunkStats:
     num_lost_chunks: int = _counter("ragcache_chunk_lost", "Documents that were given up for it.")
 
 
+@dataclass(frozen=True, slots=True)
+class ForgetReceipt:
+    """What an engine gave up of documents that it was told to forget.
+
+    They stood on ``num_paths`` paths: a document behind two different ones is on two. Their KV, and that of what stood
+    behind them, took ``num_blocks`` by tier (``gpu``, ``host``, ``disk``), and ``num_variants`` of it were kept for
+    reuse anywhere; ``num_bytes`` are those of both. ``unknown`` are ids that the engine does not know, or no longer.
+
+    ``num_requests`` in the engine still have some of it, which nobody else finds, and which goes when they end;
+    ``num_left`` blocks are still being copied or overwritten; ``problems`` say what may be left for good, and what to
+    do about it. It is complete when there is none of these.
+    """
+
+    forgotten: tuple[DocId, ...] = ()
+    unknown: tuple[DocId, ...] = ()
+    num_paths: int = 0
+    num_variants: int = 0
+    num_blocks: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_requests: int = 0
+    num_left: int = 0
+    problems: tuple[str, ...] = ()
+    took_s: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left of them, and nobody has them any more."""
+        return not (self.num_requests or self.num_left or self.problems)
+
+    def plus(self, other: ForgetReceipt) -> ForgetReceipt:
+        """Return this and the receipt for other documents, which came later, as one."""
+        return ForgetReceipt(
+            forgotten=self.forgotten + other.forgotten,
+            unknown=self.unknown + other.unknown,
+            num_paths=self.num_paths + other.num_paths,
+            num_variants=self.num_variants + other.num_variants,
+            num_blocks=_summed(self.num_blocks, other.num_blocks),
+            num_bytes=_summed(self.num_bytes, other.num_bytes),
+            num_requests=other.num_requests,
+            num_left=other.num_left,
+            problems=other.problems,
+            took_s=self.took_s + other.took_s,
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {**asdict(self), "is_complete": self.is_complete}
+
+
+def _summed(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
+
+
 _COUNTED = (
     *("num_prompt_tokens", "num_output_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens"),
     *("num_preemptions", "num_first_tokens", "sum_ttft_s"),

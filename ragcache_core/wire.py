@@ -183,6 +183,23 @@ def check_sendable(value: object, name: str) -> None:
             waiting += [(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
 
 
+def read_doc_ids(raw: object) -> list[str]:
+    """Return the ids of documents that a body names, each once.
+
+    Raises:
+        ConfigError: it is no list of ids, or one of too many.
+    """
+    if not isinstance(raw, list) or not 0 < len(raw) <= MAX_DOCUMENTS:
+        raise ConfigError(f"ids is {_size(raw)}; send a list of 1 to {MAX_DOCUMENTS} ids of documents")
+    for index, doc_id in enumerate(raw):
+        if not isinstance(doc_id, str) or not 0 < len(doc_id) <= MAX_DOC_ID_CHARS or not _is_text(doc_id):
+            raise ConfigError(
+                f"ids[{index}] is {doc_id!r:.80}; an id has 1 to {MAX_DOC_ID_CHARS} characters of Unicode text: "
+                "send those with which the documents were asked about"
+            )
+    return list(dict.fromkeys(raw))
+
+
 def check_text(text: str, name: str) -> None:
     """Refuse text with half of a surrogate pair in it, which no encoding of Unicode has.
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 
+from ragcache_core.client.documents import DocumentRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
     Generation,
@@ -36,11 +37,11 @@ from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
 from ragcache_core.client.stats.server_metrics import parse_metrics
 from ragcache_core.client.warm_imports import importing_requests
-from ragcache_core.errors import TokenizerUnavailableError
+from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt
-from ragcache_core.stats import EngineStats
-from ragcache_core.types import Document
+from ragcache_core.stats import EngineStats, ForgetReceipt
+from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
 
 FindTokenizer = Callable[[Handshake, ModelCard], ModelTokenizer]
@@ -88,6 +89,7 @@ class EngineClient:
             base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
         )
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async)
+        self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
         self._cached_prefixes = CachedPrefixes(base_url, api_key)
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
@@ -221,6 +223,69 @@ class EngineClient:
         with translate_errors():
             page = (await self._http_async.get(self._metrics_url())).raise_for_status().text
         return await self._cache_stats.aadd_to(self._read(page))
+
+    # Documents
+
+    def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
+        """Remove the KV of documents from GPU, host memory, disk and reused chunks, with what stood behind them.
+
+        No request finds it from the moment on at which this returns, and no file of the cache holds a byte of it once
+        the receipt ``is_complete``. Requests that are being answered keep theirs until they end. Documents are known by
+        the ids with which they were asked about, here or by another client; an id that is not is reported as unknown.
+        Of a document that was asked about under several ids, each removes the KV.
+
+        Args:
+            doc_ids: of the documents.
+            wait_s: how long to wait for requests that have some of it, and for the disk; 0 to 600 seconds.
+
+        Raises:
+            RequestRejectedError: the server runs without RAGCache, or cannot forget.
+            ConfigError: something that is no id. EngineUnreachableError, EngineDiedError, ...: nothing is sure to be
+                gone: ask again.
+        """
+        return self._documents.forget(doc_ids, wait_s)
+
+    async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
+        """Remove the KV of documents; see :meth:`forget`."""
+        return await self._documents.aforget(doc_ids, wait_s)
+
+    def warm(self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None = None) -> int:
+        """Prefill documents, each as the first of its prompt, and return how many: the next request finds them cached.
+
+        ``prompt`` returns the prompt to prefill for a document; without it the one that was bound is used
+        (:meth:`bind_prompt` with a ``PromptLayout``), and what is too short to be worth it is passed over.
+
+        Raises:
+            ConfigError: there is no prompt. RAGCacheError: as of :meth:`generate`.
+        """
+        rendered = self._warming_prompts(documents, prompt)
+        for each in rendered:
+            self.generate(each, max_tokens=1)
+        return len(rendered)
+
+    async def awarm(self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None = None) -> int:
+        """Prefill documents; see :meth:`warm`."""
+        rendered = self._warming_prompts(documents, prompt)
+        for each in rendered:
+            await self.agenerate(each, max_tokens=1)
+        return len(rendered)
+
+    def _warming_prompts(
+        self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None
+    ) -> list[Prompt]:
+        bound = self.integration.prompts.bound_prompt
+        if prompt is None and bound is None:
+            raise ConfigError(
+                "no prompt is known in which a document could be prefilled: bind a PromptLayout with "
+                "engine.bind_prompt, or pass prompt=, a function that returns a document's prompt"
+            )
+        made: list[Prompt] = []
+        for document in documents:
+            if prompt is not None:
+                made.append(prompt(document))
+            elif bound is not None and (prefix := bound.prefix([document], [document])) is not None:
+                made.append(prefix)
+        return made
 
     # Prompts
 

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 
 from ragcache_core.runtime.tokenizer_files import sha256_of
 from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, call_report, require_embeddings
+from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
@@ -162,6 +163,7 @@ class RAGCacheEndpoint:
         """Add the routes to vLLM's server; before all of them the door, and behind it what looks at bodies."""
         app.include_router(router)
         app.include_router(probes)
+        app.include_router(document_routes.router)
         app.add_middleware(RequestBodyCheck)
         keys = app.state.args.api_key or [envs.VLLM_API_KEY]
         app.state.ragcache_work = Work()

@@ -13,15 +13,16 @@ import httpx
 import numpy as np
 import pytest
 
-from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
+from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats, SegmentKind
 from ragcache_core.client import Engine
 from ragcache_core.config import ChunkReuse
+from ragcache_core.vllm_plugin.chunks.page_layout import pack_token_ids
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.waiting import until
 
 _LAYOUT = PromptLayout()
 _WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
-_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefpqrs"}
+_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefgpqrs"}
 _QUESTION = "Who founded Zorval?"
 _THIRD: dict[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}
 _NOTHING: dict[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
@@ -117,6 +118,35 @@ def _has_kept(engine: Engine, num_captured: int) -> bool:
         return chunks.num_captured_chunks >= num_captured and chunks.used_disk_tokens == chunks.used_tokens > 0
 
     return until(has, timeout_s=20)
+
+
+def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_computed_anew(
+    launched: Engine, directory: Path
+) -> None:
+    prompt = _LAYOUT.render(launched.tokenizer, [_DOCUMENTS["e"], _DOCUMENTS["g"]], _QUESTION)
+    documents = (segment for segment in prompt.segments if segment.kind is SegmentKind.DOCUMENT)
+    token_ids, behind = (pack_token_ids(prompt.token_ids[each.start : each.text_end]) for each in documents)
+
+    def files() -> bytes:
+        return b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
+
+    expected = _ask(launched, "ef", False)[0]
+    _ask(launched, "fe", _NOTHING)
+    _ask(launched, "eg", _NOTHING)
+    assert until(lambda: token_ids in files() and behind in files(), timeout_s=20)
+    num_variants = _chunks(launched).num_variants
+    receipt = launched.forget(["e"])
+    assert receipt.is_complete
+    assert receipt.num_variants >= 2, "with those of others that were computed behind it"
+    assert receipt.num_blocks["gpu"] > 0
+    assert receipt.num_bytes["host"] > 0 < receipt.num_bytes["disk"]
+    assert token_ids not in files()
+    assert behind not in files(), "its only variant was computed behind it"
+    assert until(lambda: _chunks(launched).num_variants == num_variants - receipt.num_variants, timeout_s=20)
+    text, stats = _ask(launched, "ef", False)
+    assert text == expected
+    assert stats.num_cached_tokens < 64, "no more than the static prefix"
+    assert launched.forget(["e"]).num_variants == 0
 
 
 def test_chunks_outlive_the_engine_and_damaged_ones_are_computed_exactly(

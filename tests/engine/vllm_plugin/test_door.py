@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ragcache_core.client import Engine
+from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.middleware import OPEN_PATHS, max_body_bytes
 
 KEY = "the key"
@@ -64,12 +66,110 @@ def test_every_route_needs_the_key_but_those_on_the_list(app: FastAPI, client: T
                 answer = client.request(method, path, headers=headers)
                 assert answer.status_code == 401, (method, path)
             asked.add(path)
-    expected = {"/invocations", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/ragcache/stats"}
+    expected = {
+        "/invocations",
+        "/tokenize",
+        "/detokenize",
+        "/v1/chat/completions",
+        "/v1/ragcache/stats",
+        "/v1/ragcache/documents/forget",
+    }
     dangerous = {"/sleep", "/collective_rpc", "/reset_prefix_cache", "/server_info", "/scale_elastic_ep", "/v1/models"}
     assert asked >= expected | dangerous
     assert client.post("/invocations", headers=AUTHORIZED, json={}).status_code != 401
     assert client.post("/v1/../invocations").status_code == 401
     assert client.post("//invocations").status_code == 401
+
+
+@pytest.fixture
+def engines(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Two data-parallel engines behind the server, which have something left at first; what they are asked."""
+    asked: list[Any] = []
+    left = [{"num_requests": 1, "num_blocks": 0, "problems": []}] * 2
+    nothing = [{"num_requests": 0, "num_blocks": 0, "problems": ["a disk"]}, {**left[0], "num_requests": 0}]
+
+    async def forget(_: object, doc_ids: list[str]) -> list[Any]:
+        asked.append(doc_ids)
+        gone = {
+            "forgotten": ["a"],
+            "num_paths": 1,
+            "num_variants": 0,
+            "num_blocks": {"gpu": 2},
+            "num_bytes": {"gpu": 9},
+        }
+        return [gone, {**gone, "forgotten": ["b"], "num_blocks": {"disk": 1}, "num_bytes": {"disk": 7}}]
+
+    async def call_left(_: object) -> list[Any]:
+        asked.append("left")
+        return left if asked.count("left") < 3 else nothing
+
+    app.state.ragcache_engine_client = None
+    monkeypatch.setattr(document_routes, "call_forget", forget)
+    monkeypatch.setattr(document_routes, "call_left", call_left)
+    monkeypatch.setattr(document_routes.received, "engine", dict)
+    return asked
+
+
+def test_documents_are_forgotten_by_all_engines_and_the_answer_waits_for_what_is_left(
+    client: TestClient, engines: list[Any]
+) -> None:
+    body = {"ids": ["a", "c", "b", "a"]}
+    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json=body)
+    assert answer.status_code == 200
+    receipt = answer.json()
+    assert receipt.pop("took_s") > 0
+    assert receipt == {
+        "forgotten": ["a", "b"],
+        "unknown": ["c"],
+        "num_paths": 2,
+        "num_variants": 0,
+        "num_blocks": {"gpu": 2, "disk": 1},
+        "num_bytes": {"gpu": 9, "disk": 7},
+        "num_requests": 0,
+        "num_left": 0,
+        "problems": ["a disk"],
+        "is_complete": False,
+    }
+    assert engines == [["a", "c", "b"], "left", "left", "left"]
+    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={**body, "wait_s": 0})
+    assert engines[-2:] == [["a", "c", "b"], "left"], "it does not wait"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("", "no json", "[]", '"a"', "{}", '{"ids": "a"}', '{"ids": []}', '{"ids": [1]}', '{"ids": [""]}'),
+        *('{"ids": ["a"], "wait_s": -1}', '{"ids": ["a"], "wait_s": "1"}', '{"ids": ["a"], "wait_s": 601}'),
+        *('{"ids": ["a"], "wait_s": true}', '{"ids": ["a"], "more": 1}', '{"ids": ["\\ud800"]}', '{"ids": [NaN]}'),
+        json.dumps({"ids": ["x" * 1025]}),
+        json.dumps({"ids": ["x"] * 4097}),
+    ],
+)
+def test_what_names_no_documents_is_refused_and_nothing_is_forgotten(
+    client: TestClient, app: FastAPI, engines: list[Any], body: str
+) -> None:
+    app.state.ragcache_max_body_bytes = 100_000
+    headers = {**AUTHORIZED, "content-type": "application/json"}
+    answer = client.post("/v1/ragcache/documents/forget", headers=headers, content=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert engines == []
+
+
+def test_an_engine_that_cannot_forget_and_a_server_without_ragcache_say_so(
+    client: TestClient, engines: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> list[Any]:
+        return [{"refused": "its groups are in no tree"}]
+
+    monkeypatch.setattr(document_routes, "call_forget", refuse)
+    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
+    assert answer.status_code == 409
+    assert "its groups are in no tree" in answer.text
+    monkeypatch.setattr(document_routes.received, "engine", lambda: None)
+    answer = client.post("/v1/ragcache/documents/forget", headers=AUTHORIZED, json={"ids": ["a"]})
+    assert answer.status_code == 404
+    assert "without RAGCache" in answer.text
 
 
 def test_the_routes_on_the_list_answer_without_the_key(client: TestClient) -> None:

@@ -208,6 +208,43 @@ def test_a_tenant_finds_on_disk_what_was_stored_with_its_salt_and_nobody_else_do
     assert answers.ask("tenant").num_cached_tokens < 2 * BLOCK, "no more than the static prefix, which has no salt"
 
 
+def test_forgotten_documents_are_in_no_tier_and_no_file_and_the_next_answer_is_that_of_uncached_ones(
+    tiers: Engine, answers: Answers, cache: CacheConfig
+) -> None:
+    assert cache.directory is not None
+    tenant = {"extra_body": {"cache_salt": "of tenant a"}}
+
+    def files() -> bytes:
+        return b"".join(path.read_bytes() for path in Path(cache.directory or "").rglob("*") if path.is_file())
+
+    def slots() -> list[bytes]:
+        data = b"".join(path.read_bytes() for path in Path(cache.directory or "").rglob("chunks.data"))
+        return [data[at : at + 64] for at in range(0, len(data), BLOCK_BYTES)]
+
+    answers.ask("kept")
+    assert until(lambda: b"kept-1" in files(), PATIENCE_S)
+    others = set(slots())
+    answers.ask("gone", **tenant)
+    answers.ask("gone")
+    assert until(lambda: files().count(b"gone-1") > 20, PATIENCE_S)
+    kv = set(slots()) - others
+    assert len(kv) > 20
+    receipt = tiers.forget(["gone-0", "never asked about"])
+    assert receipt.is_complete
+    assert (receipt.forgotten, receipt.unknown) == (("gone-0",), ("never asked about",))
+    assert receipt.num_paths == 2, "with the salt and without"
+    assert all(receipt.num_blocks[tier] > 0 < receipt.num_bytes[tier] for tier in ("gpu", "host", "disk"))
+    content = files()
+    assert b"gone-" not in content
+    assert not [each for each in kv if each in content]
+    assert answers.ask("kept").num_cached_tokens > 10 * BLOCK
+    for asked in (tenant, {}):
+        assert answers.ask("gone", **asked).num_cached_tokens < 2 * BLOCK, "no more than the static prefix"
+    again = asyncio.run(tiers.aforget(["gone-0", "gone-1"]))
+    assert again.is_complete
+    assert again.num_paths == 4
+
+
 def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:
     for i in range(3):
         answers.ask(f"tier {i}")

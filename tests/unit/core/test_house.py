@@ -166,7 +166,7 @@ PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {
         *(name for name, value in vars(errors).items() if name.endswith("Error") and isinstance(value, type)),
         *("Arrangement", "BoundPrompt", "CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
-        *("Document", "DocumentOrder", "DocumentStats", "DocumentUse", "Engine", "EngineStats"),
+        *("Document", "DocumentOrder", "DocumentStats", "DocumentUse", "Engine", "EngineStats", "ForgetReceipt"),
         *("Generation", "GenerationChunk", "ModelTokenizer", "PipelineReport", "PromptLayout", "PromptSegment"),
         *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "VLLMOffload"),
         *("__version__", "request_stats_from_dict", *_OF_RETRIEVAL),
@@ -193,7 +193,7 @@ PUBLIC: dict[str, set[str]] = {
 ENGINE = {
     *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
     *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
-    *("generate", "agenerate", "stream", "astream", "stats", "astats"),
+    *("generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget", "warm", "awarm"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
     "integration",
 }

@@ -1,0 +1,111 @@
+"""What a client asks of a server to forget documents, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from ragcache_core.client.documents import DocumentRoutes
+from ragcache_core.errors import ConfigError, EngineAuthError, EngineError, EngineUnreachableError, RequestRejectedError
+from ragcache_core.stats import ForgetReceipt
+from ragcache_core.wire import MAX_DOC_ID_CHARS, MAX_DOCUMENTS
+
+RECEIPT = ForgetReceipt(
+    forgotten=("a",),
+    unknown=("b",),
+    num_paths=2,
+    num_variants=1,
+    num_blocks={"gpu": 3, "disk": 4},
+    num_bytes={"gpu": 300, "disk": 400},
+    num_requests=1,
+    num_left=2,
+    problems=("the disk tier is out of service",),
+    took_s=0.5,
+)
+
+
+class Server:
+    """A server's answers, and what it was asked."""
+
+    def __init__(self, status: int = 200, body: Any = None, error: Exception | None = None) -> None:
+        self.asked: list[tuple[str, dict[str, Any], str]] = []
+        self._status, self._body, self._error = status, RECEIPT.to_dict() if body is None else body, error
+        transport = httpx.MockTransport(self._answer)
+        self.routes = DocumentRoutes(
+            "http://engine/v1", "key", httpx.Client(transport=transport), httpx.AsyncClient(transport=transport)
+        )
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if self._error is not None:
+            raise self._error
+        self.asked.append((request.url.path, json.loads(request.content), request.headers["authorization"]))
+        return httpx.Response(self._status, json=self._body)
+
+
+def test_ids_are_sent_once_each_and_the_receipt_is_read() -> None:
+    for is_async in (False, True):
+        server = Server()
+        asked = ["a", "b", "a"]
+        receipt = asyncio.run(server.routes.aforget(asked, 5)) if is_async else server.routes.forget(asked, 5)
+        assert receipt == RECEIPT
+        assert not receipt.is_complete
+        assert server.asked == [("/v1/ragcache/documents/forget", {"ids": ["a", "b"], "wait_s": 5}, "Bearer key")]
+
+
+def test_more_ids_than_a_request_may_have_go_in_several_whose_receipts_are_added() -> None:
+    server = Server()
+    receipt = server.routes.forget([str(i) for i in range(MAX_DOCUMENTS + 1)], 0)
+    assert [len(body["ids"]) for _, body, _ in server.asked] == [MAX_DOCUMENTS, 1]
+    assert receipt.num_blocks == {"gpu": 6, "disk": 8}
+    assert (receipt.num_paths, receipt.num_variants, receipt.took_s) == (4, 2, 1.0)
+    assert (receipt.num_requests, receipt.num_left) == (1, 2), "of what is left now"
+
+
+def test_nothing_is_asked_of_no_ids() -> None:
+    server = Server()
+    assert server.routes.forget([], 1) == ForgetReceipt()
+    assert ForgetReceipt().is_complete
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("ids", ["a", [""], ["x" * (MAX_DOC_ID_CHARS + 1)], ["half \ud800"], [1], [None]])
+def test_what_is_no_id_is_refused_before_anything_is_sent(ids: Any) -> None:
+    server = Server()
+    with pytest.raises(ConfigError, match="ids"):
+        server.routes.forget(ids, 1)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("wait_s", [-1, 601, float("nan"), True, "1"])
+def test_a_wait_that_cannot_be_is_refused_before_anything_is_sent(wait_s: Any) -> None:
+    server = Server()
+    with pytest.raises(ConfigError, match="wait_s"):
+        server.routes.forget(["a"], wait_s)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("server", "error", "said"),
+    [
+        (Server(404, {"detail": "Not Found"}), RequestRejectedError, "without RAGCache"),
+        (Server(409, {"error": {"message": "this model's groups"}}), RequestRejectedError, "this model's groups"),
+        (Server(401, {"error": "Unauthorized"}), EngineError, "401"),
+        (Server(500, {}), EngineError, "500"),
+        (Server(200, {"num_paths": "many"}), EngineError, "same version"),
+        (Server(200, ["no receipt"]), EngineError, "same version"),
+        (Server(error=httpx.ConnectError("refused")), EngineUnreachableError, "no engine answers"),
+    ],
+)
+def test_what_goes_wrong_is_said(server: Server, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        server.routes.forget(["a"], 1)
+    with pytest.raises(error, match=said):
+        asyncio.run(server.routes.aforget(["a"], 1))
+
+
+def test_an_error_of_authorisation_is_one() -> None:
+    assert issubclass(EngineAuthError, EngineError)
