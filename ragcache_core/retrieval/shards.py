@@ -21,6 +21,7 @@ from ragcache_core.errors import (
     UnknownDocumentError,
 )
 from ragcache_core.retrieval.base import Metric, Vectors
+from ragcache_core.retrieval.bound_engines import CachesDocuments, Warming
 from ragcache_core.retrieval.embedders.base import Embedder, TrainableEmbedder, check_query
 from ragcache_core.retrieval.hybrid import Question
 from ragcache_core.retrieval.selection import Selection
@@ -64,7 +65,7 @@ class _Shard:
 
 
 class ShardedStore:
-    """Reads several open stores as one. They stay their owners', who may add to them and close them.
+    """Several open stores as one. They stay their owners', who may add to them and close them.
 
     ::
 
@@ -335,6 +336,49 @@ class ShardedStore:
 
     def __contains__(self, doc_id: object) -> bool:
         return any(doc_id in store for store in self._stores)
+
+    # Changing
+
+    def replace(self, document: Document, *, embedding: object | None = None) -> None:
+        """Store another version of a document in the shard that has it. See :meth:`DocumentStore.replace`.
+
+        Raises:
+            UnknownDocumentError: it is in no shard. Exception: whatever the shard raises.
+        """
+        for store in self._holders([document.doc_id]):
+            store.replace(document, embedding=embedding)
+
+    def delete(self, doc_ids: Iterable[DocId]) -> None:
+        """Remove documents from the shards that have them. Durable; atomic in each shard.
+
+        Raises:
+            UnknownDocumentError: one of them is in no shard; nothing was removed. Exception: whatever a shard raises,
+                those before it have changed.
+        """
+        for store, own in self._holders([doc_ids] if isinstance(doc_ids, str) else doc_ids).items():
+            store.delete(own)
+
+    def bind(self, engine: CachesDocuments, *, warm: Warming = False) -> None:
+        """Have an engine forget what changes in any shard, whoever changes it. See :meth:`DocumentStore.bind`."""
+        for store in self._stores:
+            store.bind(engine, warm=warm)
+
+    def unbind(self, engine: CachesDocuments) -> None:
+        """Undo :meth:`bind`."""
+        for store in self._stores:
+            store.unbind(engine)
+
+    def _holders(self, doc_ids: Iterable[DocId]) -> dict[DocumentStore, list[DocId]]:
+        """Return the shards that have documents, each with those that it has."""
+        wanted = list(dict.fromkeys(doc_ids))
+        holders: dict[DocumentStore, list[DocId]] = {}
+        for doc_id in wanted:
+            stores = [store for store in self._stores if doc_id in store]
+            if not stores:
+                raise UnknownDocumentError(f"document {doc_id!r} is in no shard: check ids() for what is")
+            for store in stores:
+                holders.setdefault(store, []).append(doc_id)
+        return holders
 
     # About the shards
 

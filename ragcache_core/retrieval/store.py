@@ -15,6 +15,7 @@ import filelock
 
 from ragcache_core.errors import ConfigError, StoreError, StoreExistsError, StoreNotFoundError
 from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric
+from ragcache_core.retrieval.bound_engines import BoundEngines, CachesDocuments, Warming, outdated
 from ragcache_core.retrieval.embedders.base import Embedder, as_embedder
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
 from ragcache_core.retrieval.extra import extra_module
@@ -51,6 +52,7 @@ class DocumentStore(StoreReader):
         self._lock = lock
         self._changing = threading.RLock()
         self._is_changing = False  # by the thread that holds the lock
+        self._engines = BoundEngines()
 
     @classmethod
     def create(
@@ -228,6 +230,36 @@ class DocumentStore(StoreReader):
         """Store documents in the place of those with the same ids, where there are any. See :meth:`add`."""
         return self._write(documents, True, embeddings, progress, batch_size)
 
+    def replace(self, document: Document, *, embedding: object | None = None) -> None:
+        """Store another version of a document that is here. Atomic and durable.
+
+        ``embedding: [dimension]`` is used instead of the embedder's.
+
+        Raises:
+            UnknownDocumentError: it is not stored. DocumentError: and its kinds; nothing has changed.
+            StoreFullError, StoreError: it could not be saved; nothing has changed.
+        """
+        embeddings = None if embedding is None else [embedding]
+        self._write([document], True, embeddings, False, 1, must_be_here=True)
+
+    def bind(self, engine: CachesDocuments, *, warm: Warming = False) -> None:
+        """Have an engine forget the KV of documents that are replaced or deleted here from now on.
+
+        It is told when the change is durable: :meth:`delete`, :meth:`put` and :meth:`replace` return when it has
+        answered, and raise what it raises, which undoes no change: call ``engine.forget`` again then. A search that
+        began before may still ask about the old version, and have it cached again.
+
+        Args:
+            engine: an ``Engine``; several may be bound.
+            warm: have it prefill the new version, with its bound prompt, or with the one that this function returns.
+        """
+        self._check_open()
+        self._engines.add(engine, warm)
+
+    def unbind(self, engine: CachesDocuments) -> None:
+        """Undo :meth:`bind`."""
+        self._engines.remove(engine)
+
     def _write(
         self,
         documents: Iterable[Document],
@@ -235,14 +267,23 @@ class DocumentStore(StoreReader):
         embeddings: object | None,
         progress: bool | Progress,
         batch_size: int,
+        *,
+        must_be_here: bool = False,
     ) -> list[DocId]:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size!r}: give a whole number of at least 1")
         batch = list(documents)
+        gone: list[DocId] = []
         with self._change() as writer:
             if batch:
+                snapshot = self._current()
+                if must_be_here:
+                    self._find(snapshot, [document.doc_id for document in batch])
+                if replacing and self._engines:
+                    here = {document.doc_id: document for document in batch if document.doc_id in self}
+                    gone = outdated(self.get(here), here.values())
                 changed = writer.add(
-                    self._current(),
+                    snapshot,
                     batch,
                     replacing=replacing,
                     embeddings=embeddings,
@@ -250,6 +291,7 @@ class DocumentStore(StoreReader):
                     batch_size=batch_size,
                 )
                 self._publish(changed)
+        self._engines.tell(gone, [document for document in batch if document.doc_id in set(gone)])
         return [document.doc_id for document in batch]
 
     def delete(self, doc_ids: Iterable[DocId]) -> None:
@@ -263,6 +305,7 @@ class DocumentStore(StoreReader):
             if wanted:
                 snapshot = self._current()
                 self._publish(writer.delete(snapshot, self._find(snapshot, wanted).values()))
+        self._engines.tell(wanted)
 
     @contextmanager
     def _change(self) -> Iterator[Writer]:
