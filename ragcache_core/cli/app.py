@@ -12,6 +12,7 @@ from ragcache_core.cli.commands.advise import advise
 from ragcache_core.cli.commands.ask import ask
 from ragcache_core.cli.commands.bench import bench
 from ragcache_core.cli.commands.calibrate import calibrate
+from ragcache_core.cli.commands.forget import forget
 from ragcache_core.cli.commands.index import index
 from ragcache_core.cli.commands.profile import profile
 from ragcache_core.cli.commands.quality import quality
@@ -36,7 +37,7 @@ def cli() -> None:
     """
 
 
-for command in (index, ask, store, serve, stats, profile, quality, calibrate, trace, simulate, advise, bench):
+for command in (index, ask, store, serve, stats, forget, profile, quality, calibrate, trace, simulate, advise, bench):
     cli.add_command(command)
 
 

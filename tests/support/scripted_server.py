@@ -134,6 +134,10 @@ class ScriptedServer:
     """The hash under which it is offered; by default its own."""
     tokenizer_questions: list[str] = field(default_factory=list)
     """What was asked of it."""
+    receipt: JsonObject | None = None
+    """What it answers when documents are to be forgotten; ``None`` is a server without RAGCache."""
+    forgotten: list[list[str]] = field(default_factory=list)
+    """The ids that were to be forgotten, by request."""
     confirmed: list[str] = field(default_factory=list)
     """Ids of the speculations that were confirmed."""
     admits_after_s: float | None = 0.0
@@ -390,6 +394,9 @@ class _Handler(BaseHTTPRequestHandler):
             if owner.cache_status == 200:
                 owner.confirmed.append(found[1])
             self._send(204 if owner.cache_status == 200 else owner.cache_status, "")
+        elif self.path == "/v1/ragcache/documents/forget" and owner.receipt is not None:
+            owner.forgotten.append(body["ids"])
+            self._send(200, owner.receipt)
         elif self.path == "/v1/ragcache/drain" and owner.cache is not None:
             self._send(200, {"num_running": len(owner._running)})
         else:

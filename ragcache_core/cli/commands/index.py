@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,8 +14,17 @@ from typing import TYPE_CHECKING
 import click
 
 from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.commands.forget import check_complete, forget_option, forgetting, lines_of
 from ragcache_core.cli.cures import as_typed, options_as_typed
-from ragcache_core.cli.options import EmbedderName, embedder_option, make_embedder, open_store, read_size, store_option
+from ragcache_core.cli.options import (
+    EmbedderName,
+    api_key_option,
+    embedder_option,
+    make_embedder,
+    open_store,
+    read_size,
+    store_option,
+)
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
 
 if TYPE_CHECKING:
@@ -64,7 +74,8 @@ def _count(number: int, noun: str) -> str:
     short_help="Read files and directories into a document store.",
     examples=[
         "ragcache index notes/ --store notes.store",
-        "ragcache index notes/ --store notes.store --update",
+        "ragcache index notes/ --store notes.store --update --prune",
+        "ragcache index notes/ --store notes.store --update --prune --forget http://127.0.0.1:8000",
         "ragcache index faq.jsonl guide.md --store help.store --index hnsw --chunk-chars 800 --json",
     ],
 )
@@ -97,6 +108,9 @@ def _count(number: int, noun: str) -> str:
 )
 @click.option("--skip-bad", is_flag=True, help="Report bad documents and leave them out, instead of stopping.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
+@click.option("--prune", is_flag=True, help="Remove stored documents of files of DIR that are not there any more.")
+@forget_option
+@api_key_option
 @click.option("--rebuild-index", is_flag=True, help="Make the store's index anew from its vectors, if it is damaged.")
 def index(
     paths: tuple[Path, ...],
@@ -112,6 +126,9 @@ def index(
     max_file_s: float,
     skip_bad: bool,
     update: bool,
+    prune: bool,
+    forget_urls: tuple[str, ...],
+    api_key: str | None,
     rebuild_index: bool,
     as_json: bool,
 ) -> None:
@@ -132,16 +149,22 @@ def index(
     readings, num_bad = _read(files, splitting, limits, skip_bad)
     wanted = {"index": index, "metric": metric, "encoding": encoding}
     options: dict[str, str] = {name: value for name, value in wanted.items() if value is not None}
-    with _opened(store, embedder, options, rebuild_index) as target:
+    with (
+        forgetting(forget_urls, api_key) as forget_documents,
+        _opened(store, embedder, options, rebuild_index) as target,
+    ):
         origins = read_origins(target.path)
         whole = {Origin.of(reading.file) for reading in readings if reading.is_whole}
         read = {document.doc_id: Origin.of(reading.file) for reading in readings for document in reading.documents}
         former = [doc_id for doc_id, origin in origins.items() if origin in whole]
+        gone = set(_gone(origins, paths) if prune else ())
+        former += gone
         changes = compare((d for reading in readings for d in reading.documents), target, former)
         _check_origins(changes, origins, read)
-        if changes.replaced and not update:
+        outdated = [doc_id for doc_id in changes.replaced if doc_id not in gone]
+        if outdated and not update:
             raise DuplicateDocumentError(
-                f"document {changes.replaced[0]!r} is in {store}, but not as its file is now ({len(changes.replaced)} "
+                f"document {outdated[0]!r} is in {store}, but not as its file is now ({len(outdated)} "
                 "are not): replace what has changed with --update, or choose another --store"
             )
         _store(target, changes)
@@ -161,10 +184,19 @@ def index(
             num_kept=len(kept),
             num_documents=len(target),
         )
+        receipts = forget_documents(changes.replaced)
     if as_json:
-        print_json(asdict(summary))
+        forgotten = {"forgotten": {url: receipt.to_dict() for url, receipt in receipts.items()}} if forget_urls else {}
+        print_json({**asdict(summary), **forgotten})
     else:
-        click.echo(str(summary))
+        click.echo("\n".join([str(summary), *(f"{url}: {lines_of(each)[0]}" for url, each in receipts.items())]))
+    check_complete(receipts)
+
+
+def _gone(origins: Mapping[DocId, Origin], paths: Iterable[Path]) -> list[DocId]:
+    """Return the stored documents of files that were in one of the directories, and are not there any more."""
+    folders = {os.path.realpath(path) for path in paths if path.is_dir()}
+    return [doc_id for doc_id, origin in origins.items() if origin.folder in folders and origin.is_gone()]
 
 
 def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad: bool) -> tuple[list[FileReading], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ragcache_core.cli.command import Command, Group, print_json
-from ragcache_core.cli.options import store_option
+from ragcache_core.cli.commands.forget import check_complete, forget_option, forgetting, lines_of
+from ragcache_core.cli.options import api_key_option, store_option
 from ragcache_core.cli.output import printable
 from ragcache_core.errors import ConfigError, UnknownDocumentError
 
 if TYPE_CHECKING:
     from ragcache_core.ingest import Origin
     from ragcache_core.retrieval import DocumentStore
+    from ragcache_core.stats import ForgetReceipt
     from ragcache_core.types import DocId, Document
 
 _PAGE = 50
@@ -69,11 +71,16 @@ def ls(store: Path, offset: int, limit: int, as_json: bool) -> None:
 @store.command(
     cls=Command,
     short_help="Remove documents from a store.",
-    examples=["ragcache store rm guide.md faq-7 --store notes.store"],
+    examples=[
+        "ragcache store rm guide.md faq-7 --store notes.store",
+        "ragcache store rm guide.md --store notes.store --forget http://127.0.0.1:8000",
+    ],
 )
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @store_option
-def rm(ids: tuple[str, ...], store: Path, as_json: bool) -> None:
+@forget_option
+@api_key_option
+def rm(ids: tuple[str, ...], store: Path, forget_urls: tuple[str, ...], api_key: str | None, as_json: bool) -> None:
     """Remove documents by their ids; the name of a file stands for all that came from it.
 
     Either all of them are removed or, if one is not there, none. A file that stays where it is comes back when its
@@ -81,7 +88,7 @@ def rm(ids: tuple[str, ...], store: Path, as_json: bool) -> None:
     """
     from ragcache_core.ingest import read_origins
 
-    with _opened(store) as opened:
+    with forgetting(forget_urls, api_key) as forget_documents, _opened(store) as opened:
         origins, stored = read_origins(opened.path), set(opened.ids())
         of_file: dict[str, list[DocId]] = {}
         for doc_id, origin in origins.items():
@@ -96,7 +103,8 @@ def rm(ids: tuple[str, ...], store: Path, as_json: bool) -> None:
                 )
             wanted.update(dict.fromkeys(found))
         _remove(opened, wanted, origins)
-        _report(store, list(wanted), len(opened), as_json=as_json, what="removed")
+        receipts = forget_documents(list(wanted))
+        _report(store, list(wanted), len(opened), as_json=as_json, what="removed", receipts=receipts)
 
 
 @store.command(
@@ -111,7 +119,16 @@ def rm(ids: tuple[str, ...], store: Path, as_json: bool) -> None:
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @store_option
 @click.option("--dry-run", is_flag=True, help="Name what would be removed, and remove nothing.")
-def prune(folders: tuple[Path, ...], store: Path, dry_run: bool, as_json: bool) -> None:
+@forget_option
+@api_key_option
+def prune(
+    folders: tuple[Path, ...],
+    store: Path,
+    dry_run: bool,
+    forget_urls: tuple[str, ...],
+    api_key: str | None,
+    as_json: bool,
+) -> None:
     """Remove the documents whose files are gone from the directories that 'ragcache index' read.
 
     With DIR: from these alone. A directory of which no file is left may be one that is not mounted: it has to be named.
@@ -119,7 +136,7 @@ def prune(folders: tuple[Path, ...], store: Path, dry_run: bool, as_json: bool) 
     """
     from ragcache_core.ingest import read_origins
 
-    with _opened(store, read_only=dry_run) as opened:
+    with forgetting(forget_urls, api_key) as forget_documents, _opened(store, read_only=dry_run) as opened:
         stored = set(opened.ids())
         origins = read_origins(opened.path)
         by_folder: dict[str, dict[DocId, Origin]] = {}
@@ -143,8 +160,9 @@ def prune(folders: tuple[Path, ...], store: Path, dry_run: bool, as_json: bool) 
             gone += [doc_id for doc_id, origin in by_folder[folder].items() if origin in gone_files]
         if not dry_run:
             _remove(opened, gone, origins)
+        receipts = {} if dry_run else forget_documents(gone)
         what = "would be removed" if dry_run else "removed"
-        _report(store, gone, len(opened), as_json=as_json, what=what)
+        _report(store, gone, len(opened), as_json=as_json, what=what, receipts=receipts)
 
 
 def _opened(path: Path, *, read_only: bool = False) -> DocumentStore:
@@ -169,13 +187,25 @@ def _remove(store: DocumentStore, doc_ids: Collection[DocId], origins: dict[DocI
         write_origins(store.path, {doc_id: origin for doc_id, origin in origins.items() if doc_id not in removed})
 
 
-def _report(store: Path, doc_ids: list[DocId], num_left: int, *, as_json: bool, what: str) -> None:
+def _report(
+    store: Path,
+    doc_ids: list[DocId],
+    num_left: int,
+    *,
+    as_json: bool,
+    what: str,
+    receipts: Mapping[str, ForgetReceipt],
+) -> None:
     if as_json:
-        print_json({"store": str(store), what.replace(" ", "_"): doc_ids, "num_documents": num_left})
-        return
-    for doc_id in doc_ids:
-        click.echo(f"  {printable(doc_id)}", err=True)
-    click.echo(f"{store}: {_count(len(doc_ids))} {what}; it holds {_count(num_left)}")
+        forgotten = {"forgotten": {url: receipt.to_dict() for url, receipt in receipts.items()}} if receipts else {}
+        print_json({"store": str(store), what.replace(" ", "_"): doc_ids, "num_documents": num_left, **forgotten})
+    else:
+        for doc_id in doc_ids:
+            click.echo(f"  {printable(doc_id)}", err=True)
+        click.echo(f"{store}: {_count(len(doc_ids))} {what}; it holds {_count(num_left)}")
+        for url, receipt in receipts.items():
+            click.echo(f"{url}: {lines_of(receipt)[0]}")
+    check_complete(receipts)
 
 
 def _as_json(document: Document, origin: Origin | None) -> dict[str, object]:

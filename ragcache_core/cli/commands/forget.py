@@ -1,0 +1,133 @@
+"""``ragcache forget``: remove documents from a running server's cache."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.errors import EngineError
+
+if TYPE_CHECKING:
+    from ragcache_core.stats import ForgetReceipt
+    from ragcache_core.types import DocId
+
+_MAX_WAIT_S = 600.0
+
+forget_option = click.option(
+    "--forget",
+    "forget_urls",
+    multiple=True,
+    metavar="URL",
+    help="Remove what is replaced or removed from the cache of this server, too. May be repeated.",
+)
+
+
+@click.command(
+    cls=Command,
+    short_help="Remove documents from a server's cache.",
+    examples=[
+        "ragcache forget handbook.md#3 --url http://127.0.0.1:8000 --api-key KEY",
+        "ragcache forget faq-7 faq-9 --url http://127.0.0.1:8000 --wait 120 --json",
+        "cut -f1 withdrawn.tsv | ragcache forget - --url http://127.0.0.1:8000",
+    ],
+)
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
+@api_key_option
+@click.option(
+    "--wait",
+    "wait_s",
+    type=FiniteRange(min=0, max=_MAX_WAIT_S),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Wait so long for requests that are using them, and for the disk.",
+)
+def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, as_json: bool) -> None:
+    """Remove the KV of documents from the server at URL: from the GPU, host memory, disk and reused chunks.
+
+    IDs are those of 'ragcache store ls'; "-" reads them from standard input, one a line. What stood behind a document
+    in a prompt goes with it. The store is not changed. Exit status 1 where something is left after the wait: ask again.
+    """
+    from ragcache_core.client import Engine
+
+    wanted = [each for doc_id in ids for each in ([doc_id] if doc_id != "-" else sys.stdin.read().splitlines()) if each]
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        receipt = engine.forget(wanted, wait_s=wait_s)
+    if as_json:
+        print_json({"url": engine.base_url, **receipt.to_dict()})
+    else:
+        click.echo("\n".join(lines_of(receipt)))
+    check_complete({url: receipt})
+
+
+def lines_of(receipt: ForgetReceipt) -> list[str]:
+    """Return a receipt as a person reads it."""
+    tiers = [f"{tier} {receipt.num_blocks.get(tier, 0)} blocks ({_size(n)})" for tier, n in receipt.num_bytes.items()]
+    chunks = f", {receipt.num_variants} reusable chunks" * bool(receipt.num_variants)
+    lines = [
+        f"forgotten {len(receipt.forgotten)} of {len(receipt.forgotten) + len(receipt.unknown)} documents on "
+        f"{receipt.num_paths} paths in {receipt.took_s:.2f} s: {', '.join(tiers) or 'nothing was cached'}{chunks}"
+    ]
+    if receipt.unknown:
+        lines.append(
+            f"unknown to this server: {', '.join(receipt.unknown[:10])}" + ", ..." * (len(receipt.unknown) > 10)
+        )
+    return lines
+
+
+@contextmanager
+def forgetting(
+    urls: Sequence[str], api_key: str | None
+) -> Iterator[Callable[[Sequence[DocId]], dict[str, ForgetReceipt]]]:
+    """Yield what has the servers at some addresses forget documents that a store has no more as they were.
+
+    A server that does not answer is an error before anything is changed; one that does not forget says what to do.
+    """
+    from ragcache_core.client import Engine
+
+    with ExitStack() as opened:
+        engines = {url: opened.enter_context(Engine.connect(url, api_key=api_key, tokenizer=False)) for url in urls}
+
+        def forget_documents(doc_ids: Sequence[DocId]) -> dict[str, ForgetReceipt]:
+            receipts: dict[str, ForgetReceipt] = {}
+            for url, engine in engines.items():
+                try:
+                    receipts[url] = engine.forget(doc_ids)
+                except EngineError as error:
+                    named = " ".join(map(shlex.quote, doc_ids[:10])) + " ..." * (len(doc_ids) > 10)
+                    raise EngineError(
+                        f"the store is changed, but {len(doc_ids)} former documents are not forgotten at {url} "
+                        f"({error}): do 'ragcache forget {named} --url {url}' when it answers"
+                    ) from error
+            return receipts
+
+        yield forget_documents
+
+
+def check_complete(receipts: Mapping[str, ForgetReceipt]) -> None:
+    """Raise EngineError where something is left in one of some servers."""
+    for receipt in receipts.values():
+        if not receipt.is_complete:
+            raise EngineError(why_incomplete(receipt))
+
+
+def why_incomplete(receipt: ForgetReceipt) -> str:
+    """Return what is left of documents, and what to do about it."""
+    parts = [
+        f"{receipt.num_requests} requests that are being answered still use them" * bool(receipt.num_requests),
+        f"{receipt.num_left} blocks are still being copied or overwritten" * bool(receipt.num_left),
+        *receipt.problems,
+    ]
+    return f"not all of it is gone: {'; '.join(filter(None, parts))}: ask again in a while, or with a longer --wait"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"
