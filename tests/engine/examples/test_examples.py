@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import demo, document_order, speculative_rag, tiers
+from examples import changing_documents, demo, document_order, speculative_rag, tiers
 from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
@@ -47,7 +47,7 @@ def key_of_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_tested() -> None:
     scripts = {p.stem for p in (ROOT / "examples").glob("*.py")} - {"__init__", "_shared", "demo"}
-    assert scripts == {*EXAMPLES, "document_order"}
+    assert scripts == {*EXAMPLES, "changing_documents", "document_order"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -127,6 +127,21 @@ def test_the_tiers_example_is_served_from_gpu_host_and_disk(capsys: pytest.Captu
     for row in rows:
         by_tier = [row[f"num_{tier}_tokens"] for tier in ("gpu", "host", "disk")]
         assert sum(by_tier) == row["num_cached_tokens"]
+
+
+def test_a_document_that_changes_is_forgotten_and_its_new_version_is_cached_before_it_is_asked_about(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.forget(["nalna.md"])  # other examples ask about it as well
+    changing_documents.main(["--url", engine.base_url, "--json"])
+    cold, again, changed, deleted = json.loads(capsys.readouterr().out)
+    assert cold["answer"] == again["answer"] == demo_questions("single")[0]["answer"]
+    assert changed["answer"] == changing_documents.NEW_ANSWER
+    assert again["num_gpu_tokens"] > cold["num_cached_tokens"]
+    assert changed["num_gpu_tokens"] > cold["num_cached_tokens"], "it was prefilled when it changed"
+    assert deleted["answer"] not in (cold["answer"], changed["answer"])
+    changing_documents.main(["--url", engine.base_url])
+    assert "nalna.md: 0 blocks left, all of it is gone" in capsys.readouterr().out
 
 
 def test_the_fused_pair_prints_what_happened_to_each_speculation(
