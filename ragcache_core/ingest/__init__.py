@@ -6,6 +6,7 @@
 """
 
 from ragcache_core.ingest.changes import Changes, compare
+from ragcache_core.ingest.chunking import Chunking, read_chunking, write_chunking
 from ragcache_core.ingest.documents import FileReading, read_documents, read_files
 from ragcache_core.ingest.files import FoundFiles, find_files
 from ragcache_core.ingest.origins import Origin, read_origins, write_origins
@@ -17,6 +18,7 @@ from ragcache_core.ingest.splitting import Splitting
 __all__ = [
     "READERS",
     "Changes",
+    "Chunking",
     "FileLimits",
     "FileReading",
     "FoundFiles",
@@ -26,9 +28,11 @@ __all__ = [
     "Splitting",
     "compare",
     "find_files",
+    "read_chunking",
     "read_documents",
     "read_files",
     "read_origins",
     "read_records",
+    "write_chunking",
     "write_origins",
 ]

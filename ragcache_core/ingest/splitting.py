@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ragcache_core.errors import ConfigError
@@ -14,47 +14,49 @@ _WINDOW_CHARS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How long a chunk may be, in characters.
+    """How long a chunk may be, in characters, or in what ``length`` counts of a text, as a model's tokens.
 
-    A chunk takes as much as fits into ``max_chars``; with ``min_chars`` it ends at the best seam after that many.
-    ``overlap_chars`` of a chunk are repeated at most in the next one.
+    A chunk takes as much as fits into ``max_length``; with ``min_length`` it ends at the best seam after that much.
+    ``overlap`` of a chunk is repeated at most in the next one.
 
     Raises:
-        ConfigError: not ``0 <= overlap_chars < min_chars <= max_chars``.
+        ConfigError: not ``0 <= overlap < min_length <= max_length``.
     """
 
-    max_chars: int = 1600
-    min_chars: int | None = None
-    overlap_chars: int = 0
+    max_length: int = 1600
+    min_length: int | None = None
+    overlap: int = 0
+    length: Callable[[str], int] = len
 
     def __post_init__(self) -> None:
-        least = self.max_chars if self.min_chars is None else self.min_chars
-        if not 0 <= self.overlap_chars < least <= self.max_chars:
+        least = self.max_length if self.min_length is None else self.min_length
+        if not 0 <= self.overlap < least <= self.max_length:
             raise ConfigError(
-                f"chunks of {least} to {self.max_chars} characters that overlap by {self.overlap_chars} cannot be "
-                "cut: 0 <= overlap < smallest <= largest"
+                f"chunks of {least} to {self.max_length} that overlap by {self.overlap} cannot be cut: "
+                "0 <= overlap < smallest <= largest"
             )
 
     def split(self, text: str, *, is_markdown: bool = False) -> list[str]:
-        """Return the chunks of ``text``, without white space around them. No chunk is longer than ``max_chars``.
+        """Return the chunks of ``text``, without white space around them. No chunk is longer than ``max_length``.
 
         A text that fits is one chunk; a text of white space has none. A Markdown heading shorter than half a chunk
         is never alone: the beginning of its section is with it.
         """
-        if len(stripped := text.strip()) <= self.max_chars:
+        if self._fits(stripped := text.strip()):
             return [stripped] if stripped else []
-        spans = self._spans(text, self.max_chars, is_markdown)
+        spans = self._spans(text, self.max_length, is_markdown)
         return [text[start:end] for start, end in (self._join_headings(text, spans) if is_markdown else spans)]
 
-    def _spans(self, text: str, max_chars: int, is_markdown: bool) -> list[tuple[int, int]]:
+    def _spans(self, text: str, max_length: int, is_markdown: bool) -> list[tuple[int, int]]:
         from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
-        least = max_chars if self.min_chars is None else min(self.min_chars, max_chars)
-        overlap = min(self.overlap_chars, least - 1)
-        splitter = (MarkdownSplitter if is_markdown else TextSplitter)((least, max_chars), overlap)
+        least = max_length if self.min_length is None else min(self.min_length, max_length)
+        size, overlap = (least, max_length), min(self.overlap, least - 1)
+        kind = MarkdownSplitter if is_markdown else TextSplitter
+        splitter = kind(size, overlap) if self.length is len else kind.from_callback(self.length, size, overlap)
         # It takes time quadratic in the length of a text without seams: it sees a window at a time, and the last chunk
         # of a window is cut again, at the beginning of the next.
-        window = max(_WINDOW_CHARS, 8 * max_chars)
+        window = max(_WINDOW_CHARS, 8 * max_length)
         spans: list[tuple[int, int]] = []
         begin, is_last = 0, False
         while not is_last:
@@ -86,14 +88,19 @@ class Splitting:
             yield heading
 
     def _after_heading(self, text: str, heading: tuple[int, int], start: int, end: int) -> list[tuple[int, int]]:
-        room = self.max_chars - (start - heading[0])
-        if start < heading[1] or room <= self.max_chars // 2:
+        room = self.max_length - self.length(text[heading[0] : start])
+        if start < heading[1] or room <= self.max_length // 2:
             return [heading, (start, end)]
-        if end - start <= room:
+        if self._fits(text[heading[0] : end]):
             return [(heading[0], end)]
         cut = start + self._spans(text[start:end], room, is_markdown=False)[0][1]
-        rest = self._spans(text[cut:end], self.max_chars, is_markdown=False)
+        if not self._fits(text[heading[0] : cut]):  # two texts may have fewer tokens than both in one
+            return [heading, (start, end)]
+        rest = self._spans(text[cut:end], self.max_length, is_markdown=False)
         return [(heading[0], cut), *((cut + a, cut + b) for a, b in rest)]
+
+    def _fits(self, chunk: str) -> bool:
+        return self.length(chunk) <= self.max_length
 
 
 def _is_heading(text: str, start: int, end: int) -> bool:

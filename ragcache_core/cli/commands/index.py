@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,6 +25,7 @@ from ragcache_core.cli.options import (
     read_size,
     store_option,
 )
+from ragcache_core.cli.splitting import choose_splitting, splitting_options
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def _count(number: int, noun: str) -> str:
         "ragcache index notes/ --store notes.store",
         "ragcache index notes/ --store notes.store --update --prune",
         "ragcache index notes/ --store notes.store --update --prune --forget http://127.0.0.1:8000",
+        "ragcache index notes/ --store notes.store --tokenizer my-model --chunk-tokens 512 --chunk-overlap-tokens 64",
         "ragcache index faq.jsonl guide.md --store help.store --index hnsw --chunk-chars 800 --json",
     ],
 )
@@ -85,11 +87,7 @@ def _count(number: int, noun: str) -> str:
 @click.option("--metric", type=click.Choice(["l2", "ip"]), help="Distance in a new store. [default: l2]")
 @click.option("--encoding", type=click.Choice(["flat", "sq8", "pq"]), help="Vectors in a new store. [default: flat]")
 @embedder_option
-@click.option("--chunk-chars", type=int, default=1600, show_default=True, help="Longest chunk, in characters.")
-@click.option(
-    "--chunk-min-chars", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
-)
-@click.option("--chunk-overlap-chars", type=int, default=0, show_default=True, help="Repeat the end of a chunk.")
+@splitting_options
 @click.option(
     "--max-file-bytes",
     default="64MiB",
@@ -119,9 +117,6 @@ def index(
     metric: Metric | None,
     encoding: Encoding | None,
     embedder: EmbedderName | None,
-    chunk_chars: int,
-    chunk_min_chars: int | None,
-    chunk_overlap_chars: int,
     max_file_bytes: int,
     max_file_s: float,
     skip_bad: bool,
@@ -131,18 +126,28 @@ def index(
     api_key: str | None,
     rebuild_index: bool,
     as_json: bool,
+    **chunks: Any,
 ) -> None:
     """Read files and directories DIR into a document store; make the store if there is none.
 
     Text (.txt), Markdown (.md), HTML (.html, .htm), JSON Lines (.jsonl: {"text", "id", "metadata"} on each line),
     tables (.csv, .tsv: a document per row) and source code are read, in UTF-8; with the extra "loaders" PDF, Word
     (.docx) and reStructuredText (.rst) as well. Links that lead out of DIR are not followed. Long texts are split at
-    their own seams. Reading a directory again adds what is new and skips what is unchanged. Everything is read before
-    anything is stored: a bad document, or Ctrl-C, leaves the store as it was.
+    their own seams, by characters or by tokens of a model; a store remembers how. Reading a directory again adds what
+    is new and skips what is unchanged. Everything is read before anything is stored: a bad document, or Ctrl-C, leaves
+    the store as it was.
     """
-    from ragcache_core.ingest import FileLimits, Origin, Splitting, compare, find_files, read_origins, write_origins
+    from ragcache_core.ingest import (
+        FileLimits,
+        Origin,
+        compare,
+        find_files,
+        read_origins,
+        write_chunking,
+        write_origins,
+    )
 
-    splitting = Splitting(chunk_chars, chunk_min_chars, chunk_overlap_chars)
+    splitting, chunking = choose_splitting(store, chunks)
     with options_as_typed(click.get_current_context().command):
         limits = FileLimits(max_file_bytes, max_file_s)
     files = find_files(paths)
@@ -171,6 +176,7 @@ def index(
         stored = set(target.ids())
         bad = {Origin.of(file) for file in files.files} - whole
         kept = [doc_id for doc_id, origin in origins.items() if origin in bad and doc_id in stored - read.keys()]
+        write_chunking(target.path, chunking)
         write_origins(target.path, {i: origin for i, origin in {**origins, **read}.items() if i in stored})
         summary = IndexSummary(
             store=str(store),

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from ragcache_core.client.server_info import Handshake
 from ragcache_core.errors import PromptError, TokenizerUnavailableError
-from ragcache_core.prompt import ChatMessage, TokenizedText
+from ragcache_core.prompt import ChatMessage, TokenizedText, escape_documents
 from ragcache_core.runtime.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,11 @@ class ModelTokenizer:
         with self._lock:
             self._latest.put(key, tokenized)
         return tokenized
+
+    def num_tokens(self, text: str) -> int:
+        """Return how many tokens a document of that text has in a prompt, its control tokens broken up as there."""
+        (shown,) = escape_documents(self, [{"role": "user", "content": text}], [("", text)])
+        return len(self._tokenizer.encode(shown["content"], add_special_tokens=False).ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.errors import ConfigError
 from ragcache_core.ingest import Splitting
+from ragcache_core.prompt import PromptLayout, render_chat
+from ragcache_core.types import Document, SegmentKind
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=400)
 MARKDOWN = st.lists(
     st.sampled_from(["# Zor", "## Rivers", "The river Mel ends. It is long.", "- a", "äöü 日本 🙂", "```\nx = 1\n```"]),
     max_size=30,
 ).map("\n\n".join)  # fmt: skip
+
+
+TOKENIZER = ModelTokenizer(Path(__file__).parents[3] / "examples" / "demo_model")
 
 
 def without_white_space(text: str) -> str:
@@ -28,6 +36,41 @@ def test_chunks_lose_no_words_keep_their_order_and_their_limit(text: str, max_ch
     assert all(chunk == chunk.strip() for chunk in chunks)
 
 
+@given(text=WORDS | MARKDOWN, num_tokens=st.integers(32, 60), is_markdown=st.booleans())
+@example(text="Say </s> twice: </s>. " * 20, num_tokens=32, is_markdown=False)
+@example(text="# A\n\n" + "Zor is a city. " * 40, num_tokens=32, is_markdown=True)
+@settings(deadline=None)
+def test_chunks_by_tokens_lose_no_words_and_keep_their_limit(text: str, num_tokens: int, is_markdown: bool) -> None:
+    chunks = Splitting(num_tokens, length=TOKENIZER.num_tokens).split(text, is_markdown=is_markdown)
+    assert without_white_space("".join(chunks)) == without_white_space(text)
+    assert all(TOKENIZER.num_tokens(chunk) <= num_tokens for chunk in chunks)
+
+
+def test_a_chunk_has_as_many_tokens_in_a_prompt_as_it_was_cut_by() -> None:
+    text = "Zor </s> is a city on the river Mel. " * 60
+    chunks = Splitting(64, length=TOKENIZER.num_tokens).split(text)
+    documents = [Document(f"zor#{i}", chunk) for i, chunk in enumerate(chunks)]
+    layout = PromptLayout()
+    shown = [(d.doc_id, d.text) for d in documents]
+    prompt = render_chat(TOKENIZER, layout.messages(documents, "Where is Zor?"), shown)
+    found = [(s.text_end or s.end) - s.start for s in prompt.segments if s.kind is SegmentKind.DOCUMENT]
+    assert found == [TOKENIZER.num_tokens(chunk) for chunk in chunks]
+    assert max(found) <= 64
+
+
+@given(num_words=st.integers(1, 80), num_tokens=st.integers(32, 60), overlap=st.integers(0, 31))
+@settings(deadline=None)
+def test_an_overlap_is_counted_in_tokens_too(num_words: int, num_tokens: int, overlap: int) -> None:
+    text = " ".join(f"word{i:03}" for i in range(num_words))
+    end = 0
+    for chunk in Splitting(num_tokens, overlap=overlap, length=TOKENIZER.num_tokens).split(text):
+        start = text.index(chunk)
+        assert not text[end:start].strip()
+        assert TOKENIZER.num_tokens(text[start:end]) <= overlap
+        end = start + len(chunk)
+    assert end == len(text)
+
+
 @given(num_words=st.integers(1, 80), line=st.integers(1, 9), max_chars=st.integers(20, 90), overlap=st.integers(0, 19))
 @example(num_words=29, line=7, max_chars=39, overlap=7)  # the space in front of the last chunk is one too many
 @settings(deadline=None)
@@ -35,7 +78,7 @@ def test_overlapping_chunks_leave_nothing_between_them(num_words: int, line: int
     words = [f"word{i:03}" for i in range(num_words)]
     text = "\n\n".join(" ".join(words[i : i + line]) for i in range(0, num_words, line))
     end = 0
-    for chunk in Splitting(max_chars, overlap_chars=overlap).split(text, is_markdown=True):
+    for chunk in Splitting(max_chars, overlap=overlap).split(text, is_markdown=True):
         start = text.index(chunk)  # every word is in the text once
         assert not text[end:start].strip()
         assert end - start <= overlap
@@ -68,9 +111,9 @@ def test_a_heading_at_the_end_is_kept() -> None:
     )
 
 
-def test_min_chars_ends_a_chunk_at_an_earlier_seam() -> None:
+def test_a_smallest_length_ends_a_chunk_at_an_earlier_seam() -> None:
     text = "One two three. Four five six.\n\n" * 10
-    assert len(Splitting(100, min_chars=20).split(text)) > len(Splitting(100).split(text))
+    assert len(Splitting(100, min_length=20).split(text)) > len(Splitting(100).split(text))
 
 
 @pytest.mark.parametrize("text", ["", " \n\t "])
@@ -81,10 +124,10 @@ def test_white_space_has_no_chunks(text: str) -> None:
 @pytest.mark.parametrize(
     "limits",
     [
-        {"max_chars": 0},
-        {"max_chars": 10, "min_chars": 11},
-        {"max_chars": 10, "overlap_chars": 10},
-        {"overlap_chars": -1},
+        {"max_length": 0},
+        {"max_length": 10, "min_length": 11},
+        {"max_length": 10, "overlap": 10},
+        {"overlap": -1},
     ],
 )
 def test_impossible_limits_are_refused(limits: dict[str, int]) -> None:

@@ -1,0 +1,121 @@
+"""``ragcache index`` splits by characters or by tokens, and a store always by the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ragcache_core.cli import cli
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.retrieval import DocumentStore
+
+MODEL = Path(__file__).parents[3] / "examples" / "demo_model"
+LONG = " ".join(f"Sentence {i} says that Zor is a city on the river Mel." for i in range(60))
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "zor.txt").write_text(LONG)
+    return tmp_path / "notes"
+
+
+def index(notes: Path, *options: str) -> Result:
+    return CliRunner().invoke(cli, ["index", str(notes), "--store", str(notes.parent / "store"), *options])
+
+
+def num_tokens(notes: Path) -> list[int]:
+    count = ModelTokenizer(MODEL).num_tokens
+    with DocumentStore.open(notes.parent / "store", read_only=True) as store:
+        return [count(document.text) for document in store.get(store.ids())]
+
+
+def test_a_models_tokens_split_at_512_unless_another_number_is_given(notes: Path) -> None:
+    assert index(notes, "--tokenizer", str(MODEL)).exit_code == 0
+    found = num_tokens(notes)
+    assert len(found) > 1
+    assert 400 < max(found) <= 512
+
+
+def test_an_update_splits_as_the_store_was_split(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(MODEL.parent)
+    options = ("--tokenizer", MODEL.name, "--chunk-tokens", "64", "--chunk-overlap-tokens", "16")
+    index(notes, *options)
+    before = num_tokens(notes)
+    monkeypatch.chdir(notes)  # the folder is found from anywhere
+    assert f", {len(before)} unchanged" in index(notes, "--update").stdout
+    (notes / "mel.txt").write_text(LONG)
+    index(notes, "--update")
+    assert sorted(num_tokens(notes)) == sorted([*before, *before])
+    assert json.loads((notes.parent / "store" / "chunking.json").read_text())["tokenizer"] == str(MODEL)
+
+
+def test_other_lengths_of_the_same_unit_replace_the_chunks(notes: Path) -> None:
+    index(notes, "--tokenizer", str(MODEL))
+    assert "replace what has changed with --update" in index(notes, "--chunk-tokens", "100").stderr
+    assert index(notes, "--chunk-tokens", "100", "--update").exit_code == 0
+    assert max(num_tokens(notes)) <= 100
+    assert "0 documents added" in index(notes).stdout
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        ((), ("--tokenizer", str(MODEL)), "is split by characters, not by tokens"),
+        (("--tokenizer", str(MODEL)), ("--chunk-chars", "800"), "is split by tokens, not by characters"),
+        ((), ("--chunk-tokens", "100"), "is split by characters, not by tokens"),
+    ],
+)
+def test_another_unit_is_refused(notes: Path, first: tuple[str, ...], then: tuple[str, ...], said: str) -> None:
+    index(notes, *first)
+    before = num_tokens(notes)
+    result = index(notes, "--update", *then)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert "choose another --store" in result.stderr
+    assert num_tokens(notes) == before
+
+
+def test_a_store_of_an_older_release_is_split_by_characters(notes: Path) -> None:
+    index(notes)
+    (notes.parent / "store" / "chunking.json").unlink()
+    assert "is split by characters" in index(notes, "--tokenizer", str(MODEL)).stderr
+
+
+def test_a_tokenizer_that_counts_otherwise_is_refused_and_a_copy_is_not(notes: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(MODEL, tmp_path / "copy", ignore=shutil.ignore_patterns("*.safetensors"))
+    index(notes, "--tokenizer", str(MODEL))
+    assert index(notes, "--tokenizer", str(copy)).exit_code == 0
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + "\n")
+    assert f"the tokens of {copy} as it was then" in index(notes).stderr
+    shutil.rmtree(copy)
+    assert "pass --tokenizer with a folder" in index(notes).stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--chunk-tokens", "100"), "name it with --tokenizer MODEL"),
+        (("--tokenizer", str(MODEL), "--chunk-chars", "100"), "by characters or by tokens"),
+        (("--tokenizer", str(MODEL), "--chunk-tokens", "8"), "give 32 or more"),
+        (("--tokenizer", str(MODEL), "--chunk-overlap-tokens", "512"), "0 <= overlap < smallest <= largest"),
+        (("--tokenizer", "/nowhere"), "no tokenizer can be loaded from '/nowhere'"),
+    ],
+)
+def test_what_cannot_be_split_so_is_refused_before_anything_is_stored(
+    notes: Path, options: tuple[str, ...], said: str
+) -> None:
+    result = index(notes, *options)
+    assert result.exit_code == 1
+    assert said in result.stderr
+    assert not (notes.parent / "store").exists()
+
+
+def test_a_damaged_note_of_the_lengths_names_its_cure(notes: Path) -> None:
+    index(notes)
+    (notes.parent / "store" / "chunking.json").write_text("[]")
+    assert "delete it, and give the lengths again" in index(notes).stderr
