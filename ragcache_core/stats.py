@@ -12,6 +12,8 @@ STATS_KEY = "ragcache"
 """Key of a response's metadata for its statistics, :meth:`RequestStats.to_dict`, in every framework."""
 PIPELINE_KEY = "pipeline"
 """Key beside these statistics for the report of the search, :meth:`PipelineReport.to_dict`."""
+ANSWER_KEY = "answer_cache"
+"""Key in their place of an answer that was kept from before: to which question, and how near that is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ check_installed("langchain", "langchain_core", "langchain_openai")
 
 if TYPE_CHECKING:
     from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
+    from ragcache_integrations.langchain.answers import SemanticAnswerCache
     from ragcache_integrations.langchain.callbacks import CacheStatsCallbackHandler, TraceCallbackHandler
     from ragcache_integrations.langchain.chain import format_documents, prompt_from_layout
     from ragcache_integrations.langchain.chat_model import ChatRAGCache
@@ -38,6 +39,7 @@ else:
         globals(),
         {
             "ragcache_core.client.stats.cache_summary": ("CacheSummary", "DocumentHits"),
+            "ragcache_integrations.langchain.answers": ("SemanticAnswerCache",),
             "ragcache_integrations.langchain.callbacks": ("CacheStatsCallbackHandler", "TraceCallbackHandler"),
             "ragcache_integrations.langchain.chain": ("format_documents", "prompt_from_layout"),
             "ragcache_integrations.langchain.chat_model": ("ChatRAGCache",),
@@ -55,6 +57,7 @@ __all__ = [
     "ChatRAGCache",
     "DocumentHits",
     "RAGCacheRetriever",
+    "SemanticAnswerCache",
     "SpeculativeRAG",
     "StagedFAISS",
     "TfidfSvdEmbeddings",

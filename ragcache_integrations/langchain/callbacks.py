@@ -14,7 +14,7 @@ from langchain_core.outputs import ChatGeneration, LLMResult
 
 from ragcache_core.client.stats.cache_summary import CacheSummary, CacheTally
 from ragcache_core.runtime.trace_recorder import TraceRecorder
-from ragcache_core.stats import STATS_KEY, RequestStats, request_stats_from_dict
+from ragcache_core.stats import ANSWER_KEY, STATS_KEY, RequestStats, request_stats_from_dict
 from ragcache_integrations.langchain.events import SPECULATION_EVENT
 
 
@@ -51,8 +51,11 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         """Take the statistics out of a finished model run."""
-        stats = [s for generations in response.generations for g in generations[:1] if (s := _stats_of(g))]
-        if not stats:
+        first = [g for generations in response.generations for g in generations[:1]]
+        stats, num_kept = [s for g in first if (s := _stats_of(g))], sum(map(_is_kept, first))
+        for _ in range(num_kept):
+            self._tally.add_kept_answer()
+        if not stats and not num_kept:
             self._tally.add_unfinished()
         with self._lock:
             for each in stats:
@@ -121,6 +124,16 @@ class TraceCallbackHandler(BaseCallbackHandler):
 
 
 def _stats_of(generation: object) -> RequestStats | None:
+    data = _told_of(generation)
+    return request_stats_from_dict(data) if data and ANSWER_KEY not in data else None
+
+
+def _is_kept(generation: object) -> bool:
+    """Return whether a cache of answers gave it."""
+    return ANSWER_KEY in _told_of(generation)
+
+
+def _told_of(generation: object) -> dict[str, Any]:
     message: BaseMessage | None = generation.message if isinstance(generation, ChatGeneration) else None
     data = message.response_metadata.get(STATS_KEY) if message is not None else None
-    return request_stats_from_dict(data) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}

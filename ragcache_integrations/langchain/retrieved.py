@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
+from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document as LangChainDocument
@@ -18,11 +21,18 @@ CURE = (
     "or name what the prompt shows: llm.bind(documents=[Document(id=..., page_content=<the text as shown>)])"
 )
 
+_NUM_SEARCHES_KEPT = 1000
+
 
 class _RetrieverListener(BaseCallbackHandler):
-    """Remembers what retrievers return, before the chain goes on."""
+    """Remembers what retrievers were asked and return, before the chain goes on."""
 
     run_inline = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queries: OrderedDict[UUID, str] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def ignore_llm(self) -> bool:
@@ -32,8 +42,16 @@ class _RetrieverListener(BaseCallbackHandler):
     def ignore_chat_model(self) -> bool:
         return True
 
-    def on_retriever_end(self, documents: Sequence[LangChainDocument], **kwargs: Any) -> None:
-        RETRIEVED.add(to_core(documents))
+    def on_retriever_start(self, serialized: Any, query: str, *, run_id: UUID, **kwargs: Any) -> None:
+        with self._lock:
+            self._queries[run_id] = query
+            if len(self._queries) > _NUM_SEARCHES_KEPT:  # of those that failed nobody hears here
+                self._queries.popitem(last=False)
+
+    def on_retriever_end(self, documents: Sequence[LangChainDocument], *, run_id: UUID, **kwargs: Any) -> None:
+        with self._lock:
+            query = self._queries.pop(run_id, None)
+        RETRIEVED.add(to_core(documents), query=query)
 
 
 _LISTENER = _RetrieverListener()

@@ -19,11 +19,13 @@ from ragcache_integrations._installed import check_installed
 check_installed("llamaindex", "llama_index.core", "llama_index.llms.openai_like")
 
 if TYPE_CHECKING:
+    from ragcache_core.answers import AnswerCache
     from ragcache_core.client.stats.cache_summary import CacheSummary, DocumentHits
     from ragcache_integrations.llamaindex.embedding import TfidfSvdEmbedding
     from ragcache_integrations.llamaindex.events import (
         CacheStatsEvent,
         CacheStatsEventHandler,
+        KeptAnswerEvent,
         RetrievalStageEvent,
         SpeculationEvent,
         TraceEventHandler,
@@ -37,11 +39,13 @@ else:
     __getattr__, __dir__ = exported_lazily(
         globals(),
         {
+            "ragcache_core.answers": ("AnswerCache",),
             "ragcache_core.client.stats.cache_summary": ("CacheSummary", "DocumentHits"),
             "ragcache_integrations.llamaindex.embedding": ("TfidfSvdEmbedding",),
             "ragcache_integrations.llamaindex.events": (
                 "CacheStatsEvent",
                 "CacheStatsEventHandler",
+                "KeptAnswerEvent",
                 "RetrievalStageEvent",
                 "SpeculationEvent",
                 "TraceEventHandler",
@@ -55,10 +59,12 @@ else:
     )
 
 __all__ = [
+    "AnswerCache",
     "CacheStatsEvent",
     "CacheStatsEventHandler",
     "CacheSummary",
     "DocumentHits",
+    "KeptAnswerEvent",
     "RAGCacheLLM",
     "RAGCacheQueryEngine",
     "RAGCacheRetriever",

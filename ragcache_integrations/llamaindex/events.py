@@ -81,6 +81,21 @@ class CacheStatsEvent(BaseEvent):
         return RequestStats(**{name: getattr(self, name) for name in _FIELDS})
 
 
+class KeptAnswerEvent(BaseEvent):
+    """An answer that no engine was asked for, as an ``answer_cache`` had it.
+
+    It was given to ``question``, or to the very same prompt (``None``), whose meaning is ``similarity`` near.
+    """
+
+    model: str
+    question: str | None
+    similarity: float
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "KeptAnswerEvent"
+
+
 class RetrievalStageEvent(BaseEvent):
     """What a staged search knew after one stage: a guess, or the answer where ``is_final``.
 
@@ -154,10 +169,12 @@ class CacheStatsEventHandler(BaseEventHandler):
         return "CacheStatsEventHandler"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Count a :class:`CacheStatsEvent` or a :class:`SpeculationEvent`; let every other event pass."""
+        """Count the events of this package about requests and speculations; let every other one pass."""
         if isinstance(event, CacheStatsEvent):
             self._tally.add(event.stats)
             self.last = event
+        elif isinstance(event, KeptAnswerEvent):
+            self._tally.add_kept_answer()
         elif isinstance(event, SpeculationEvent):
             self._tally.add_speculation(event.kind, event.hidden_search_s)
 

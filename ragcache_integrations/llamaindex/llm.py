@@ -29,6 +29,7 @@ from llama_index.llms.openai.base import OpenAI, Tokenizer
 from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
+from ragcache_core.answers import AnswerCache
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.request_plan import merge_bodies
@@ -38,6 +39,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.wire import check_sendable, read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
+from ragcache_integrations.llamaindex.answers import AskedChat, just
 from ragcache_integrations.llamaindex.retrieved import CURE
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -68,6 +70,10 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     The model's tokenizer comes from the server. Of one without RAGCache ``tokenizer`` names a folder, or a model of the
     Hugging Face hub, that has it; an object with ``encode`` is ``OpenAILike``'s, for its ``max_tokens``.
 
+    With an ``answer_cache`` a chat without tools is not asked at all where nearly the same question was, with the same
+    settings and about the same versions of the same documents: opt-in and approximate, see :class:`AnswerCache`. Such
+    an answer is marked, ``additional_kwargs["ragcache"]["answer_cache"]``, and a :class:`KeptAnswerEvent` tells of it.
+
     ``chunk_reuse``, of the LLM or of a call, lets documents be reused behind others than they were computed behind,
     which is approximate; see ``engine.stream()``.
 
@@ -81,6 +87,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     chunk_reuse: bool | dict[str, Any] | None = Field(
         default=None, description="Whether, and how, documents are reused behind others; None leaves it to the engine."
     )
+    answer_cache: AnswerCache | None = Field(default=None, exclude=True, repr=False)
 
     _engine: Engine = PrivateAttr()
     _owns_engine: bool = PrivateAttr(default=False)
@@ -156,14 +163,16 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         Publishes nothing. See ``SpeculationClient.prepare``, also for the errors.
         """
 
+        asking = self.model_copy(update={"answer_cache": None})
+
         def ask() -> None:
             if not self.is_chat_model:
                 prompt = self.messages_to_prompt(messages)
                 next(self._stream_complete(prompt, **kwargs)) if is_streamed else self._complete(prompt, **kwargs)
             elif is_streamed:
-                next(self._stream_chat(messages, **kwargs))
+                next(asking._stream_chat(messages, **kwargs))
             else:
-                self._chat(messages, **kwargs)
+                asking._chat(messages, **kwargs)
 
         return self._engine.integration.speculation.prepare(ask)
 
@@ -202,24 +211,49 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     # What OpenAILike calls: one method per way to ask the chat endpoint, and the completions endpoint.
 
     def _chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        asked = self._asked(messages, kwargs)
+        if asked is not None and (kept := asked.find()) is not None:
+            return kept
         request = self._plan(messages, kwargs)
         with translate_errors():
             response: ChatResponse = super()._chat(messages, **request.body)
-        return request.finish(response)
+        response = request.finish(response)
+        return response if asked is None else asked.keep(response)
 
     async def _achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        asked = self._asked(messages, kwargs)
+        if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
+            return kept
         request = await asyncio.to_thread(self._plan, messages, kwargs)
         with translate_errors():
             response: ChatResponse = await super()._achat(messages, **request.body)
-        return await request.afinish(response)
+        response = await request.afinish(response)
+        return response if asked is None else await asyncio.to_thread(asked.keep, response)
 
     def _stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        asked = self._asked(messages, kwargs)
+        if asked is not None and (kept := asked.find()) is not None:
+            return (response for response in (kept,))
         request = self._plan(messages, kwargs)
-        return request.measured(super()._stream_chat(messages, **request.body))
+        responses = request.measured(super()._stream_chat(messages, **request.body))
+        return responses if asked is None else asked.keep_last(responses)
 
     async def _astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        asked = self._asked(messages, kwargs)
+        if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
+            return just(kept)
         request = await asyncio.to_thread(self._plan, messages, kwargs)
-        return request.ameasured(await super()._astream_chat(messages, **request.body))
+        responses = request.ameasured(await super()._astream_chat(messages, **request.body))
+        return responses if asked is None else asked.akeep_last(responses)
+
+    def _asked(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> AskedChat | None:
+        """Return a chat as the cache of answers knows it; ``None`` without one, and for what may call tools."""
+        if self.answer_cache is None or kwargs.get("tools"):
+            return None
+        chunk_reuse = kwargs.get("chunk_reuse", self.chunk_reuse)
+        settings = [self._get_model_kwargs(**{n: v for n, v in kwargs.items() if n != "chunk_reuse"}), chunk_reuse]
+        sent = to_openai_message_dicts(messages, model=self.model)
+        return AskedChat(self.answer_cache, sent, settings, self.model)  # type: ignore[arg-type]
 
     def _complete(self, prompt: str, **kwargs: Any) -> CompletionResponse:
         request = self._plan_text(kwargs)

@@ -28,7 +28,9 @@ class _RetrievalListener(BaseEventHandler):
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         if isinstance(event, RetrievalEndEvent):
-            RETRIEVED.add([shown_document(n.node) for n in event.nodes])
+            asked = event.str_or_query_bundle
+            query = asked if isinstance(asked, str) else asked.query_str
+            RETRIEVED.add([shown_document(n.node) for n in event.nodes], query=query)
 
 
 get_dispatcher().add_event_handler(_RetrievalListener())

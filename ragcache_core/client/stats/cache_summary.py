@@ -32,7 +32,8 @@ class CacheSummary:
 
     ``ttft_s`` holds the times to first token that are known, and ``queue_s`` the times before the engine scheduled a
     request, oldest first, of the last 10,000. ``num_unfinished`` counts model calls without statistics, where the
-    framework tells of them: they failed, were closed early, or ran elsewhere.
+    framework tells of them: they failed, were closed early, or ran elsewhere. ``num_kept_answers`` calls asked no
+    engine: a cache of answers had one; they are in no other sum.
 
     ``num_reused_chunks`` documents were reused behind others than they were computed behind, ``num_reused_tokens`` of
     them as they were stored and ``num_recomputed_tokens`` computed anew; their answers are approximate.
@@ -45,6 +46,7 @@ class CacheSummary:
 
     num_requests: int = 0
     num_unfinished: int = 0
+    num_kept_answers: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -96,6 +98,8 @@ class CacheSummary:
             line += f", {self.hidden_search_s:.3f} s of searching hidden"
         if self.num_reused_chunks:
             line += f", {self.num_reused_chunks:,} documents reused approximately"
+        if self.num_kept_answers:
+            line += f", {self.num_kept_answers:,} answers kept from before"
         return line + (f", {self.num_unfinished:,} unfinished" if self.num_unfinished else "")
 
 
@@ -140,6 +144,11 @@ class CacheTally:
         """Add a model call without statistics."""
         with self._lock:
             self._sums["num_unfinished"] += 1
+
+    def add_kept_answer(self) -> None:
+        """Add a model call whose answer was kept from before."""
+        with self._lock:
+            self._sums["num_kept_answers"] += 1
 
     def add_speculation(self, kind: str, hidden_search_s: float | None) -> None:
         """Add what happened to a speculation; ``kind`` is that of the pipeline's event."""

@@ -30,7 +30,9 @@ FLOORS: dict[str, list[str]] = {
         f"ragcache_core.{name}" for name in ("policy", "tree", "chunk", "queueing", "ordering", "speculation")
     ],
     "simulation": ["ragcache_core.sim"],
-    "machine": [f"ragcache_core.{name}" for name in ("chunkstore", "ingest", "retrieval", "runtime", "profiles")],
+    "machine": [
+        f"ragcache_core.{name}" for name in ("chunkstore", "ingest", "retrieval", "answers", "runtime", "profiles")
+    ],
     "client": ["ragcache_core.client"],
     "integrations": ["ragcache_integrations.langchain", "ragcache_integrations.llamaindex"],
     "top": ["ragcache_core.cli", "ragcache_core.bench"],
@@ -177,12 +179,12 @@ PUBLIC: dict[str, set[str]] = {
     "ragcache_core.retrieval": _OF_RETRIEVAL,
     "ragcache_integrations.langchain": {
         *("CacheStatsCallbackHandler", "CacheSummary", "ChatRAGCache", "DocumentHits", "RAGCacheRetriever"),
-        *("SpeculativeRAG", "StagedFAISS", "TfidfSvdEmbeddings", "format_documents", "prompt_from_layout", "to_core"),
-        *("TraceCallbackHandler", "to_langchain"),
+        *("SemanticAnswerCache", "SpeculativeRAG", "StagedFAISS", "TfidfSvdEmbeddings", "TraceCallbackHandler"),
+        *("format_documents", "prompt_from_layout", "to_core", "to_langchain"),
     },
     "ragcache_integrations.llamaindex": {
-        *("CacheStatsEvent", "CacheStatsEventHandler", "CacheSummary", "DocumentHits"),
-        *("RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
+        *("AnswerCache", "CacheStatsEvent", "CacheStatsEventHandler", "CacheSummary", "DocumentHits"),
+        *("KeptAnswerEvent", "RAGCacheLLM", "RAGCacheQueryEngine", "RAGCacheRetriever"),
         *("RetrievalStageEvent", "SpeculationEvent", "StagedFAISSVectorStore", "TfidfSvdEmbedding"),
         *("TraceEventHandler", "document_from_node", "node_from_document"),
     },

@@ -1,0 +1,69 @@
+"""What the LLM does with a cache of answers: looks before it asks, keeps what it was answered, says where from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index_instrumentation.span import active_span_id
+
+from ragcache_core.answers import AnswerCache, ask
+from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.stats import ANSWER_KEY, STATS_KEY
+from ragcache_integrations.llamaindex.events import KeptAnswerEvent, dispatcher
+
+
+class AskedChat:
+    """One chat, before it is sent: made in the span that it belongs to."""
+
+    def __init__(self, answers: AnswerCache, messages: Sequence[Mapping[str, Any]], settings: object, model: str):
+        self._answers = answers
+        self._model = model
+        self._span_id = active_span_id.get()
+        self._since = answers.now()
+        queries = [search.query for search in RETRIEVED.searches() if search.query]
+        described = json.dumps(settings, sort_keys=True, default=str)
+        self._asked = ask(messages, described, RETRIEVED.shown(), queries)
+
+    def find(self) -> ChatResponse | None:
+        """Return the answer that was kept, marked and published as such, if there is one."""
+        if (found := self._answers.find(self._asked)) is None:
+            return None
+        mark = {ANSWER_KEY: {"question": found.question, "similarity": found.similarity}}
+        dispatcher.event(
+            KeptAnswerEvent(
+                model=self._model, question=found.question, similarity=found.similarity, span_id=self._span_id
+            )
+        )
+        message = ChatMessage(role=MessageRole.ASSISTANT, content=found.answer)
+        return ChatResponse(message=message, delta=found.answer, additional_kwargs={STATS_KEY: mark})
+
+    def keep(self, response: ChatResponse) -> ChatResponse:
+        """Keep a whole answer, if it is a text; return it."""
+        text = response.message.content
+        if text and not response.message.additional_kwargs.get("tool_calls"):
+            self._answers.keep(self._asked, text, since=self._since)
+        return response
+
+    def keep_last(self, responses: Iterator[ChatResponse]) -> Iterator[ChatResponse]:
+        """Yield the responses of a stream; keep the answer if it comes to its end."""
+        last = None
+        for last in responses:
+            yield last
+        if last is not None:
+            self.keep(last)
+
+    async def akeep_last(self, responses: AsyncIterator[ChatResponse]) -> AsyncIterator[ChatResponse]:
+        """Yield the responses of a stream; keep the answer if it comes to its end."""
+        last = None
+        async for last in responses:
+            yield last
+        if last is not None:
+            self.keep(last)
+
+
+async def just(response: ChatResponse) -> AsyncIterator[ChatResponse]:
+    """Yield one response."""
+    yield response

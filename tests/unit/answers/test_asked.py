@@ -1,0 +1,76 @@
+"""What two prompts must have in common to share an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ragcache_core.answers import AskedPrompt, ask
+
+ZOR = ("zor", "Zor is a city on the river Mel, and its council has nine members.")
+MEL = ("mel", "Mel is a river that ends in the lake Tar.")
+QUESTION = "Where is Zor?"
+
+
+def chat(question: str = QUESTION, *documents: tuple[str, str], system: str = "Answer.") -> list[dict[str, Any]]:
+    shown = "\n\n".join(text for _, text in documents or (ZOR, MEL))
+    return [{"role": "system", "content": system}, {"role": "user", "content": f"{shown}\n\nQuestion: {question}"}]
+
+
+def asked(messages: list[dict[str, Any]], *queries: str, settings: str = "model") -> AskedPrompt:
+    return ask(messages, settings, [ZOR, MEL], queries or (QUESTION,))
+
+
+def test_the_question_is_what_was_searched_for_and_all_else_is_the_key() -> None:
+    one, other = asked(chat()), asked(chat("What is Zor's place?"), "What is Zor's place?")
+    assert (one.question, other.question) == (QUESTION, "What is Zor's place?")
+    assert one.key == other.key
+    assert [doc_id for doc_id, _ in one.documents] == ["zor", "mel"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        chat(QUESTION, ZOR),
+        chat(QUESTION, MEL, ZOR),
+        chat(QUESTION, ZOR, ("mel", MEL[1] + " It is long.")),
+        chat(system="Answer in verse."),
+        [*chat(), {"role": "assistant", "content": "By the Mel."}, {"role": "user", "content": QUESTION}],
+        [{**chat()[0]}, {**chat()[1], "content": chat()[1]["content"] + "\nBe brief."}],
+        [{**chat()[0]}, {**chat()[1], "name": "Ann"}],
+    ],
+    ids=["fewer", "another order", "another version", "instructions", "a conversation", "a suffix", "another field"],
+)
+def test_other_documents_versions_orders_and_instructions_are_another_key(messages: list[dict[str, Any]]) -> None:
+    assert asked(messages).key != asked(chat()).key
+
+
+def test_other_settings_and_other_numbers_are_another_key() -> None:
+    assert asked(chat(), settings="other").key != asked(chat()).key
+    then, now = "Who ruled Zor in 1850?", "Who ruled Zor in 1950?"
+    assert asked(chat(then), then).key != asked(chat(now), now).key
+
+
+def test_what_nobody_searched_for_is_no_question() -> None:
+    one = asked(chat(), "Where is Mel?")
+    assert one.question is None
+    assert one.key != asked(chat("Where is Zur?"), "Where is Mel?").key
+
+
+def test_a_question_is_not_taken_out_of_a_document_that_quotes_it() -> None:
+    quoting = ("faq", f"People ask: {QUESTION} It is on the river Mel.")
+    prompt = [{"role": "user", "content": f"Question: {QUESTION}\n\n{quoting[1]}"}]
+    one = ask(prompt, "", [quoting], [QUESTION])
+    assert one.question == QUESTION
+    assert one.documents
+    other = [{"role": "user", "content": f"Question: Where is it?\n\n{quoting[1]}"}]
+    assert ask(other, "", [quoting], ["Where is it?", QUESTION]).key == one.key
+
+
+def test_a_text_among_content_parts_is_read_and_images_are_part_of_the_key() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    assert asked(parts).question == QUESTION
+    image = {"type": "image_url", "image_url": {"url": "data:1"}}
+    pictures = [{"role": "user", "content": [*parts[0]["content"], image]}]
+    assert asked(pictures).question is None
