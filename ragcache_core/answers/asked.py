@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ragcache_core.prompt import ChatMessage, DocumentSpan, locate_documents
 from ragcache_core.types import DocId
 
-_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
+_TELLING = re.compile(r"\d+(?:[.,:]\d+)*|\b(?:who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
+"""Where and when somebody was born are near to each other for an embedder, and so are two years."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,9 @@ class AskedPrompt:
     """What two prompts have in common if one may get the other's answer.
 
     ``key`` is a hash of all that must be the same: model, settings, instructions, documents and their order, the
-    conversation so far, and the numbers in the question. ``question`` is compared by its meaning; ``None`` where it
-    cannot be told from the rest, which is part of the key then. ``documents`` are ids and hashes of what is shown.
+    conversation so far, and the numbers and (English) question words of the question. ``question`` is compared by its
+    meaning; ``None`` where it cannot be told from the rest, which is part of the key then. ``documents`` are ids and
+    hashes of what is shown.
     """
 
     key: str
@@ -42,12 +44,13 @@ def ask(
     texts = [_text_of(message) for message in messages]
     spans = [locate_documents(text, shown, queries) if text else [] for text in texts]
     last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=None)
-    question, numbers = None, []
+    question, telling = None, []
     if last is not None and (place := _place_of(texts[last], queries, spans[last])) is not None:
         start, end = place
-        question, numbers = texts[last][start:end], sorted(_NUMBER.findall(texts[last][start:end]))
+        question = texts[last][start:end]
+        telling = sorted(word.lower() for word in _TELLING.findall(question))
         messages[last]["content"] = [texts[last][:start], texts[last][end:]]
-    rest = json.dumps([settings, messages, question is None, numbers], sort_keys=True, default=str)
+    rest = json.dumps([settings, messages, question is None, telling], sort_keys=True, default=str)
     documents = dict.fromkeys(
         (span.doc_id, content_hash(text[span.start : span.end]))
         for text, found in zip(texts, spans, strict=True)

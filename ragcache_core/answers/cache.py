@@ -16,6 +16,7 @@ import numpy as np
 
 from ragcache_core.answers.asked import AskedPrompt, content_hash
 from ragcache_core.answers.storage import AnswerFile, Row
+from ragcache_core.answers.words import WordEmbedder
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.base import Vectors
 from ragcache_core.retrieval.embedders.base import Embedder, as_embedder, check_query
@@ -62,20 +63,21 @@ class AnswerCache:
     All methods may be called from several threads. What cannot be embedded, read or written is a miss.
 
     Args:
-        embedder: what compares questions: one of ours, a LangChain ``Embeddings``, a LlamaIndex ``BaseEmbedding``, or a
-            store, whose own is used as it is now.
+        embedder: what compares questions: a sentence embedder of ours, of LangChain or of LlamaIndex, or a store with
+            one. Without it they are compared by their words, which seldom finds one, and hardly ever a wrong one.
         threshold: the least cosine, above 0 and at most 1, which lets nothing but equal questions share an answer.
         max_answers: how many are kept; the one that was longest not asked for goes first.
         folder: where they outlive the process, readable by their owner alone; one process at a time.
 
     Raises:
-        ConfigError: a value that cannot work, or an embedder that embeds nothing.
+        ConfigError: a value that cannot work, an embedder that embeds nothing, or the built-in one, which knows the
+            words of documents alone.
         StoreLockedError: another process uses the folder. StoreCorruptError, StoreError
     """
 
     def __init__(
         self,
-        embedder: object,
+        embedder: object | None = None,
         *,
         threshold: float = 0.92,
         max_answers: int = 1000,
@@ -85,7 +87,7 @@ class AnswerCache:
             raise ConfigError(f"threshold is {threshold!r}: give a cosine above 0, and at most 1")
         if isinstance(max_answers, bool) or not isinstance(max_answers, int) or max_answers < 1:
             raise ConfigError(f"max_answers is {max_answers!r}: give a whole number of at least 1")
-        self._embedder: Embedder = as_embedder(getattr(embedder, "embedder", embedder))
+        self._embedder = _compares_questions(embedder)
         self._threshold = threshold
         self._max_answers = max_answers
         self._lock = threading.RLock()
@@ -257,6 +259,18 @@ class AnswerCache:
         except Exception as error:
             _logger.warning("a question could not be embedded, and no answer is looked for: %s", error)
             return None
+
+
+def _compares_questions(embedder: object | None) -> Embedder:
+    if embedder is None:
+        return WordEmbedder()
+    chosen = as_embedder(getattr(embedder, "embedder", embedder))
+    if "tfidfsvd" in chosen.name.lower().replace("-", ""):
+        raise ConfigError(
+            "the built-in embedder knows the words of documents alone, and takes who and when for the same: leave it "
+            "out to compare questions by their words, or pass a sentence embedder, MiniLMEmbedder() for example"
+        )
+    return chosen
 
 
 def _row(number: int, kept: _Kept) -> Row:

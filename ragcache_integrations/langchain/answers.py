@@ -37,13 +37,13 @@ class SemanticAnswerCache(BaseCache):
 
     ::
 
-        with SemanticAnswerCache(store, folder="answers") as answers:
+        with SemanticAnswerCache(MiniLMEmbedder(), folder="answers") as answers:
             chain = search | prompt | ChatRAGCache(engine=engine, cache=answers)
 
     This is approximate, and opt-in. Everything but the question has to be equal: the model and its settings, the
-    prompt, the documents and their order, the numbers in the question. The question is what a retriever was asked, if
-    the prompt shows it as it was asked; other prompts are given the answer to the very same prompt alone. Answers that
-    call tools are not kept. Streams (``llm.stream``) pass LangChain's caches by.
+    prompt, the documents and their order, the question's numbers and (English) question words. The question is what a
+    retriever was asked, if the prompt shows it as it was asked; other prompts are given the answer to the very same
+    prompt alone. Answers that call tools are not kept. Streams (``llm.stream``) pass LangChain's caches by.
 
     ``response_metadata["ragcache"]["answer_cache"]`` marks such an answer and holds the question that it was given to,
     and how near that is; ``CacheStatsCallbackHandler`` counts it apart.
@@ -51,19 +51,21 @@ class SemanticAnswerCache(BaseCache):
     A document that was changed makes another prompt; :meth:`forget` drops what was said of one that is gone.
 
     Args:
-        embedding: what compares questions: an embedding, or a store, whose own is used as it is now.
+        embedding: what compares questions: a sentence embedding, or a store with one. Without it they are compared by
+            their words, which seldom finds one, and hardly ever a wrong one.
         threshold: the least cosine of two questions, above 0 and at most 1.
         max_answers: how many are kept; the one that was longest not asked for goes first.
         folder: where they outlive the process, readable by their owner alone; one process at a time.
 
     Raises:
-        ConfigError: a value that cannot work, or an embedding that embeds nothing.
+        ConfigError: a value that cannot work, an embedding that embeds nothing, or the built-in one, which knows the
+            words of documents alone.
         StoreLockedError: another process uses the folder. StoreCorruptError, StoreError
     """
 
     def __init__(
         self,
-        embedding: Embeddings | Embedder | StagedFAISS | DocumentStore,
+        embedding: Embeddings | Embedder | StagedFAISS | DocumentStore | None = None,
         *,
         threshold: float = 0.92,
         max_answers: int = 1000,

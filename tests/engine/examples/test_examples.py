@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 
 EXAMPLES = [
     "filtered_search",
+    "answer_cache",
     "iterative_retrieval",
     "langchain_agent",
     "langchain_chain",

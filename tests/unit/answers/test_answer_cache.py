@@ -62,6 +62,14 @@ def test_the_nearest_of_several_wins_and_a_threshold_of_one_takes_equal_question
     assert strict.find(asked()) is not None
 
 
+def test_without_an_embedder_questions_are_compared_by_their_words() -> None:
+    answers = AnswerCache()
+    answers.keep(asked("Which moon of Saturn has seas of methane?"), "Titan")
+    assert answers.find(asked("which moon of Saturn has the seas of methane")).answer == "Titan"  # type: ignore[union-attr]
+    assert answers.find(asked("Which moon of Saturn has seas of ethane?")) is None
+    assert answers.find(asked("???")) is None
+
+
 def test_a_prompt_without_a_question_is_answered_to_itself_alone() -> None:
     answers = AnswerCache(Angles())
     answers.keep(asked(None), "east")

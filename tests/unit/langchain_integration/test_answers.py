@@ -52,7 +52,7 @@ def _nothing_retrieved() -> Iterator[None]:
 
 @pytest.fixture
 def answers() -> Iterator[SemanticAnswerCache]:
-    with SemanticAnswerCache(EMBEDDING) as answers:
+    with SemanticAnswerCache() as answers:
         yield answers
 
 
@@ -75,13 +75,13 @@ def mark_of(answer: Any) -> Any:
 class TestSync(SyncCacheTestSuite):
     @pytest.fixture
     def cache(self) -> BaseCache:
-        return SemanticAnswerCache(EMBEDDING)
+        return SemanticAnswerCache()
 
 
 class TestAsync(AsyncCacheTestSuite):
     @pytest.fixture
     async def cache(self) -> BaseCache:
-        return SemanticAnswerCache(EMBEDDING)
+        return SemanticAnswerCache()
 
 
 async def test_a_near_question_about_the_same_documents_asks_no_engine(
@@ -197,7 +197,7 @@ def test_kept_answers_are_not_recorded_as_requests(
 def test_answers_come_back_from_a_folder(engine: Engine, store: StagedFAISS, tmp_path: Path) -> None:
     said = []
     for _ in range(2):
-        with SemanticAnswerCache(store, folder=tmp_path) as answers:
+        with SemanticAnswerCache(folder=tmp_path) as answers:
             said.append(chain_of(store, ChatRAGCache(engine=engine, cache=answers)).invoke(QUESTION))
             assert len(answers) == 1
     assert mark_of(said[1])["similarity"] == 1
@@ -207,14 +207,14 @@ def test_answers_come_back_from_a_folder(engine: Engine, store: StagedFAISS, tmp
 def test_a_kept_answer_that_cannot_be_read_is_a_miss(engine: Engine, store: StagedFAISS, tmp_path: Path) -> None:
     import sqlite3
 
-    with SemanticAnswerCache(store, folder=tmp_path) as answers:
+    with SemanticAnswerCache(folder=tmp_path) as answers:
         chain_of(store, ChatRAGCache(engine=engine, cache=answers)).invoke(QUESTION)
     evil = (
         '[{"lc": 1, "type": "constructor", "id": ["langchain", "prompts", "prompt", "PromptTemplate"], "kwargs": {}}]'
     )
     with sqlite3.connect(tmp_path / "answers.sqlite") as db:
         db.execute("UPDATE answers SET answer = ?", (evil,))
-    with SemanticAnswerCache(store, folder=tmp_path) as answers:
+    with SemanticAnswerCache(folder=tmp_path) as answers:
         assert mark_of(chain_of(store, ChatRAGCache(engine=engine, cache=answers)).invoke(QUESTION)) is None
 
 
@@ -231,3 +231,10 @@ def test_an_llm_of_another_make_and_many_threads_may_share_one(
 def test_an_embedding_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="embedder is a int"):
         SemanticAnswerCache(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["embedding", "store"])
+def test_the_built_in_embedder_which_takes_who_for_when_is_refused(kind: str, store: StagedFAISS) -> None:
+    with StagedFAISS.from_documents([Document(page_content=text) for text in TEXTS.values()]) as built_in:
+        with pytest.raises(ConfigError, match="leave it out to compare questions by their words"):
+            SemanticAnswerCache(EMBEDDING if kind == "embedding" else built_in)

@@ -12,6 +12,7 @@ from llama_index.core.tools import FunctionTool
 from ragcache_core import DocumentStore
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.errors import ConfigError
 from ragcache_core.types import Document
 from ragcache_integrations.llamaindex import (
     AnswerCache,
@@ -45,7 +46,7 @@ def _nothing_retrieved() -> Iterator[None]:
 
 @pytest.fixture
 def answers() -> AnswerCache:
-    return AnswerCache(EMBEDDING)
+    return AnswerCache()
 
 
 @pytest.fixture
@@ -125,3 +126,8 @@ def test_chats_with_tools_and_other_settings_are_asked(
         llm.complete(QUESTION, **settings)
     assert len(answers) == 3
     assert len(server.requests) == 4
+
+
+def test_the_built_in_embedder_which_takes_who_for_when_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave it out to compare questions by their words"):
+        AnswerCache(EMBEDDING)
