@@ -40,17 +40,17 @@ def ask(
     as anybody likes, and an answer depends on all of it: so nothing else is taken for the question.
     """
     shown, queries = list(shown), sorted({q for query in queries if (q := query.strip())}, key=len, reverse=True)
-    messages = [dict(message) for message in messages]
-    texts = [_text_of(message) for message in messages]
+    asked = [dict(message) for message in messages]
+    texts = [_text_of(message) for message in asked]
     spans = [locate_documents(text, shown, queries) if text else [] for text in texts]
-    last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=None)
+    last = max((i for i, message in enumerate(asked) if message.get("role") == "user"), default=None)
     question, telling = None, []
     if last is not None and (place := _place_of(texts[last], queries, spans[last])) is not None:
         start, end = place
         question = texts[last][start:end]
         telling = sorted(word.lower() for word in _TELLING.findall(question))
-        messages[last]["content"] = [texts[last][:start], texts[last][end:]]
-    rest = json.dumps([settings, messages, question is None, telling], sort_keys=True, default=str)
+        asked[last]["content"] = [texts[last][:start], texts[last][end:]]
+    rest = json.dumps([settings, asked, question is None, telling], sort_keys=True, default=str)
     documents = dict.fromkeys(
         (span.doc_id, content_hash(text[span.start : span.end]))
         for text, found in zip(texts, spans, strict=True)

@@ -54,7 +54,7 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
     """
     from ragcache_core.ingest import Chunking, Splitting, read_chunking, read_origins
 
-    former = read_chunking(store) or (Chunking() if read_origins(store) else None)
+    former = read_chunking(store) or (Chunking() if store.is_dir() and read_origins(store) else None)
     chars, tokens = (
         {name: asked[key] for pattern, name in _LENGTHS.items() if asked[key := pattern.format(unit)] is not None}
         for unit in ("chars", "tokens")
@@ -81,11 +81,9 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
             f"{store} is split by the tokens of {former.tokenizer} as it was then, which {name} does not count alike: "
             "name that one with --tokenizer, or choose another --store"
         )
-    place = {
-        "tokenizer": str(folder.absolute()) if (folder := Path(name)).is_dir() else name,
-        "tokenizer_sha256": sha256,
-    }
-    chunking = replace(former or Chunking(max_length=_DEFAULT_TOKENS), **place, **tokens)
+    place = str(folder.absolute()) if (folder := Path(name)).is_dir() else name
+    before = former or Chunking(max_length=_DEFAULT_TOKENS)
+    chunking = replace(before, tokenizer=place, tokenizer_sha256=sha256, **tokens)
     return Splitting(chunking.max_length, chunking.min_length, chunking.overlap, counted), chunking
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import BaseDocumentCompressor
 from langchain_core.documents import Document as LangChainDocument
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
@@ -20,17 +21,18 @@ from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, check_num_candidates
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found
-from ragcache_core.retrieval.threads import run_blocking
+from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.chain import RANK_KEY
-from ragcache_integrations.langchain.documents import to_langchain
+from ragcache_integrations.langchain.documents import to_core, to_langchain
 from ragcache_integrations.langchain.events import Listener, async_dispatcher, dispatcher
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
 
@@ -42,6 +44,8 @@ _SETTINGS_OF: dict[SearchType, tuple[str, ...]] = {
     "mmr": ("fetch_k", "lambda_mult"),
 }
 """What ``search_kwargs`` may hold beside ``k`` and ``filter``."""
+
+_Compress = Callable[[Sequence[LangChainDocument]], Awaitable[Any]]
 
 
 class RAGCacheRetriever(BaseRetriever):
@@ -55,15 +59,21 @@ class RAGCacheRetriever(BaseRetriever):
     drops what the next stage proves wrong; ``ragcache.speculation`` events tell of it. It needs to know the prompt:
     from ``engine.bind_prompt()``, or from the first request.
 
+    A ``compressor`` is the last stage: what goes into it are candidates, the first ``k`` of which are prefilled while
+    it works, as long as enough of them tend to be where it leaves them. That is not so of a
+    ``ContextualCompressionRetriever`` around this retriever, whose own result counts as final here.
+
     ``filter`` and ``k`` are the retriever's, or those of ``search_kwargs``, or of a call, which wins:
     ``retriever.invoke(query, filter={"tenant": "a", "year": {"$gte": 2020}})``. A filter that is a function has one
     stage: nothing is prefilled meanwhile. What the retriever does not know is refused.
 
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
-        SearchError: a filter on a field that no document has, or on a value of another kind than it has.
+        SearchError: a filter on a field that no document has, or on a value of another kind than it has; the compressor
+            returns something else than documents.
         ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter, a
-            threshold or MMR for a source that is no store; something that cannot be a filter.
+            threshold or MMR for a source that is no store; something that cannot be a filter; a ``num_candidates``
+            below ``k``.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -83,6 +93,11 @@ class RAGCacheRetriever(BaseRetriever):
     """``k`` and ``filter`` as LangChain's vector stores take them; those that are here go before the retriever's. With
     ``mmr`` also ``fetch_k`` and ``lambda_mult``, with ``similarity_score_threshold`` its ``score_threshold``, a
     relevance from 0 to 1."""
+    compressor: BaseDocumentCompressor | None = None
+    """A reranker, or whatever makes ``k`` documents of the ``num_candidates`` nearest ones. It may run more than once
+    at a time."""
+    num_candidates: int = Field(default=NUM_CANDIDATES, ge=1)
+    """How many documents the compressor is given."""
     stages: int | Sequence[float] | None = None
     """Number of stages of a store's search, or increasing shares of the work that end in 1. By default by its size."""
     document_order: DocumentOrder = "retrieval"
@@ -95,6 +110,13 @@ class RAGCacheRetriever(BaseRetriever):
     speculate: bool = True
     """Whether the engine works ahead during a search."""
     _history: SettlingHistory = PrivateAttr(default_factory=SettlingHistory)
+    _reranking: Reranking = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        self._reranking = Reranking(f"the compressor {type(self.compressor).__name__}")
+        if self.compressor is not None:
+            check_num_candidates(self.num_candidates, self.k)
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -115,8 +137,14 @@ class RAGCacheRetriever(BaseRetriever):
         overlap: SearchOverlap[Speculator] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
-        on_event = dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
-        return run_blocking(lambda: self._search(query, asked, overlap, on_event))
+        callbacks = run_manager.get_child()
+        on_event = dispatcher(query, RunnableConfig(callbacks=callbacks), self._metric())
+
+        async def compress(documents: Sequence[LangChainDocument]) -> object:
+            assert self.compressor is not None
+            return await in_thread(partial(self.compressor.compress_documents, documents, query, callbacks=callbacks))
+
+        return run_blocking(lambda: self._search(query, asked, overlap, on_event, compress))
 
     async def _aget_relevant_documents(
         self,
@@ -126,11 +154,22 @@ class RAGCacheRetriever(BaseRetriever):
         overlap: SearchOverlap[Speculator] | None = None,
         **asked: Any,
     ) -> list[LangChainDocument]:
-        on_event = async_dispatcher(query, RunnableConfig(callbacks=run_manager.get_child()), self._metric())
-        return await self._search(query, asked, overlap, on_event)
+        callbacks = run_manager.get_child()
+        on_event = async_dispatcher(query, RunnableConfig(callbacks=callbacks), self._metric())
+
+        async def compress(documents: Sequence[LangChainDocument]) -> object:
+            assert self.compressor is not None
+            return await self.compressor.acompress_documents(documents, query, callbacks=callbacks)
+
+        return await self._search(query, asked, overlap, on_event, compress)
 
     async def _search(
-        self, query: str, asked: dict[str, Any], overlap: SearchOverlap[Speculator] | None, on_event: Listener
+        self,
+        query: str,
+        asked: dict[str, Any],
+        overlap: SearchOverlap[Speculator] | None,
+        on_event: Listener,
+        compress: _Compress,
     ) -> list[LangChainDocument]:
         engine, timeout_s, settings = self.engine, self.search_timeout_s, self._asked_for(asked)
         k = settings["k"]
@@ -140,8 +179,12 @@ class RAGCacheRetriever(BaseRetriever):
             timeout_s = overlap.timeout_s or timeout_s
             if overlap.ahead is not None:
                 engine, speculator, prompt = overlap.engine, overlap.ahead, overlap.prompt or prompt
+        is_reranked = self.compressor is not None and k > 0
+        updates = self._updates(query, {**settings, "k": max(k, self.num_candidates)} if is_reranked else settings)
+        if is_reranked:
+            updates = self._reranking.stages(updates, partial(_compressed, compress))
         result = await run_pipeline(
-            self._updates(query, settings),
+            updates,
             None if engine is None else engine.integration.speculation,
             speculator if self.speculate else None,
             timeout_s=timeout_s,
@@ -232,6 +275,15 @@ class RAGCacheRetriever(BaseRetriever):
 def _mmr(search_type: SearchType, settings: Mapping[str, Any]) -> MMR | None:
     given = {name: settings[name] for name in _SETTINGS_OF["mmr"] if name in settings}
     return MMR(**given) if search_type == "mmr" else None
+
+
+async def _compressed(compress: _Compress, documents: Sequence[Document]) -> Sequence[Document]:
+    """Return what a compressor makes of documents: those that it leaves as they are, as they were."""
+    given = {document.doc_id: document for document in documents}
+    found = await compress([to_langchain(document) for document in documents])
+    if not isinstance(found, list | tuple):
+        raise SearchError(f"the compressor returned {found!r:.80}: return a list of documents")
+    return [d if given.get(d.doc_id) != d else given[d.doc_id] for d in to_core(found)]
 
 
 @dataclass(frozen=True, slots=True)

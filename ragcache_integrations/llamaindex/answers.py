@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
@@ -47,7 +47,7 @@ class AskedChat:
             self._answers.keep(self._asked, text, since=self._since)
         return response
 
-    def keep_last(self, responses: Iterator[ChatResponse]) -> Iterator[ChatResponse]:
+    def keep_last(self, responses: Iterator[ChatResponse]) -> Generator[ChatResponse, None, None]:
         """Yield the responses of a stream; keep the answer if it comes to its end."""
         last = None
         for last in responses:
@@ -55,7 +55,7 @@ class AskedChat:
         if last is not None:
             self.keep(last)
 
-    async def akeep_last(self, responses: AsyncIterator[ChatResponse]) -> AsyncIterator[ChatResponse]:
+    async def akeep_last(self, responses: AsyncIterator[ChatResponse]) -> AsyncGenerator[ChatResponse, None]:
         """Yield the responses of a stream; keep the answer if it comes to its end."""
         last = None
         async for last in responses:
@@ -64,6 +64,6 @@ class AskedChat:
             self.keep(last)
 
 
-async def just(response: ChatResponse) -> AsyncIterator[ChatResponse]:
+async def just(response: ChatResponse) -> AsyncGenerator[ChatResponse, None]:
     """Yield one response."""
     yield response

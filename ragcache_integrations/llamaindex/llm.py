@@ -221,7 +221,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return response if asked is None else asked.keep(response)
 
     async def _achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        asked = self._asked(messages, kwargs)
+        asked = await asyncio.to_thread(self._asked, messages, kwargs)
         if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
             return kept
         request = await asyncio.to_thread(self._plan, messages, kwargs)
@@ -239,7 +239,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return responses if asked is None else asked.keep_last(responses)
 
     async def _astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        asked = self._asked(messages, kwargs)
+        asked = await asyncio.to_thread(self._asked, messages, kwargs)
         if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
             return just(kept)
         request = await asyncio.to_thread(self._plan, messages, kwargs)

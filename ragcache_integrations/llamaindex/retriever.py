@@ -12,7 +12,8 @@ from typing import Any
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.callbacks import CallbackManager
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation.span import active_span_id
 
@@ -30,10 +31,11 @@ from ragcache_core.client.pipeline.stages import (
 )
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, check_num_candidates
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
@@ -41,7 +43,7 @@ from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.filters import where_of
-from ragcache_integrations.llamaindex.nodes import node_from_document, shown_document
+from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_document
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 
 _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
@@ -69,10 +71,16 @@ class RAGCacheRetriever(BaseRetriever):
     ``engine.bind_prompt()``, or from the first request. In a
     :class:`RAGCacheQueryEngine` it answers already.
 
+    With ``node_postprocessors`` the last stage is what they make of the ``num_candidates`` nearest nodes: until then
+    the first ``similarity_top_k`` are prefilled, as long as enough of them tend to be where the post-processors leave
+    them. Those of a query engine come after the search instead.
+
     Args:
         store: a document store, a vector store over one, shards, or any other source of stages.
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
+        node_postprocessors: a reranker, or others that choose and change nodes; they may run more than once at a time.
+        num_candidates: how many nodes they are given.
         stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
             its time. A source of stages has its own.
         embed_model: the model that embedded the nodes.
@@ -90,6 +98,7 @@ class RAGCacheRetriever(BaseRetriever):
             for one that takes none, or ``stages`` for one that has its own; an argument that there is not.
         SearchError: a filter on a field that no node has, or on a value of another kind than it has.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
+        SearchError: a post-processor returns something else than nodes.
     """
 
     def __init__(
@@ -98,6 +107,8 @@ class RAGCacheRetriever(BaseRetriever):
         engine: Engine | None = None,
         *,
         similarity_top_k: int = 2,
+        node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+        num_candidates: int = NUM_CANDIDATES,
         stages: int | Sequence[float] | None = None,
         embed_model: BaseEmbedding | None = None,
         filters: MetadataFilters | None = None,
@@ -131,6 +142,12 @@ class RAGCacheRetriever(BaseRetriever):
             raise ConfigError(f"{given} given, but {store!r:.80} is no store: let stages() itself do it")
         self._engine = engine
         self._similarity_top_k = similarity_top_k
+        self._postprocessors = tuple(node_postprocessors)
+        self._num_candidates = similarity_top_k
+        if self._postprocessors:
+            check_num_candidates(num_candidates, similarity_top_k)
+            self._num_candidates = num_candidates
+        self._reranking = Reranking("the last of " + ", ".join(type(p).__name__ for p in self._postprocessors))
         self._stages = stages
         self._embed_model = embed_model
         self._prompt = prompt
@@ -150,9 +167,9 @@ class RAGCacheRetriever(BaseRetriever):
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         model, texts = self._embed_model, query_bundle.embedding_strs
         if model is None:
-            return run_blocking(lambda: self._search(query_bundle, None))
+            return run_blocking(lambda: self._search(query_bundle, None, is_async=False))
         embed = partial(in_thread, lambda: model.get_agg_embedding_from_queries(texts))
-        return run_blocking(lambda: self._search(query_bundle, embed))
+        return run_blocking(lambda: self._search(query_bundle, embed, is_async=False))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         model, texts = self._embed_model, query_bundle.embedding_strs
@@ -161,7 +178,7 @@ class RAGCacheRetriever(BaseRetriever):
         return await self._search(query_bundle, lambda: model.aget_agg_embedding_from_queries(texts))
 
     async def _search(
-        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None
+        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, *, is_async: bool = True
     ) -> list[NodeWithScore]:
         engine, overlap, timeout_s = self._engine, self._overlap, self._search_timeout_s
         metric: Metric | None = getattr(self._store, "metric", None)
@@ -176,7 +193,7 @@ class RAGCacheRetriever(BaseRetriever):
             elif overlap.skipped_because is not None:
                 ask_ahead = None
         result = await run_pipeline(
-            self._updates(query, embed, found),
+            self._updates(query, embed, found, is_async),
             None if engine is None else engine.integration.speculation,
             _NodesAhead(found, ask_ahead) if ask_ahead is not None and self._speculate else None,
             timeout_s=timeout_s,
@@ -194,7 +211,26 @@ class RAGCacheRetriever(BaseRetriever):
                 told.remember_documents([shown_document(n.node) for n in nodes], query=query.query_str)
         return nodes
 
-    async def _updates(
+    def _updates(
+        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, found: _FoundNodes, is_async: bool
+    ) -> AsyncGenerator[RetrievalUpdate, None]:
+        updates = self._noted(query, embed, found)
+        if not self._postprocessors:
+            return updates
+        return self._reranking.stages(updates, partial(self._postprocessed, query, found, is_async))
+
+    async def _postprocessed(
+        self, query: QueryBundle, found: _FoundNodes, is_async: bool, documents: Sequence[Document]
+    ) -> Sequence[Document]:
+        nodes = found.nodes(documents)
+        for postprocessor in self._postprocessors:
+            if is_async:
+                nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query)
+            else:
+                nodes = await in_thread(partial(postprocessor.postprocess_nodes, nodes, query_bundle=query))
+        return found.changed(documents, nodes)
+
+    async def _noted(
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, found: _FoundNodes
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         updates = await self._stages_of(query, embed)
@@ -210,7 +246,7 @@ class RAGCacheRetriever(BaseRetriever):
     async def _stages_of(
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        store, k = self._store, self._similarity_top_k
+        store, k = self._store, self._num_candidates
         if not isinstance(store, DocumentStore | ShardedStore):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
@@ -256,8 +292,24 @@ class _FoundNodes:
         scored = list(zip(update.documents, similarities(update.scores, self._metric), strict=False))
         self._scores.update((d.doc_id, score) for d, score in reversed(scored) if not math.isnan(score))
 
+    def changed(self, documents: Sequence[Document], nodes: Sequence[NodeWithScore]) -> Sequence[Document]:
+        """Return what became of documents as post-processors returned them; those that they left, as they were."""
+        if not isinstance(nodes, Sequence) or not all(isinstance(node, NodeWithScore) for node in nodes):
+            raise SearchError(f"the post-processors returned {nodes!r:.80}: return a list of NodeWithScore")
+        before = {node_from_document(d).node_id: (node_from_document(d), d) for d in documents}
+        self._scores = {n.node.node_id: n.score for n in reversed(nodes) if n.score is not None}
+        kept = (before.get(n.node.node_id) for n in nodes)
+        return [
+            k[1] if k is not None and _is_same(k[0], n.node) else document_from_node(n.node)
+            for k, n in zip(kept, nodes, strict=True)
+        ]
+
     def nodes(self, documents: Sequence[Document]) -> list[NodeWithScore]:
         return [NodeWithScore(node=node_from_document(d), score=self._scores.get(d.doc_id)) for d in documents]
+
+
+def _is_same(one: BaseNode, other: BaseNode) -> bool:
+    return one.get_content() == other.get_content() and one.metadata == other.metadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class CacheSummary:
         if self.num_reused_chunks:
             line += f", {self.num_reused_chunks:,} documents reused approximately"
         if self.num_kept_answers:
-            line += f", {self.num_kept_answers:,} answers kept from before"
+            line += f", {self.num_kept_answers:,} answer{'' if self.num_kept_answers == 1 else 's'} kept from before"
         return line + (f", {self.num_unfinished:,} unfinished" if self.num_unfinished else "")
 
 

@@ -24,6 +24,7 @@ EXAMPLES = [
     "llamaindex_query_engine",
     "llamaindex_retriever_agent",
     "llamaindex_workflow",
+    "reranking",
     "speculative_rag",
     "tiers",
 ]
@@ -35,6 +36,7 @@ HIDING = {
     "llamaindex_query_engine",
     "llamaindex_retriever_agent",
     "llamaindex_workflow",
+    "reranking",
     "speculative_rag",
 }
 """Those whose searches take a while, which the engine uses."""

@@ -115,6 +115,11 @@ def test_what_cannot_be_split_so_is_refused_before_anything_is_stored(
     assert not (notes.parent / "store").exists()
 
 
+def test_a_store_that_is_a_file_is_refused(notes: Path) -> None:
+    (notes.parent / "store").write_text("")
+    assert "is a file" in index(notes).stderr
+
+
 def test_a_damaged_note_of_the_lengths_names_its_cure(notes: Path) -> None:
     index(notes)
     (notes.parent / "store" / "chunking.json").write_text("[]")

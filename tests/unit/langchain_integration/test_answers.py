@@ -99,7 +99,7 @@ async def test_a_near_question_about_the_same_documents_asks_no_engine(
     assert near.id != first.id
     summary = stats.summary()
     assert (summary.num_kept_answers, summary.num_requests, summary.num_unfinished) == (1, 0, 0)
-    assert "1 answers kept from before" in str(stats)
+    assert "1 answer kept from before" in str(stats)
 
 
 def test_other_questions_documents_and_settings_ask_the_engine(
@@ -110,6 +110,16 @@ def test_other_questions_documents_and_settings_ask_the_engine(
     chain_of(store, llm).invoke("Who found Ceres?")
     chain_of(store, llm.bind(max_tokens=7)).invoke(QUESTION)
     chain_of(store, ChatRAGCache(engine=engine, cache=answers, temperature=0.5)).invoke(QUESTION)
+    assert len(server.requests) == len(answers) == 4
+
+
+def test_tenants_with_a_salt_of_their_own_share_no_answers(
+    server: ScriptedServer, engine: Engine, answers: SemanticAnswerCache, store: StagedFAISS
+) -> None:
+    llm = ChatRAGCache(engine=engine, cache=answers)
+    for salt in ("a", "b", "b"):
+        chain_of(store, ChatRAGCache(engine=engine, cache=answers, extra_body={"cache_salt": salt})).invoke(QUESTION)
+        chain_of(store, llm.bind(extra_body={"cache_salt": salt}, max_tokens=9)).invoke(QUESTION)
     assert len(server.requests) == len(answers) == 4
 
 

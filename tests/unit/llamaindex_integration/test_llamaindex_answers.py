@@ -115,6 +115,16 @@ def test_a_stream_that_is_left_is_not_kept(llm: RAGCacheLLM, answers: AnswerCach
     assert len(answers) == 0
 
 
+def test_tenants_with_a_salt_of_their_own_share_no_answers(
+    scripted: Engine, answers: AnswerCache, server: ScriptedServer
+) -> None:
+    for salt in ("a", "b", "b"):
+        settings = {"extra_body": {"cache_salt": salt}}
+        RAGCacheLLM(scripted, answer_cache=answers, additional_kwargs=settings).complete(QUESTION)
+        RAGCacheLLM(scripted, answer_cache=answers).complete(NEAR, **settings)
+    assert len(server.requests) == len(answers) == 4
+
+
 def test_chats_with_tools_and_other_settings_are_asked(
     llm: RAGCacheLLM, answers: AnswerCache, server: ScriptedServer
 ) -> None:

@@ -1,0 +1,187 @@
+"""A compressor as the last stage of a search: what goes into it is prefilled while it works, and that may not pay."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import Callbacks
+from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.runnables import RunnablePassthrough
+from pydantic import ConfigDict
+
+from ragcache_core.client import Engine
+from ragcache_core.errors import SearchError, SearchTimeoutError
+from ragcache_integrations.langchain import (
+    ChatRAGCache,
+    RAGCacheRetriever,
+    SpeculativeRAG,
+    format_documents,
+    prompt_from_layout,
+)
+from tests.support.scripted_server import ScriptedServer, Seen
+from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("idle")
+
+
+class Reranker(BaseDocumentCompressor):
+    """Returns what ``choose`` makes of the documents, once ``once`` holds."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    choose: Callable[[list[Document]], Any]
+    once: Callable[[], bool] = lambda: True
+
+    def compress_documents(self, documents: Sequence[Document], query: str, callbacks: Callbacks = None) -> Any:
+        assert query == QUESTION
+        until(self.once)
+        return self.choose(list(documents))
+
+
+def named(*doc_ids: str) -> Callable[[list[Document]], list[Document]]:
+    return lambda documents: [next(d for d in documents if d.id == doc_id) for doc_id in doc_ids]
+
+
+@pytest.fixture
+def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
+    """The prefills that the server was asked for."""
+    return lambda: [r for r in server.requests if r.path == "/v1/completions"]
+
+
+@pytest.fixture
+def make(engine: Engine) -> Callable[..., RAGCacheRetriever]:
+    """Makes a retriever that reranks three documents, of which one stage names all."""
+
+    def made(choose: Any, once: Callable[[], bool] = lambda: True, **settings: Any) -> RAGCacheRetriever:
+        source = ScriptedSource((Stage("moon sun mars"),))
+        compressor = Reranker(choose=choose, once=once)
+        return RAGCacheRetriever(store=source, engine=engine, k=2, num_candidates=3, compressor=compressor, **settings)
+
+    return made
+
+
+def chain_of(retriever: RAGCacheRetriever, engine: Engine) -> Any:
+    engine.bind_prompt(prompt_from_layout(), format_documents)
+    search = {"context": retriever | format_documents, "question": RunnablePassthrough()}
+    return search | prompt_from_layout() | ChatRAGCache(engine=engine)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_the_candidates_are_prefilled_while_the_reranker_works(
+    is_async: bool, make: Any, engine: Engine, server: ScriptedServer, warmed: Any
+) -> None:
+    retriever = make(named("moon", "sun"), once=lambda: bool(warmed()))
+    chain = chain_of(retriever, engine)
+    answer = await chain.ainvoke(QUESTION) if is_async else await asyncio.to_thread(chain.invoke, QUESTION)
+    assert answer.content == expected("moon", "sun")
+    assert retriever.store.asked == [(QUESTION, 3)]  # type: ignore[union-attr]
+    (warm,) = warmed()
+    assert [d["id"] for d in warm.documents] == ["moon", "sun"]
+    assert await asyncio.to_thread(until, lambda: server.confirmed == [warm.speculation])
+
+
+def test_what_the_reranker_moves_is_the_answer_without_the_guess(make: Any, engine: Engine, warmed: Any) -> None:
+    answer = chain_of(make(named("mars", "moon"), once=lambda: bool(warmed())), engine).invoke(QUESTION)
+    assert answer.content == expected("mars", "moon")
+    assert [d["doc_id"] for d in answer.response_metadata["ragcache"]["documents"]] == ["mars", "moon"]
+
+
+def test_a_reranker_that_always_moves_them_is_not_worth_a_prefill_after_a_while(
+    make: Any, engine: Engine, warmed: Any
+) -> None:
+    began: list[int] = []
+    retriever = make(named("mars", "moon"), once=lambda: len(warmed()) > began[-1] or time.perf_counter() > until_s[-1])
+    until_s: list[float] = []
+    chain = chain_of(retriever, engine)
+    for _ in range(30):
+        began.append(len(warmed()))
+        until_s.append(time.perf_counter() + 0.2)
+        chain.invoke(QUESTION)
+        if len(warmed()) == began[-1]:
+            break
+    assert 0 < len(warmed()) < 30
+
+
+def test_a_whole_answer_is_generated_while_the_reranker_works(
+    make: Any, engine: Engine, server: ScriptedServer
+) -> None:
+    retriever = make(named("moon", "sun"), once=lambda: bool(server.requests))
+    rag = SpeculativeRAG(retriever=retriever, prompt=prompt_from_layout(), llm=ChatRAGCache(engine=engine))
+    answer = rag.invoke(QUESTION)
+    assert answer.content == expected("moon", "sun")
+    assert len(server.requests) == 1
+    assert answer.response_metadata["ragcache"]["pipeline"]["is_confirmed"]
+
+
+@pytest.mark.parametrize(
+    ("choose", "found"),
+    [
+        (named("mars"), ["mars"]),
+        (lambda _: [], []),
+        (named("mars", "mars", "sun", "mars"), ["mars", "sun"]),
+        (named("mars", "sun", "moon"), ["mars", "sun"]),
+    ],
+    ids=["drops one", "drops all", "repeats", "keeps more than wanted"],
+)
+def test_a_reranker_may_drop_and_what_it_repeats_counts_once(choose: Any, found: list[str], make: Any) -> None:
+    assert [d.id for d in make(choose).invoke(QUESTION)] == found
+
+
+def test_scores_in_the_metadata_and_shortened_texts_are_kept(
+    make: Any, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def shorten(documents: list[Document]) -> list[Document]:
+        return [Document(id=d.id, page_content=d.page_content[:20], metadata={"score": 1.0}) for d in documents]
+
+    answer = chain_of(make(shorten), engine).invoke(QUESTION)
+    assert DOCUMENTS["moon"].text[:20] in answer.content
+    assert DOCUMENTS["moon"].text not in answer.content
+    assert [d["doc_id"] for d in answer.response_metadata["ragcache"]["documents"]] == ["moon", "sun"]
+    assert make(shorten).invoke(QUESTION)[0].metadata == {"score": 1.0}
+    assert caplog.messages == []
+
+
+def test_what_a_reranker_invents_is_shown_and_told_once(
+    make: Any, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    summary = "All three of them are in the sky, and two of them go around something else."
+    chain = chain_of(make(lambda documents: [Document(page_content=summary), documents[0]]), engine)
+    with caplog.at_level(logging.WARNING, "ragcache_core"):
+        answers = [chain.invoke(QUESTION) for _ in range(2)]
+    assert summary in answers[0].content
+    names = [d["doc_id"] for d in answers[0].response_metadata["ragcache"]["documents"]]
+    assert names[0].startswith("text-")
+    assert names[1] == "moon"
+    (told,) = caplog.messages
+    assert "the compressor Reranker returned 1 documents that it was not given" in told
+
+
+@pytest.mark.parametrize("found", [None, "moon", [3]])
+def test_what_is_no_list_of_documents_is_an_error(found: Any, make: Any) -> None:
+    with pytest.raises((SearchError, TypeError), match="return a list of documents|is not a document"):
+        make(lambda _: found).invoke(QUESTION)
+
+
+def test_an_error_of_the_reranker_is_the_callers_and_a_hang_is_timed_out(make: Any) -> None:
+    def fail(_: list[Document]) -> list[Document]:
+        raise OSError("the reranker is gone")
+
+    with pytest.raises(OSError, match="the reranker is gone"):
+        make(fail).invoke(QUESTION)
+    with pytest.raises(SearchTimeoutError):
+        make(named("moon"), once=lambda: False, search_timeout_s=0.1).invoke(QUESTION)
+
+
+def test_fewer_candidates_than_documents_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="num_candidates is 2: give a whole number of at least 5"):
+        RAGCacheRetriever(store=ScriptedSource(()), k=5, num_candidates=2, compressor=Reranker(choose=named("moon")))
+    retriever = make(named("moon"))
+    assert retriever.invoke(QUESTION, k=0) == []
+    retriever.invoke(QUESTION, k=9)
+    assert retriever.store.asked == [(QUESTION, 9)]

@@ -1,0 +1,149 @@
+"""Post-processors as the last stage of a search: what goes into them is prefilled, or answered from, meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+
+from ragcache_core.client import Engine
+from ragcache_core.errors import ConfigError, SearchError, SearchTimeoutError
+from ragcache_core.prompt import PromptLayout
+from ragcache_integrations.llamaindex import RAGCacheRetriever
+from tests.support.scripted_server import ScriptedServer
+from tests.support.scripted_source import DOCUMENTS, QUESTION, ScriptedSource, Stage, expected
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("idle")
+
+
+class Reranker(BaseNodePostprocessor):
+    """Returns what ``choose`` makes of the nodes, once ``once`` holds."""
+
+    choose: Callable[[list[NodeWithScore]], Any]
+    once: Callable[[], bool] = lambda: True
+
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None) -> Any:
+        assert query_bundle is not None
+        assert query_bundle.query_str == QUESTION
+        until(self.once)
+        return self.choose(list(nodes))
+
+
+def named(*doc_ids: str) -> Callable[[list[NodeWithScore]], list[NodeWithScore]]:
+    def choose(nodes: list[NodeWithScore]) -> list[NodeWithScore]:
+        by_id = {n.node.node_id: n.node for n in nodes}
+        return [NodeWithScore(node=by_id[doc_id], score=9.0 - rank) for rank, doc_id in enumerate(doc_ids)]
+
+    return choose
+
+
+@pytest.fixture
+def make(scripted: Engine) -> Callable[..., RAGCacheRetriever]:
+    """Makes a retriever that reranks three nodes, of which one stage names all."""
+
+    def made(choose: Any, once: Callable[[], bool] = lambda: True, **settings: Any) -> RAGCacheRetriever:
+        source = ScriptedSource((Stage("moon sun mars"),))
+        rerankers = [Reranker(choose=choose, once=once)]
+        return RAGCacheRetriever(source, scripted, node_postprocessors=rerankers, **{"num_candidates": 3, **settings})
+
+    return made
+
+
+def ids_of(nodes: list[NodeWithScore]) -> list[str]:
+    return [n.node.node_id for n in nodes]
+
+
+async def test_the_candidates_are_prefilled_while_the_reranker_works(
+    make: Any, scripted: Engine, server: ScriptedServer
+) -> None:
+    scripted.bind_prompt(PromptLayout())
+    retriever = make(named("moon", "sun"), once=lambda: bool(server.requests))
+    nodes = await retriever.aretrieve(QUESTION)
+    assert (ids_of(nodes), [n.score for n in nodes]) == (["moon", "sun"], [9.0, 8.0])
+    (warm,) = server.requests
+    assert [d["id"] for d in warm.documents] == ["moon", "sun"]
+    assert until(lambda: server.confirmed == [warm.speculation])
+
+
+def test_a_query_engine_answers_while_the_reranker_works(make: Any, make_engine: Any, server: ScriptedServer) -> None:
+    retriever = make(named("moon", "sun"), once=lambda: bool(server.requests))
+    response = make_engine(retriever=retriever).query(QUESTION)
+    assert str(response) == expected("moon", "sun")
+    assert len(server.requests) == 1
+    assert response.metadata["ragcache"]["pipeline"]["is_confirmed"]
+
+
+def test_what_the_reranker_moves_is_answered_without_the_guess(
+    make: Any, make_engine: Any, server: ScriptedServer
+) -> None:
+    retriever = make(named("mars", "moon"), once=lambda: bool(server.requests))
+    response = make_engine(retriever=retriever).query(QUESTION)
+    assert str(response) == expected("mars", "moon")
+    assert not response.metadata["ragcache"]["pipeline"]["is_confirmed"]
+
+
+@pytest.mark.parametrize(
+    ("choose", "found"),
+    [
+        (named("mars"), ["mars"]),
+        (lambda _: [], []),
+        (named("mars", "mars", "sun", "mars"), ["mars", "sun"]),
+        (named("mars", "sun", "moon"), ["mars", "sun"]),
+    ],
+    ids=["drops one", "drops all", "repeats", "keeps more than wanted"],
+)
+def test_a_reranker_may_drop_and_what_it_repeats_counts_once(choose: Any, found: list[str], make: Any) -> None:
+    assert ids_of(make(choose).retrieve(QUESTION)) == found
+
+
+def test_llamaindexs_own_cutoff_leaves_out_what_is_not_near(make: Any, scripted: Engine) -> None:
+    source = ScriptedSource((Stage("moon sun mars"),))  # their distances are 0, 1, 2
+    cutoff = SimilarityPostprocessor(similarity_cutoff=0.6)
+    assert ids_of(
+        RAGCacheRetriever(source, scripted, node_postprocessors=[cutoff], num_candidates=3).retrieve(QUESTION)
+    ) == ["moon"]
+
+
+def test_what_a_reranker_invents_is_returned_and_told_once(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    invented = NodeWithScore(node=TextNode(id_="summary", text="All of them are in the sky."), score=1.0)
+    retriever = make(lambda nodes: [invented, nodes[0]])
+    with caplog.at_level(logging.WARNING, "ragcache_core"):
+        found = [ids_of(retriever.retrieve(QUESTION)) for _ in range(2)]
+    assert found == [["summary", "moon"]] * 2
+    (told,) = caplog.messages
+    assert "Reranker returned 1 documents that it was not given, 'summary' first" in told
+
+
+def test_a_changed_text_is_returned_with_its_nodes_id(make: Any) -> None:
+    def shorten(nodes: list[NodeWithScore]) -> list[NodeWithScore]:
+        return [NodeWithScore(node=TextNode(id_=n.node.node_id, text=n.node.get_content()[:9])) for n in nodes]
+
+    node = make(shorten).retrieve(QUESTION)[0].node
+    assert (node.node_id, node.get_content()) == ("moon", DOCUMENTS["moon"].text[:9])
+
+
+@pytest.mark.parametrize("found", [None, "moon", [3]])
+def test_what_is_no_list_of_nodes_is_an_error(found: Any, make: Any) -> None:
+    with pytest.raises(SearchError, match="return a list of NodeWithScore"):
+        make(lambda _: found).retrieve(QUESTION)
+
+
+def test_a_reranker_that_hangs_is_timed_out_and_one_that_fails_is_told(make: Any) -> None:
+    def fail(_: list[NodeWithScore]) -> list[NodeWithScore]:
+        raise OSError("the reranker is gone")
+
+    with pytest.raises(OSError, match="the reranker is gone"):
+        make(fail).retrieve(QUESTION)
+    with pytest.raises(SearchTimeoutError):
+        make(named("moon"), once=lambda: False, search_timeout_s=0.1).retrieve(QUESTION)
+
+
+def test_fewer_candidates_than_nodes_are_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match="num_candidates is 1: give a whole number of at least 2"):
+        make(named("moon"), num_candidates=1)
