@@ -21,9 +21,12 @@ class NodeStats:
         last_request: the number of requests that the tree had seen when it was last retrieved.
         is_transient: it must not be kept when anything else wants its place (a document beyond
             ``max_cached_documents``).
+        turn: the number of the latest turn of the conversation whose history it is, and nobody else's; 0 of all others.
     """
 
-    __slots__ = ("frequency", "id", "is_transient", "last_request", "num_computed", "num_tokens", "total_cost_s")
+    __slots__ = (
+        "frequency", "id", "is_transient", "last_request", "num_computed", "num_tokens", "total_cost_s", "turn"
+    )  # fmt: skip
 
     def __init__(self, node_id: int, num_tokens: int) -> None:
         self.id = node_id
@@ -33,6 +36,7 @@ class NodeStats:
         self.num_computed = 0
         self.last_request = 0
         self.is_transient = False
+        self.turn = 0
 
     @property
     def avg_cost_s(self) -> float:
@@ -46,6 +50,7 @@ class NodeStats:
         other.num_computed = self.num_computed
         other.last_request = self.last_request
         other.is_transient = self.is_transient
+        other.turn = self.turn
 
 
 class ReplacementPolicy(ABC):

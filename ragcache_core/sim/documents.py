@@ -165,7 +165,7 @@ class DocumentCache(SimulatedCache):
         """Evict what ranks lower than ``below`` while ``num_tokens`` do not fit into ``tier``: do they now?"""
         while self._num_tokens[tier] + num_tokens > self._capacities[tier]:
             node = self._tree.victim(tier)
-            if node is None or not self._tree.tiers[tier].ranks[node.id] < below:
+            if node is None or not self._tree.tiers[tier].score(node, self._tree.num_requests) < below:
                 return False
             if tier is not Tier.DISK:
                 self._move_down(node, Tier(tier + 1))
@@ -178,7 +178,9 @@ class DocumentCache(SimulatedCache):
     def _move_down(self, node: TreeNode, tier: Tier) -> None:
         """Put a node into ``tier``, the one below where it is evicted, if it is not there already."""
         state = self._tree.tiers[tier]
-        below = state.worth(node) if tier is Tier.HOST and self._is_host_selective else math.inf
+        below = (
+            state.worth(node, self._tree.num_requests) if tier is Tier.HOST and self._is_host_selective else math.inf
+        )
         if state.resident[node.id] or not self._make_room(tier, node.num_tokens, below):
             return
         self._add(node, tier)

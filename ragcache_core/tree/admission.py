@@ -52,7 +52,7 @@ def admit(
         sizes = [offered_size(key) for key in offered]
         num_missing = sum(sizes) - num_free
         if num_missing > 0 and node is not None:
-            worth = tree.tiers[tier].worth(node)
+            worth = tree.tiers[tier].worth(node, tree.num_requests)
             gone = tree.evict_up_to(tier, num_missing, protected, below=worth, size_of=evicted_size)
             evicted += gone
             num_free += sum(evicted_size(unit.key) for unit in gone)

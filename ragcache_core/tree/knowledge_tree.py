@@ -6,7 +6,9 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
 from ragcache_core.policy.base import ReplacementPolicy
+from ragcache_core.policy.returning import ReturningTurns
 from ragcache_core.policy.tournament import TournamentPolicy
+from ragcache_core.tree.conversations import Conversations
 from ragcache_core.tree.node import PathSegment, PrefixMatch, TreeNode
 from ragcache_core.tree.shadow import ShadowTournament
 from ragcache_core.tree.tiered_tree import TieredTree
@@ -28,6 +30,8 @@ class KnowledgeTree(TieredTree):
         shadows: of a :class:`TournamentPolicy`'s candidates; none where none run.
         renamed: ids of nodes that got a name after they came to a tier below the GPU; whoever keeps names there takes
             them out.
+        conversations: which requests are whose next turns.
+        returning: whether conversations go on.
 
     Args:
         policy: ranks the nodes.
@@ -61,6 +65,8 @@ class KnowledgeTree(TieredTree):
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._retained: dict[Hashable, int] = {}
         self.renamed: set[int] = set()
+        self.returning = policy.returning if isinstance(policy, TournamentPolicy) else ReturningTurns()
+        self.conversations = Conversations(self.returning)
         super().__init__(policy, moves_down=moves_down)
 
     # Asking: changes nothing
@@ -157,7 +163,9 @@ class KnowledgeTree(TieredTree):
 
     # Being used
 
-    def record_access(self, path: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
+    def record_access(
+        self, path: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float, turn: int = 0
+    ) -> None:
         """Count a request that retrieves ``path`` (RAGCache Algorithm 1, lines 1 to 13).
 
         Args:
@@ -166,8 +174,11 @@ class KnowledgeTree(TieredTree):
             cost_per_token_s: what each token of a missed node is charged with:
                 :meth:`ReplacementPolicy.cost_per_token_s <ragcache_core.policy.ReplacementPolicy.cost_per_token_s>`
                 of the tree's policy.
+            turn: the number of the conversation's turn that it is, as :attr:`conversations` says; 0: nobody asked.
         """
         self.num_requests += 1
+        if turn:
+            self._claim(path, turn)
         self.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_per_token_s)
         for node in path:
             node.frequency += 1
@@ -224,6 +235,18 @@ class KnowledgeTree(TieredTree):
                     self._forget(node)
 
     # Inside
+
+    def _claim(self, path: Sequence[TreeNode], turn: int) -> None:
+        """Give what is nobody else's on a path to its conversation: what stands behind the documents of its first turn.
+
+        What another conversation uses as well ranks as documents do.
+        """
+        num_before = max((i for i, node in enumerate(path, 1) if node.doc_id is not None), default=0)
+        is_own = False
+        for i, node in enumerate(path):
+            is_first = not node.frequency
+            is_own = is_own or node.turn > 0 or (is_first and i >= num_before)
+            node.turn = turn if is_own and (is_first or 0 < node.turn < turn) else 0
 
     def _on_new_ids(self, num_ids: int) -> None:
         super()._on_new_ids(num_ids)

@@ -117,10 +117,11 @@ class TierState:
         self._is_offered[node.id] = 1
         self.num_entries += 1
 
-    def worth(self, node: TreeNode) -> float:
-        """Return what a node would rank here, of which nothing may lie here yet."""
-        has_rank = self._uses_clock or node.is_transient
-        return self.ranks[node.id] if has_rank else self.policy.rank(node, 0.0)
+    def worth(self, node: TreeNode, num_requests: int) -> float:
+        """Return what a node would be compared by here, of which nothing may lie here yet."""
+        if self._uses_clock or node.is_transient:
+            return self.ranks[node.id]
+        return self.policy.score(node, self.policy.rank(node, 0.0), num_requests)
 
     def record_copies(self, node: TreeNode) -> None:
         """Take note that units of ``node`` came or went, here or below: its rank may be discounted, or no longer."""
@@ -179,7 +180,7 @@ class TierState:
             node = self._first(bucket, nodes)
             if node is None:
                 continue
-            score = self._score(node, num_requests)
+            score = self.score(node, num_requests)
             if best is None or score < best_score:
                 best, best_score = node, score
         return best
@@ -254,7 +255,7 @@ class TierState:
                 self._is_offered[node_id] = 0
                 continue
             self._refresh_rank(node)
-            score = self._score(node, num_requests)
+            score = self.score(node, num_requests)
             if best is None or score < best_score:
                 best, best_score = node, score
         return best
@@ -264,7 +265,8 @@ class TierState:
             rank = self.policy.rank(node, 0.0)  # the policy may have changed its mind since
             self.ranks[node.id] = rank - self._copy_discount if self._is_copied[node.id] else rank
 
-    def _score(self, node: TreeNode, num_requests: int) -> float:
+    def score(self, node: TreeNode, num_requests: int) -> float:
+        """Return what a node that lies here is compared by."""
         rank = self.ranks[node.id]
         return rank if node.is_transient else self.policy.score(node, rank, num_requests)
 

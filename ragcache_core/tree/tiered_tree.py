@@ -319,7 +319,7 @@ class TieredTree(PrefixTree):
         evicted: list[EvictedUnit] = []
         while num_units > 0:
             node = state.candidate(self._nodes, self.num_requests)
-            if node is None or not state.ranks[node.id] < below:
+            if node is None or not state.score(node, self.num_requests) < below:
                 break
             tail = self._evict_tail(node, num_units, state, size_of)
             evicted += tail

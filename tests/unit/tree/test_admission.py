@@ -118,7 +118,8 @@ def test_only_what_ranks_lower_goes(requests: list[list[str]], capacity: int) ->
         before = {node: tree.resident_mask(node, Tier.HOST) for node in tree.nodes()}
         num_admitted = offer(tree, keys, capacity, protected)
         gone = [node for node, mask in before.items() if mask & ~tree.resident_mask(node, Tier.HOST)]
-        assert all(host.worth(node) < max(map(host.worth, path)) for node in gone)
+        worth = {node: host.worth(node, tree.num_requests) for node in (*gone, *path)}
+        assert all(worth[node] < max(worth[other] for other in path) for node in gone)
         assert num_admitted == len(keys) or host.num_units == capacity
 
 

@@ -1,0 +1,82 @@
+"""Whether a conversation goes on, by the number of its turn, and how long that takes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+NUM_KINDS: Final = 8
+"""Turns are told apart by their number up to here; the last kind is of all that are later."""
+_NUM_BINS: Final = 24
+"""Think times are counted in powers of two, the last bin has all that are longer."""
+_PRIOR: Final = 4.0
+"""What is known of the turn before counts as so many turns. Nothing is expected until a conversation goes on."""
+_WINDOW: Final = 1024.0
+"""Turns of a kind after which all that was counted of it counts half."""
+_LEAST_LIKELY: Final = 0.05
+_MOST_USES: Final = 16.0
+
+
+class ReturningTurns:
+    """Learns which conversations go on, and how soon.
+
+    Reuse differs by the number of the turn more than by anything else that an engine sees ("KVCache Cache in the Wild",
+    USENIX ATC 2025). Think times are counted in requests of anybody, the clock of all policies: how many others come in
+    between decides whether what a turn has left is still there. What is counted fades, since traffic changes.
+
+    Attributes:
+        think_requests: the median think time.
+    """
+
+    def __init__(self) -> None:
+        self._num_ended = [0.0] * NUM_KINDS
+        self._num_returned = [0.0] * NUM_KINDS
+        self._think_times = [0.0] * _NUM_BINS
+        self.think_requests = 1.0
+        self._expected_turns = [0.0] * NUM_KINDS
+
+    def on_turn(self, turn: int) -> None:
+        """Count a turn (the first is 1) after which a conversation may go on."""
+        kind = _kind(turn)
+        self._num_ended[kind] += 1.0
+        if self._num_ended[kind] >= _WINDOW:
+            self._num_ended[kind] /= 2
+            self._num_returned[kind] /= 2
+        self._expect()
+
+    def on_return(self, turn: int, num_requests: int) -> None:
+        """Note that a conversation went on after ``turn``, ``num_requests`` requests later."""
+        self._num_returned[_kind(turn)] += 1.0
+        times = self._think_times
+        times[min(num_requests.bit_length(), _NUM_BINS - 1)] += 1.0
+        half, bin_ = sum(times) / 2, 0
+        if half >= _WINDOW:
+            self._think_times = [count / 2 for count in times]
+        while (half := half - times[bin_]) > 0:
+            bin_ += 1
+        self.think_requests = max(2.0**bin_ * (1.0 + half / (2.0 * times[bin_])), 1.0)
+
+    def probability(self, turn: int) -> float:
+        """Return how likely a conversation goes on after ``turn``."""
+        likely = 0.0
+        for kind in range(_kind(turn) + 1):
+            num_returned = self._num_returned[kind] + _PRIOR * likely
+            likely = min(num_returned / (self._num_ended[kind] + _PRIOR), 1.0)
+        return likely
+
+    def expected_turns(self, turn: int) -> float:
+        """Return how many more turns a conversation has after ``turn``, on average."""
+        return self._expected_turns[_kind(turn)]
+
+    def is_likely(self, turn: int) -> bool:
+        """Return whether what ``turn`` leaves is worth its place below the GPU."""
+        return self.probability(turn) >= _LEAST_LIKELY
+
+    def _expect(self) -> None:
+        likely = self.probability(NUM_KINDS)
+        expected = self._expected_turns[-1] = min(likely / max(1.0 - likely, 1e-9), _MOST_USES)
+        for turn in range(NUM_KINDS - 1, 0, -1):
+            expected = self._expected_turns[turn - 1] = self.probability(turn) * (1.0 + expected)
+
+
+def _kind(turn: int) -> int:
+    return min(turn, NUM_KINDS) - 1

@@ -1,0 +1,61 @@
+"""Which requests are turns of one conversation, as their tokens tell."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ragcache_core.policy.returning import ReturningTurns
+
+_MAX_TURNS: Final = 65_536
+"""Turns that are remembered, the latest."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    number: int
+    num_requests: int
+    has_returned: bool = False
+
+
+class Conversations:
+    """Turns by the unit in which their question ends and their answer begins: who has it in the prompt goes on there.
+
+    No user and no application says which conversation a request belongs to. A whole earlier prompt with the beginning
+    of its answer says it. Where an answer is too short to fill that unit, nobody is recognised, and hardly anything is
+    lost.
+    """
+
+    def __init__(self, returning: ReturningTurns) -> None:
+        """``returning`` learns of every turn."""
+        self._returning = returning
+        self._turns: OrderedDict[Hashable, _Turn] = OrderedDict()
+
+    def turn_of(self, keys: Sequence[Hashable]) -> int:
+        """Return the number of the turn, from 1 on, that a prompt of these units is."""
+        before = self._before(keys)
+        return 1 if before is None else before.number + 1
+
+    def on_access(self, keys: Sequence[Hashable], num_requests: int) -> int:
+        """Note that a prompt of these units is the tree's ``num_requests``-th request, and return :meth:`turn_of`."""
+        before = self._before(keys)
+        if before is None:
+            return 1
+        if not before.has_returned:
+            before.has_returned = True
+            self._returning.on_return(before.number, num_requests - before.num_requests)
+        return before.number + 1
+
+    def on_answered(self, key: Hashable, turn: int, num_requests: int) -> None:
+        """Note that ``turn`` has its answer, which begins in the unit ``key``, after so many requests to the tree."""
+        if key not in self._turns:
+            self._returning.on_turn(turn)
+            self._turns[key] = _Turn(turn, num_requests)
+            if len(self._turns) > _MAX_TURNS:
+                self._turns.popitem(last=False)
+
+    def _before(self, keys: Sequence[Hashable]) -> _Turn | None:
+        turns = self._turns
+        return next((turns[key] for key in reversed(keys) if key in turns), None)

@@ -1,0 +1,136 @@
+"""Requests that go on where an earlier one ended, and how the tree ranks what only they can use."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragcache_core.policy import TournamentPolicy
+from ragcache_core.policy.returning import ReturningTurns
+from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
+from ragcache_core.tree.conversations import Conversations
+from ragcache_core.types import Tier
+from tests.unit.tree.scene import chain
+
+
+class Chat:
+    """Requests to a tree, whose words are units of one token: documents in capitals, all else in small letters."""
+
+    def __init__(self) -> None:
+        self.tree = KnowledgeTree(TournamentPolicy(), shadow_tokens=100)
+
+    def ask(self, prompt: str, answer: str = "") -> int:
+        """Serve a prompt, and return which turn it was; all of it lies on the GPU then."""
+        tree, words = self.tree, prompt.split()
+        keys, segments, first = chain(*words, *answer.split()), [], 0
+        for i, word in enumerate([*words, ""], 1):
+            if word.isupper() or not word:
+                if i - 1 > first:
+                    segments.append(PathSegment(keys[first : i - 1], i - 1 - first))
+                if word:
+                    segments.append(PathSegment(keys[i - 1 : i], 1, word))
+                first = i
+        turn = tree.conversations.on_access(keys[: len(words)], tree.num_requests)
+        tree.record_access(tree.insert(segments), num_hit_units=0, cost_per_token_s=1e-3, turn=turn)
+        if answer:
+            tree.extend(keys[len(words) - 1], keys[len(words) :], len(answer.split()))
+            tree.conversations.on_answered(keys[len(words)], turn, tree.num_requests)
+        for key in keys:
+            at = tree.locate(key)
+            assert at is not None
+            tree.add(at.node, 1 << at.unit, Tier.GPU)
+        check_invariants(tree)
+        return turn
+
+    def turn_at(self, words: str) -> int:
+        """Return whose turn's the unit is that ``words`` end with."""
+        at = self.tree.locate(chain(*words.split())[-1])
+        assert at is not None
+        return at.node.turn
+
+
+def test_a_prompt_with_a_whole_prompt_and_its_answer_before_it_is_the_next_turn() -> None:
+    chat = Chat()
+    assert chat.ask("sys A q1", "a1 b1") == 1
+    assert chat.ask("sys A q1 a1 b1 q2", "a2") == 2
+    assert chat.ask("sys A q1 a1 b1 q2 a2 B q3", "a3") == 3
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["sys A q1", "sys A q1 other", "sys A q2", "sys B q1 a1", "q1 a1 b1 q2"],
+    ids=["again", "edited", "another question", "another document", "a shorter history"],
+)
+def test_a_prompt_that_only_begins_alike_is_no_turn(prompt: str) -> None:
+    chat = Chat()
+    chat.ask("sys A q1", "a1 b1")
+    assert chat.ask(prompt) == 1
+    assert chat.tree.returning.probability(1) == 0.0
+
+
+def test_a_turn_that_two_requests_go_on_from_returned_once() -> None:
+    returning = ReturningTurns()
+    conversations = Conversations(returning)
+    conversations.on_answered("a1", 1, 10)
+    for _ in range(3):
+        assert conversations.on_access(["q1", "a1", "q2"], 20) == 2
+    assert returning.probability(1) == pytest.approx(1 / 5)
+
+
+def test_to_ask_which_turn_it_is_counts_nothing() -> None:
+    returning = ReturningTurns()
+    conversations = Conversations(returning)
+    conversations.on_answered("a1", 1, 10)
+    assert conversations.turn_of(["q1", "a1", "q2"]) == 2
+    assert returning.probability(1) == 0.0
+
+
+def test_the_history_is_the_conversations_and_a_first_turns_documents_are_everybodys() -> None:
+    chat = Chat()
+    chat.ask("sys A q1", "a1")
+    chat.ask("sys A q1 a1 B q2", "a2")
+    assert [chat.turn_at(words) for words in ("sys", "sys A")] == [0, 0]
+    for words in ("sys A q1", "sys A q1 a1", "sys A q1 a1 B", "sys A q1 a1 B q2"):
+        assert chat.turn_at(words) == 2, words
+
+
+def test_what_another_conversation_begins_with_as_well_is_nobodys_own() -> None:
+    chat = Chat()
+    chat.ask("sys hello", "a1")
+    assert chat.turn_at("sys") == 1
+    chat.ask("sys goodbye", "a2")
+    assert chat.turn_at("sys") == 0
+    assert chat.turn_at("sys goodbye") == 1
+
+
+def test_what_ends_a_single_turn_goes_before_documents_and_what_may_return_stays() -> None:
+    single, chatty = Chat(), Chat()
+    for i in range(30):
+        single.ask(f"S{i} q{i}", f"a{i}")
+        chatty.ask(f"S{i} q{i}", f"a{i}")
+        chatty.ask(f"S{i} q{i} a{i} r{i}", f"b{i}")
+        chatty.ask(f"S{i} q{i} a{i} r{i} b{i} s{i}", f"c{i}")
+    evicted = [unit.node.doc_id for unit in single.tree.evict(Tier.GPU, 30) or ()]
+    assert evicted == [None] * 30
+    single.tree.evict(Tier.GPU, 30)
+    assert single.tree.tiers[Tier.GPU].num_units == 30, "every question and answer is gone, and no document"
+    oldest = [unit.node.turn for unit in chatty.tree.evict(Tier.GPU, 30) or ()]
+    assert set(oldest) == {3}, "the conversations that began first"
+    assert chatty.tree.locate(chain("S29", "q29", "a29")[-1]) is not None
+
+
+def test_of_conversations_as_old_those_that_had_more_turns_stay() -> None:
+    chat = Chat()
+    for i in range(100):  # one in five goes on, and then for long
+        chat.ask(f"q{i}", f"a{i}")
+        if i % 5 == 0:
+            said = f"q{i} a{i}"
+            for k in range(6):
+                chat.ask(f"{said} q{i}.{k}", f"a{i}.{k}")
+                said += f" q{i}.{k} a{i}.{k}"
+    chat.ask("long1", "a1")
+    chat.ask("long1 a1 long2", "a2")
+    chat.ask("short1", "b1")
+    chat.tree.evict(Tier.GPU, chat.tree.tiers[Tier.GPU].num_units - 4)
+    left = {key for node in chat.tree.nodes() if chat.tree.resident_mask(node, Tier.GPU) for key in node.keys}
+    assert ("long1", "a1", "long2") in left
+    assert ("short1",) not in left
