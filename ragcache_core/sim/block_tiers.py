@@ -187,7 +187,7 @@ class HostChunks:
             return 0
         for key in new:
             self._insert(key)
-        self._writing = new
+        self._writing += new
         return len(new)
 
     def settle(self) -> None:

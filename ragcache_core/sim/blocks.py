@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import CachedPaths, PathChange, arrange
@@ -13,7 +13,7 @@ from ragcache_core.sim.block_tiers import DiskChunks, GPUBlocks, HostChunks
 from ragcache_core.sim.cache import NO_REUSE, Reuse, Served, SimulatedCache
 from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.options import INFINITE, SimulationOptions
-from ragcache_core.sim.prompt_blocks import PromptBlocks, cut_into_blocks
+from ragcache_core.sim.prompt_blocks import History, PromptBlocks, cut_into_blocks
 from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import KnowledgeTree, PathSegment
 from ragcache_core.types import Tier
@@ -30,6 +30,8 @@ class _Run:
         tiers: where the blocks lay that it hit.
         num_named: of its blocks are full, and can be found by others.
         num_stored: of its blocks were copied to the host.
+        num_storable: of its blocks, those of its answer included, are worth that.
+        turn: of its conversation, and whether that is likely to go on.
         reuse: what it takes from chunks.
         num_exact: of its blocks may be found by others, once they are full.
     """
@@ -38,6 +40,9 @@ class _Run:
     tiers: list[Tier]
     num_named: int = 0
     num_stored: int = 0
+    num_storable: int = 0
+    turn: int = 1
+    is_likely: bool = False
     reuse: Reuse = NO_REUSE
     num_exact: int = sys.maxsize
 
@@ -94,6 +99,7 @@ class BlockCache(SimulatedCache):
         disk = DiskChunks(self._tree, num_disk) if num_disk else None
         self._host = HostChunks(self._tree, num_host, disk) if num_host else None
         self._max_protected_units = num_gpu // 2
+        self._histories: dict[int, History] = {}
 
     @property
     def tree(self) -> KnowledgeTree:
@@ -127,9 +133,13 @@ class BlockCache(SimulatedCache):
         run = self._admit(prompt, request, number)
         self._prefill(run)
         self._answer(run)
+        if prompt.answer_key is not None:
+            self._tree.conversations.on_answered(prompt.answer_key, run.turn, self._tree.num_requests)
         if last is not None:
             self._tree.release(last)
         self._gpu.free()
+        if request.conversation is not None:
+            self._histories[request.conversation] = prompt.told
         return self._served(run)
 
     # A request's way
@@ -144,6 +154,8 @@ class BlockCache(SimulatedCache):
         num_local = self._gpu.num_leading(keys[: (num_tokens - 1) // size])
         below = [] if self._host is None else self._host.look_up(keys[num_local:])
         run = _Run(prompt, [Tier.GPU] * num_local + below, num_named=num_local)
+        run.is_likely = self._tree.returning.is_likely(self._tree.conversations.turn_of(keys))
+        run.turn = self._tree.conversations.on_access(keys, self._tree.num_requests)
         self._reuse(run, request, number)
         self._gpu.use(keys[:num_local])
         if below:  # they are loaded first, and the rest of the prompt gets its blocks afterwards
@@ -174,6 +186,7 @@ class BlockCache(SimulatedCache):
             self._tree.insert(run.prompt.path),
             num_hit_units=len(run.tiers),
             cost_per_token_s=self._tree.policy.cost_per_token_s(self._cost, num_cached, num_missed),
+            turn=run.turn,
         )
 
     def _prefill(self, run: _Run) -> None:
@@ -184,7 +197,8 @@ class BlockCache(SimulatedCache):
         if self._host is not None:
             is_loaded = len(run.tiers) > run.tiers.count(Tier.GPU)
             first = len(run.tiers) if is_loaded else 0  # vLLM passes over all that was hit, on the GPU too
-            last = min(self._num_storable_blocks(run.prompt), run.num_exact)
+            run.num_storable = min(self._num_storable_blocks(run), run.num_exact)
+            last = min(run.num_storable, num_tokens // self._block_size)
             run.num_stored = self._host.store(run.prompt.keys[first:last])
 
     def _answer(self, run: _Run) -> None:
@@ -195,7 +209,10 @@ class BlockCache(SimulatedCache):
                 self._settle()
             if (num_tokens + step - 1) % size == 0:
                 self._gpu.take(1)
-            self._name(run, (num_tokens + step) // size)
+            num_full = (num_tokens + step) // size
+            self._name(run, num_full)
+            if self._host is not None and num_tokens // size < num_full <= run.num_storable:
+                run.num_stored += self._host.store(run.prompt.keys[num_full - 1 : num_full])
         self._settle()
 
     def _busy_steps(self, prompt: PromptBlocks) -> list[int]:
@@ -215,11 +232,15 @@ class BlockCache(SimulatedCache):
         self._gpu.name(run.prompt.keys, run.num_named, num_full)
         run.num_named = max(run.num_named, num_full)
 
-    def _num_storable_blocks(self, prompt: PromptBlocks) -> int:
+    def _num_storable_blocks(self, run: _Run) -> int:
         """Return how many of its blocks a request is worth storing below the GPU."""
         assert self._host is not None
-        documents = prompt.documents[: self._max_cached_documents]
-        num_blocks = documents[-1].last if documents else prompt.num_prompt_tokens // self._block_size
+        prompt = run.prompt
+        num_blocks, num_documents = prompt.num_document_blocks, len(prompt.told.documents)
+        if run.is_likely and num_documents <= (self._max_cached_documents or num_documents):
+            num_blocks = len(prompt.keys)
+        elif num_blocks is None:
+            num_blocks = prompt.num_prompt_tokens // self._block_size
         return min(num_blocks, self._host.num_chunks)
 
     # Inside
@@ -231,7 +252,16 @@ class BlockCache(SimulatedCache):
             system_tokens=self._system_tokens,
             block_size=self._block_size,
             max_cached_documents=self._max_cached_documents,
+            history=self._history(request),
         )
+
+    def _history(self, request: TracedRequest) -> History:
+        """Return what stands before a turn; one that overtook the turn before it has tokens that nobody else has."""
+        if request.conversation is None or not request.history_tokens:
+            return History()
+        num_tokens = self._system_tokens + request.history_tokens
+        known = self._histories.get(request.conversation, History())
+        return known if known.num_tokens == num_tokens else History(((num_tokens, b"overtaken"),))
 
     def _served(self, run: _Run) -> Served:
         prompt, tiers = run.prompt, run.tiers
@@ -261,7 +291,8 @@ class BlockCache(SimulatedCache):
                 continue
             order = (*chosen, i)
             doc_ids = tuple(request.doc_ids[k] for k in order)
-            shown = TracedRequest(0.0, doc_ids, tuple(request.doc_tokens[k] for k in order), 0, 1)
+            lengths = tuple(request.doc_tokens[k] for k in order)
+            shown = replace(request, doc_ids=doc_ids, doc_tokens=lengths, question_tokens=0)
             keys = self._cut(shown, None).keys
             num_units = self._num_cached_units(keys)
             is_whole = num_units == len(keys)

@@ -41,7 +41,7 @@ class Job:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt, without those that all requests share."""
-        return sum(self.request.doc_tokens) + self.request.question_tokens
+        return self.request.history_tokens + sum(self.request.doc_tokens) + self.request.question_tokens
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import PathSegment
@@ -26,6 +27,21 @@ class DocumentUnits:
         return max(self.last, self.first + 1)
 
 
+class History(NamedTuple):
+    """What a conversation has shown so far, the system prompt included.
+
+    ``runs`` are ends and names of what its tokens are, ``documents`` ids, first and last tokens of its documents.
+    """
+
+    runs: tuple[tuple[int, bytes], ...] = ()
+    documents: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens."""
+        return self.runs[-1][0] if self.runs else 0
+
+
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
     """The full blocks of a prompt and of the answer to it.
@@ -35,6 +51,10 @@ class PromptBlocks:
         num_prompt_tokens, num_tokens: of the prompt; of both.
         path: what they are in the tree.
         documents: where each document lies.
+        num_document_blocks: those before the first document that is not kept, of this turn or of an earlier one, or
+            before the question; None where there is no document.
+        told: the prompt and its answer, for a conversation's next turn.
+        answer_key: of the block in which the answer begins; None where it does not fill that with its last token.
     """
 
     keys: Sequence[int]
@@ -42,6 +62,9 @@ class PromptBlocks:
     num_tokens: int
     path: Sequence[PathSegment]
     documents: Sequence[DocumentUnits]
+    num_document_blocks: int | None
+    told: History
+    answer_key: int | None
 
 
 def cut_into_blocks(
@@ -51,8 +74,11 @@ def cut_into_blocks(
     system_tokens: int,
     block_size: int,
     max_cached_documents: int | None = None,
+    history: History = History(),  # noqa: B008 (immutable)
 ) -> PromptBlocks:
     """Return the blocks of a request: system prompt, documents, question, and the answer's.
+
+    Those of a conversation's next turn stand behind its ``history``.
 
     ::
 
@@ -64,17 +90,17 @@ def cut_into_blocks(
     and length; two questions if they have the same ``number``, and two answers if their prompts are the same. Without
     a ``number`` only the blocks before the question have keys.
     """
-    digest, end = b"", 0
-    runs: list[tuple[int, bytes]] = []
-    ends: list[int] = []
-    if system_tokens:
+    runs = list(history.runs)
+    end, digest = runs[-1] if runs else (0, b"")
+    documents = list(history.documents)
+    if system_tokens and not runs:
         digest, end = _chain(digest, "system", system_tokens), system_tokens
         runs.append((end, digest))
     for doc_id, num_tokens in zip(request.doc_ids, request.doc_tokens, strict=True):
         digest = _chain(digest, "document", num_tokens, doc_id)
+        documents.append((doc_id, end, end + num_tokens))
         end += num_tokens
         runs.append((end, digest))
-        ends.append(end)
     num_prompt_tokens = num_tokens = end + request.question_tokens
     if number is not None:
         if request.question_tokens:
@@ -83,15 +109,22 @@ def cut_into_blocks(
         num_tokens += request.output_tokens - 1
         runs.append((num_tokens, _chain(digest, "answer")))
     keys = _keys(runs, block_size)
-    path, documents = _path(
+    first = num_prompt_tokens // block_size
+    has_answer = number is not None and (num_tokens + 1) // block_size > first
+    path, units = _path(
         keys[: num_prompt_tokens // block_size],
-        request.doc_ids,
-        ends,
-        system_tokens=system_tokens,
+        documents,
         block_size=block_size,
         max_cached_documents=max_cached_documents,
     )
-    return PromptBlocks(keys, num_prompt_tokens, num_tokens, path, documents)
+    num_kept = len(documents) if max_cached_documents is None else min(max_cached_documents, len(documents))
+    ends = [*(first for _, first, _ in documents[1:]), documents[-1][2]] if documents else []
+    answered = (*runs[:-1], (num_tokens + 1, runs[-1][1])) if number is not None else ()
+    return PromptBlocks(
+        keys, num_prompt_tokens, num_tokens, path, units[len(history.documents) :],
+        ends[num_kept - 1] // block_size if num_kept else None, History(answered, tuple(documents)),
+        _key(runs[-1][1], first) if has_answer else None,
+    )  # fmt: skip
 
 
 def _chain(digest: bytes, kind: str, number: int = 0, doc_id: str = "") -> bytes:
@@ -104,17 +137,18 @@ def _keys(runs: Sequence[tuple[int, bytes]], block_size: int) -> list[int]:
     """Return a key for each full block: of the run that its last token lies in, and of its place."""
     keys: list[int] = []
     for end, digest in runs:
-        base = int.from_bytes(digest) << _POSITION_BITS
-        keys += range(base + len(keys), base + end // block_size)
+        keys += range(_key(digest, len(keys)), _key(digest, end // block_size))
     return keys
+
+
+def _key(digest: bytes, place: int) -> int:
+    return (int.from_bytes(digest) << _POSITION_BITS) + place
 
 
 def _path(
     keys: Sequence[int],
-    doc_ids: Sequence[str],
-    ends: Sequence[int],
+    shown: Sequence[tuple[str, int, int]],
     *,
-    system_tokens: int,
     block_size: int,
     max_cached_documents: int | None,
 ) -> tuple[list[PathSegment], list[DocumentUnits]]:
@@ -129,10 +163,11 @@ def _path(
             path.append(PathSegment(keys[first:last], (last - first) * block_size, doc_id, is_transient))
             first = last
 
-    if doc_ids:  # else all of it is one run without a name
-        add(system_tokens // block_size, None, 0)
-    for i, (doc_id, end) in enumerate(zip(doc_ids, ends, strict=True), 1):
+    if shown:  # else all of it is one run without a name
+        add(shown[0][1] // block_size, None, 0)
+    for i, (doc_id, _, end) in enumerate(shown, 1):
         documents.append(DocumentUnits(first, end // block_size))
-        add(end // block_size, doc_id, i)
-    add(len(keys), None, len(doc_ids))
+        # what stands before the next document, question and answer of a turn, belongs to this one
+        add((end if i == len(shown) else shown[i][1]) // block_size, doc_id, i)
+    add(len(keys), None, len(shown))
     return path, documents

@@ -62,7 +62,7 @@ class Recorder:
         self._ttft_s.append(ttft_s)
         self._decision_ns.append(job.decision_ns)
         self._num_documents += len(served.tiers)
-        self._num_document_tokens += sum(job.request.doc_tokens)
+        self._num_document_tokens += sum(job.request.doc_tokens) + job.request.history_tokens
         for tier in served.tiers:
             if tier is not None:
                 self._hits[tier] += 1

@@ -69,8 +69,12 @@ def check_trace(trace: Trace, options: SimulationOptions, testbed: Testbed) -> t
     """
     if options.warm_up >= len(trace):
         raise ConfigError(f"warm_up is {options.warm_up:,}, the trace has {len(trace):,} requests: lower warm_up")
-    ends = np.concatenate([[0], np.cumsum(trace.doc_tokens, dtype=np.int64)])[trace.first]
-    documents = np.diff(ends)
+    if (trace.conversation >= 0).any() and (options.granularity != "block" or options.chunk_reuse is not None):
+        raise ConfigError(
+            "the trace has conversations, whose histories only blocks of exact prefixes keep: choose granularity block "
+            "and leave chunk_reuse out"
+        )
+    documents = trace.document_tokens() + trace.history_tokens
     num_new_tokens = int((documents + trace.question_tokens).max())
     if options.granularity == "block":  # nothing is there from the beginning
         num_new_tokens += options.system_tokens

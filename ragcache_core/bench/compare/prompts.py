@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -39,12 +40,10 @@ def scaled(trace: Trace, factor: float) -> Trace:
     if factor == 1:
         return trace
     return Trace.from_requests(
-        TracedRequest(
-            request.arrival_s,
-            request.doc_ids,
-            tuple(max(1, round(tokens * factor)) for tokens in request.doc_tokens),
-            max(1, round(request.question_tokens * factor)),
-            request.output_tokens,
+        replace(
+            request,
+            doc_tokens=tuple(max(1, round(tokens * factor)) for tokens in request.doc_tokens),
+            question_tokens=max(1, round(request.question_tokens * factor)),
         )
         for request in trace
     )
@@ -58,7 +57,16 @@ class TracedPrompts:
     """
 
     def __init__(self, trace: Trace, vocab_size: int, *, seed: int, num_output_tokens: int | None = None) -> None:
-        """``num_output_tokens`` replaces the answers' lengths of the trace."""
+        """``num_output_tokens`` replaces the answers' lengths of the trace.
+
+        Raises:
+            ConfigError: the trace has conversations.
+        """
+        if (trace.conversation >= 0).any():
+            raise ConfigError(
+                "the trace has conversations, and engines are asked single requests here: simulate it, or give a trace "
+                "without"
+            )
         spared = min(_SPARED_AT_THE_END, vocab_size // 8)
         self._tokens = range(min(_FIRST_TOKEN, vocab_size // 8), vocab_size - spared)
         self._trace = trace

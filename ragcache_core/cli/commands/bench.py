@@ -76,7 +76,7 @@ _html_option = click.option(
 @api_key_option
 @click.option(
     "--workload",
-    type=click.Choice(WORKLOAD_NAMES),
+    type=click.Choice([name for name in WORKLOAD_NAMES if name != "conversation"]),  # whose turns need its answers
     default="mmlu",
     show_default=True,
     help="What the requests are like.",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ragcache_core.sim.traces.summary import TraceSummary
     from ragcache_core.sim.traces.trace import Trace
 
-WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift")
+WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift", "conversation")
 _STANDARD_OUTPUT = Path("-")
 _output_option = click.option(
     "--output",
@@ -75,6 +75,8 @@ def trace() -> None:
 @click.option("--drift-every", type=int, metavar="N", help="Requests after which popularity changes; 0 for never.")
 @click.option("--drift-share", type=float, metavar="P", help="How many of the popular documents swap places then.")
 @click.option("--repeat-share", type=float, metavar="P", help="Requests about what one of the last 40 was about.")
+@click.option("--goes-on", type=float, metavar="P", help="Conversations that have a second turn; 0 for none.")
+@click.option("--think-median-s", type=float, metavar="S", help="Median time from one turn to the next.")
 @click.option("--question-median", type=float, metavar="N", help="Median length of a question.")
 @click.option("--mean-output-tokens", type=float, metavar="N", help="Mean length of an answer.")
 def make(
@@ -88,6 +90,7 @@ def make(
     nq-small  400 documents, flatter still
     sysx      a production system: 5 chunks a request, prompts of 1,000 to 20,000 tokens, median 3,300
     drift     mmlu with popularity that drifts and users who come back to their topics
+    conversation  a production chat: turns that begin with all that was said before, and documents of their own
 
     The same options give the same file, byte for byte, and a longer trace begins with the shorter.
     """
@@ -240,6 +243,10 @@ def _lines_of(summary: TraceSummary) -> Iterator[tuple[str, str]]:
     yield "a prompt", f"{summary.mean_prompt_tokens:,.0f} tokens on average, {prompt}"
     yield "a question", f"{summary.mean_question_tokens:,.1f} tokens on average"
     yield "an answer", f"{summary.mean_output_tokens:,.1f} tokens on average"
+    if summary.num_conversations:
+        turns = f"{summary.turns_per_conversation:.3g} turns each, {summary.median_think_s:,.0f} s apart in the middle"
+        yield "conversations", f"{summary.num_conversations:,}, {turns}"
+        yield "a history", f"{summary.history_share:.1%} of all prompts"
     yield "the top 3 %", f"{summary.top_share:.1%} of retrievals"
     yield "asked for again", f"{summary.repeated_retrievals:.1%} of retrievals"
     yield "after the same ones", f"{summary.repeated_prefix:.1%}: an endless cache would hit those"

@@ -15,13 +15,19 @@ EXAMPLE = '{"t": 0.5, "docs": ["d7"], "doc_tokens": [655], "question_tokens": 31
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request: when it arrives, what it retrieves, best first, and how long everything is in tokens."""
+    """A request: when it arrives, what it retrieves, best first, and how long everything is in tokens.
+
+    One of a ``conversation`` (its number; None: of none) begins with ``history_tokens`` of all its earlier turns:
+    documents, questions and answers, which are not said again.
+    """
 
     arrival_s: float
     doc_ids: tuple[str, ...]
     doc_tokens: tuple[int, ...]
     question_tokens: int
     output_tokens: int
+    conversation: int | None = None
+    history_tokens: int = 0
 
 
 def parse_request(line: bytes) -> TracedRequest:
@@ -49,8 +55,9 @@ def parse_request(line: bytes) -> TracedRequest:
         if not isinstance(row[name], list):
             raise ValueError(f"{name!r} is {_shown(row[name])}: it must be a list, one entry a document")  # noqa: TRY004
     return TracedRequest(
-        row["t"], tuple(row["docs"]), tuple(row["doc_tokens"]), row["question_tokens"], row["output_tokens"]
-    )
+        row["t"], tuple(row["docs"]), tuple(row["doc_tokens"]), row["question_tokens"], row["output_tokens"],
+        row.get("conversation"),
+    )  # fmt: skip
 
 
 def check_request(request: TracedRequest, last_s: float) -> None:
@@ -70,6 +77,11 @@ def check_request(request: TracedRequest, last_s: float) -> None:
     if len(request.doc_ids) != len(request.doc_tokens):
         counts = f"{len(request.doc_tokens)} lengths for {len(request.doc_ids)} documents"
         raise ValueError(f"{counts}: 'doc_tokens' must hold one for each of 'docs'")
+    if request.conversation is not None and not are_lengths([request.conversation], 0):
+        raise ValueError(
+            f"'conversation' is {_shown(request.conversation)}: it must be a whole number from 0 to {MAX_TOKENS}, the "
+            "same for all turns of one conversation, or left out"
+        )
     lengths = [("doc_tokens", tokens) for tokens in request.doc_tokens]
     lengths += [("question_tokens", request.question_tokens), ("output_tokens", request.output_tokens)]
     for name, tokens in lengths:

@@ -20,7 +20,7 @@ class TraceSummary:
     ``top_share`` is what part of all retrievals are of the most popular 3 % of the documents that are retrieved at
     all. ``repeated_retrievals`` is how many are of a document that an earlier request retrieved, and
     ``repeated_prefix`` how many are so after the same documents in the same order: the most that an endless cache of
-    prefixes hits.
+    prefixes hits. ``history_share`` is what part of all prompts was shown, asked or answered in earlier turns.
     """
 
     num_requests: int
@@ -38,6 +38,10 @@ class TraceSummary:
     top_share: float
     repeated_retrievals: float
     repeated_prefix: float
+    num_conversations: int
+    turns_per_conversation: float
+    median_think_s: float
+    history_share: float
 
 
 def summarize(trace: Trace) -> TraceSummary:
@@ -49,8 +53,11 @@ def summarize(trace: Trace) -> TraceSummary:
     if not len(trace):
         raise ConfigError("the trace has no requests: there is nothing to say of it")
     num_retrievals = len(trace.docs)
-    sums = np.concatenate([[0], np.cumsum(trace.doc_tokens, dtype=np.int64)])
-    prompts = sums[trace.first[1:]] - sums[trace.first[:-1]] + trace.question_tokens
+    prompts = trace.document_tokens() + trace.question_tokens + trace.history_tokens
+    turns = np.flatnonzero(trace.conversation >= 0)
+    turns = turns[np.argsort(trace.conversation[turns], kind="stable")]
+    num_conversations = len(np.unique(trace.conversation[turns]))
+    think_s = np.diff(trace.arrival_s[turns])[np.diff(trace.conversation[turns]) == 0]
     return TraceSummary(
         num_requests=len(trace),
         duration_s=float(trace.arrival_s[-1]),
@@ -66,6 +73,10 @@ def summarize(trace: Trace) -> TraceSummary:
         mean_output_tokens=float(trace.output_tokens.mean()),
         top_share=popularity_share(trace, TOP_SHARE),
         repeated_retrievals=1 - len(trace.doc_ids) / num_retrievals if num_retrievals else 0.0,
+        num_conversations=num_conversations,
+        turns_per_conversation=len(turns) / max(num_conversations, 1),
+        median_think_s=float(np.median(think_s)) if len(think_s) else 0.0,
+        history_share=float(trace.history_tokens.sum() / max(prompts.sum(), 1)),
         repeated_prefix=1 - _num_prefixes(trace) / num_retrievals if num_retrievals else 0.0,
     )
 

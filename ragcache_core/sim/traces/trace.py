@@ -5,7 +5,8 @@ One request a line; ``.gz`` at the end of a file's name packs it::
     {"t": 12.5, "docs": ["d17", "d3"], "doc_tokens": [1904, 655], "question_tokens": 31, "output_tokens": 1}
 
 ``t`` is seconds since the trace began. Other fields are passed over. A request may retrieve nothing, and a document
-may have another length than the last time: it was split anew.
+may have another length than the last time: it was split anew. Turns of one conversation have its number, as
+``"conversation": 7``: the prompt of each begins with all that was shown, asked and answered before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import le
 from pathlib import Path
@@ -49,7 +50,8 @@ class Trace:
 
     Request ``i`` retrieves ``docs[first[i] : first[i + 1]]``, numbers of documents by their first appearance, whose
     ids are in ``doc_ids``. Shapes: arrival_s [n] float64, first [n + 1] int64, docs and doc_tokens [all retrieved]
-    int32, question_tokens and output_tokens [n] int32. Two traces are equal if their requests are.
+    int32, question_tokens and output_tokens [n] int32, conversation [n] int32 (-1: of none), history_tokens [n] int64:
+    of a conversation's earlier turns. Two traces are equal if their requests are.
     """
 
     arrival_s: npt.NDArray[np.float64]
@@ -59,8 +61,11 @@ class Trace:
     question_tokens: npt.NDArray[np.int32]
     output_tokens: npt.NDArray[np.int32]
     doc_ids: Sequence[str]
+    conversation: npt.NDArray[np.int32]
+    history_tokens: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "history_tokens", self._history_tokens())
         for column in self._columns():
             column.flags.writeable = False
 
@@ -111,7 +116,7 @@ class Trace:
         num_ids = int(docs.max()) + 1 if num_docs else 0
         return Trace(
             self.arrival_s[:count], self.first[: count + 1], docs, self.doc_tokens[:num_docs],
-            self.question_tokens[:count], self.output_tokens[:count], self.doc_ids[:num_ids],
+            self.question_tokens[:count], self.output_tokens[:count], self.doc_ids[:num_ids], self.conversation[:count],
         )  # fmt: skip
 
     def with_rate(self, requests_per_s: float) -> Trace:
@@ -129,17 +134,37 @@ class Trace:
     def _columns(self) -> tuple[Any, ...]:
         return (
             self.arrival_s, self.first, self.docs, self.doc_tokens, self.question_tokens, self.output_tokens,
+            self.conversation, self.history_tokens,
         )  # fmt: skip
+
+    def document_tokens(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each request's documents: [n]."""
+        ends = np.concatenate([[0], np.cumsum(self.doc_tokens, dtype=np.int64)])
+        return np.diff(ends[self.first])
+
+    def _history_tokens(self) -> npt.NDArray[np.int64]:
+        before = np.zeros(len(self), np.int64)
+        turns = np.flatnonzero(self.conversation >= 0)
+        turns = turns[np.argsort(self.conversation[turns], kind="stable")]
+        added = (self.document_tokens() + self.question_tokens + self.output_tokens)[turns]
+        sums = np.cumsum(added) - added
+        begins = np.diff(self.conversation[turns], prepend=-1) != 0
+        before[turns] = sums - np.maximum.accumulate(np.where(begins, sums, 0))
+        return before
 
     def _batch(self, start: int, end: int) -> Iterator[TracedRequest]:
         first = self.first[start : end + 1].tolist()
         offset = first[0]
         ids = [self.doc_ids[number] for number in self.docs[offset : first[-1]].tolist()]
         tokens = self.doc_tokens[offset : first[-1]].tolist()
-        others = (c[start:end].tolist() for c in (self.arrival_s, self.question_tokens, self.output_tokens))
-        for i, (arrival_s, question, output) in enumerate(zip(*others, strict=True)):
+        columns = (self.arrival_s, self.question_tokens, self.output_tokens, self.conversation, self.history_tokens)
+        rows = zip(*(column[start:end].tolist() for column in columns), strict=True)
+        for i, (arrival_s, question, output, conversation, history) in enumerate(rows):
             span = slice(first[i] - offset, first[i + 1] - offset)
-            yield TracedRequest(arrival_s, tuple(ids[span]), tuple(tokens[span]), question, output)
+            yield TracedRequest(
+                arrival_s, tuple(ids[span]), tuple(tokens[span]), question, output,
+                None if conversation < 0 else conversation, history,
+            )  # fmt: skip
 
 
 def read_trace(path: Path | str) -> Trace:
@@ -211,13 +236,15 @@ def write_lines(
         first = trace.first[start : end + 1].tolist()
         docs = [quoted[number] for number in trace.docs[first[0] : first[-1]].tolist()]
         tokens = list(map(str, trace.doc_tokens[first[0] : first[-1]].tolist()))
-        others = (c[start:end].tolist() for c in (trace.arrival_s, trace.question_tokens, trace.output_tokens))
+        columns = (trace.arrival_s, trace.question_tokens, trace.output_tokens, trace.conversation)
         lines = []
-        for i, (arrival_s, question, output) in enumerate(zip(*others, strict=True)):
+        rows = zip(*(column[start:end].tolist() for column in columns), strict=True)
+        for i, (arrival_s, question, output, conversation) in enumerate(rows):
             span = slice(first[i] - first[0], first[i + 1] - first[0])
+            turn_of = "" if conversation < 0 else f', "conversation": {conversation}'
             lines.append(
                 f'{{"t": {arrival_s!r}, "docs": [{", ".join(docs[span])}], "doc_tokens": [{", ".join(tokens[span])}], '
-                f'"question_tokens": {question}, "output_tokens": {output}}}\n'
+                f'"question_tokens": {question}, "output_tokens": {output}{turn_of}}}\n'
             )
         file.write("".join(lines).encode("ascii"))
         if progress is not None:
@@ -231,6 +258,7 @@ class _Columns:
         self._arrival_s, self._first = array("d"), array("q", [0])
         self._docs, self._doc_tokens = array("i"), array("i")
         self._question_tokens, self._output_tokens = array("i"), array("i")
+        self._conversation = array("i")
         self._numbers: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -238,18 +266,22 @@ class _Columns:
 
     def trace(self) -> Trace:
         """Return what was added; nothing may be added any more."""
-        docs, doc_tokens, question_tokens, output_tokens = (
+        docs, doc_tokens, question_tokens, output_tokens, conversation = (
             np.frombuffer(column, np.int32)
-            for column in (self._docs, self._doc_tokens, self._question_tokens, self._output_tokens)
-        )
+            for column in (
+                self._docs, self._doc_tokens, self._question_tokens, self._output_tokens, self._conversation
+            )
+        )  # fmt: skip
         arrival_s, first = np.frombuffer(self._arrival_s, np.float64), np.frombuffer(self._first, np.int64)
-        return Trace(arrival_s, first, docs, doc_tokens, question_tokens, output_tokens, tuple(self._numbers))
+        ids = tuple(self._numbers)
+        return Trace(arrival_s, first, docs, doc_tokens, question_tokens, output_tokens, ids, conversation)
 
     def add(self, request: TracedRequest) -> None:
         check_request(request, self._last_s)
         self._extend(
             [request.arrival_s], [len(request.doc_ids)], request.doc_ids, request.doc_tokens,
             [request.question_tokens], [request.output_tokens],
+            [-1 if request.conversation is None else request.conversation],
         )  # fmt: skip
 
     def add_lines(self, lines: Sequence[bytes]) -> bool:
@@ -261,6 +293,7 @@ class _Columns:
             lengths = [row["doc_tokens"] for row in rows]
             questions = [row["question_tokens"] for row in rows]
             outputs = [row["output_tokens"] for row in rows]
+            conversations = [row.get("conversation", -1) for row in rows]
         except (ValueError, LookupError, TypeError, RecursionError):
             return False
         if set(map(type, docs)) != {list} or set(map(type, lengths)) != {list}:
@@ -277,9 +310,11 @@ class _Columns:
             or not are_lengths(tokens, LEAST_TOKENS["doc_tokens"])
             or not are_lengths(questions, LEAST_TOKENS["question_tokens"])
             or not are_lengths(outputs, LEAST_TOKENS["output_tokens"])
+            or not are_lengths(conversations, -1)
+            or (-1 in conversations and any("conversation" in row for row in rows))
         ):
             return False
-        self._extend(arrival_s, counts, ids, tokens, questions, outputs)
+        self._extend(arrival_s, counts, ids, tokens, questions, outputs, conversations)
         return True
 
     @property
@@ -294,6 +329,7 @@ class _Columns:
         tokens: Sequence[int],
         questions: Sequence[int],
         outputs: Sequence[int],
+        conversations: Sequence[int],
     ) -> None:
         numbers, ends = self._numbers, self._first
         self._arrival_s.extend(arrival_s)
@@ -303,6 +339,7 @@ class _Columns:
         self._doc_tokens.extend(tokens)
         self._question_tokens.extend(questions)
         self._output_tokens.extend(outputs)
+        self._conversation.extend(conversations)
 
 
 def _add_one_by_one(columns: _Columns, lines: Sequence[bytes], path: Path, num_before: int) -> None:

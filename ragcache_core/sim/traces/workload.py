@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.sim.traces.trace import Trace
+from ragcache_core.sim.traces.turns import Talk, turns_in_time
 
 _REACH = 4
 _CHUNK = 16_384
@@ -45,6 +46,10 @@ class Workload:
     popularity. ``primary_first`` is how often the document a request is about comes first. Every ``drift_every``
     requests the ``drift_share`` of the ``num_drifting`` most popular documents swap their popularity (0: never), and
     ``repeat_share`` of the requests are about what one of the last ``session_length`` was about.
+
+    With ``goes_on`` above 0 requests are turns of conversations (``turns.py``), of which ``first_documents`` of the
+    first turns and ``later_documents`` of the later ones retrieve anything; documents of later ones are
+    ``later_length`` times as long.
     """
 
     num_documents: int
@@ -70,6 +75,13 @@ class Workload:
     mean_output_tokens: float = 1.0
     output_sigma: float = 0.0
     requests_per_s: float = 0.8
+    goes_on: float = 0.0
+    persistence: float = 0.45
+    think_median_s: float = 130.0
+    think_sigma: float = 0.98
+    first_documents: float = 1.0
+    later_documents: float = 1.0
+    later_length: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -89,6 +101,10 @@ class Workload:
                 f"documents of {self.mean_tokens:g} tokens on average cannot all have {self.least_tokens} to "
                 f"{self.most_tokens}: change mean_tokens, least_tokens or most_tokens"
             )
+
+    def talk(self) -> Talk:
+        """Return how its conversations go on."""
+        return Talk(self.goes_on, self.persistence, self.think_median_s, self.think_sigma, self.requests_per_s)
 
     def popularity(self) -> _Floats:
         """Return the share of requests that the document of each rank is the primary of: [num_documents]."""
@@ -149,6 +165,13 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "mean_output_tokens": (1, _MANY),
     "output_sigma": (0, 5),
     "requests_per_s": (1e-6, _MANY),
+    "goes_on": (0, 0.99),
+    "persistence": (0, 10),
+    "think_median_s": (1e-3, _MANY),
+    "think_sigma": (0, 5),
+    "first_documents": (0, 1),
+    "later_documents": (0, 1),
+    "later_length": (1e-3, 1_000),
 }
 
 _MMLU = Workload(num_documents=30_000, skew=1.3, shift=2.0)
@@ -164,6 +187,12 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             least_tokens=200, most_tokens=3_900, mean_output_tokens=180.0, output_sigma=0.7,
         ),
         "drift": replace(_MMLU, drift_every=1_500, repeat_share=0.25),
+        "conversation": Workload(
+            num_documents=1_000_000, skew=0.0, shift=0.0, documents_per_request=1, mean_tokens=12_700.0, sigma=1.25,
+            most_tokens=120_000, question_median=20.0, question_sigma=1.0, mean_output_tokens=343.0, output_sigma=0.8,
+            requests_per_s=3.4, goes_on=0.275, persistence=0.43, first_documents=0.82, later_documents=0.29,
+            later_length=0.34,
+        ),
     }
 )  # fmt: skip
 """The workloads of ``ragcache trace make``, by name.
@@ -175,6 +204,9 @@ chunks a request, prompts of 1,000 to 20,000 tokens with a median of 3,300, the 
 retrievals and the top 13.5 % get 85 %; how many chunks there are follows from the memory that the top 14.8 % take,
 answers from 19.3 times as much work for prompts.
 ``drift``: ``mmlu`` whose popularity drifts and whose users come back to their topics; no other does either.
+``conversation``: turns of conversations about documents of their own, as a production chat service has them (Mooncake,
+FAST 2025: 12,031 requests of an hour, whose next turns are told by what their prompts begin with). Behind 870 tokens of
+a system prompt that all share.
 """
 
 
@@ -198,22 +230,32 @@ def make_trace(
     """
     if num_requests < 1 or seed < 0:
         raise ConfigError(f"{num_requests} requests of seed {seed}: ask for at least 1, with a seed of 0 or more")
-    docs = draw_retrievals(workload, num_requests, seed, progress=progress).docs.ravel()
+    docs = draw_retrievals(workload, num_requests, seed, progress=progress).docs
     lengths = document_tokens(workload, seed)
     rngs = _Streams.of(seed)
-    gaps_s = rngs.arrivals.exponential(1 / workload.requests_per_s, num_requests)
+    if workload.goes_on:
+        turns = turns_in_time(workload.talk(), num_requests, rngs.arrivals)
+        arrival_s, conversation, turn = (np.array(column) for column in zip(*turns, strict=True))
+    else:
+        arrival_s = np.cumsum(rngs.arrivals.exponential(1 / workload.requests_per_s, num_requests))
+        conversation, turn = np.full(num_requests, -1), np.zeros(num_requests, np.int64)
+    share = np.where(turn == 0, workload.first_documents, workload.later_documents)
+    retrieves = rngs.repeats.random(num_requests) < share
     questions = rngs.questions.normal(size=num_requests) * workload.question_sigma + math.log(workload.question_median)
     outputs = rngs.outputs.normal(size=num_requests) * workload.output_sigma
     outputs += math.log(workload.mean_output_tokens) - workload.output_sigma**2 / 2
+    doc_tokens = lengths[docs] * np.where(turn == 0, 1.0, workload.later_length)[:, None]
+    docs = docs[retrieves].ravel()
     numbers, names = _by_first_appearance(docs)
     return Trace(
-        arrival_s=np.cumsum(gaps_s).round(_TIME_DECIMALS),
-        first=np.arange(num_requests + 1, dtype=np.int64) * workload.documents_per_request,
+        arrival_s=arrival_s.round(_TIME_DECIMALS),
+        first=np.concatenate([[0], np.cumsum(retrieves, dtype=np.int64)]) * workload.documents_per_request,
         docs=numbers,
-        doc_tokens=lengths[docs],
+        doc_tokens=doc_tokens[retrieves].ravel().round().clip(min=1).astype(np.int32),
         question_tokens=_whole(questions, 1, workload.most_question_tokens),
         output_tokens=_whole(outputs, 1, _MANY),
         doc_ids=tuple(f"d{name}" for name in names.tolist()),
+        conversation=conversation.astype(np.int32),
     )
 
 

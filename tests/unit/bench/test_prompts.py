@@ -81,3 +81,10 @@ def test_a_scaled_trace_keeps_documents_times_and_answers() -> None:
     for factor in (0, math.inf, math.nan):
         with pytest.raises(ConfigError, match="above 0 and finite"):
             scaled(TRACE, factor)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_conversations_are_refused_and_not_taken_for_single_requests(factor: float) -> None:
+    trace = Trace.from_requests([TracedRequest(0.0, (), (), 9, 4, conversation=1)])
+    with pytest.raises(ConfigError, match="the trace has conversations"):
+        TracedPrompts(scaled(trace, factor), 6_144, seed=0)

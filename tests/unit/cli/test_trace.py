@@ -125,11 +125,20 @@ def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
         "median_prompt_tokens": 59.0, "mean_prompt_tokens": 57.0, "max_prompt_tokens": 67,
         "mean_question_tokens": 7.0, "mean_output_tokens": 2.0, "top_share": 0.4,
         "repeated_retrievals": pytest.approx(0.4), "repeated_prefix": pytest.approx(0.2),
+        "num_conversations": 0, "turns_per_conversation": 0.0, "median_think_s": 0.0, "history_share": 0.0,
     }  # fmt: skip
     lines = trace("show", path).stdout.splitlines()
     assert lines[0].split() == ["requests", "3"]
     assert lines[2].split(maxsplit=1) == ["documents", "3 asked for 5 times"]
     assert any("40.0% of retrievals" in line for line in lines)
+
+
+def test_show_says_how_conversations_go(tmp_path: Path) -> None:
+    path = tmp_path / "talk.jsonl"
+    assert trace("make", "--workload", "conversation", "--documents", "500", "--requests", "300", "--output", path)
+    lines = {line[:20].strip(): line[21:] for line in trace("show", path).stdout.splitlines()}
+    assert "turns each" in lines["conversations"]
+    assert lines["a history"].endswith("of all prompts")
 
 
 def test_a_request_that_retrieves_nothing_is_shown(tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""Conversations in traces and in the simulated cache, and the workload that is like a production chat's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.policy.returning import ReturningTurns
+from ragcache_core.sim.blocks import BlockCache
+from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.simulator import simulate
+from ragcache_core.sim.traces.summary import summarize
+from ragcache_core.sim.traces.trace import Trace, TracedRequest, read_trace, write_trace
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+from ragcache_core.tree import check_invariants
+
+BLOCK = 16
+TALK = Trace.from_requests(
+    [
+        TracedRequest(0.0, ("a",), (64,), 10, 30, conversation=7),
+        TracedRequest(1.0, ("b",), (32,), 5, 8),
+        TracedRequest(2.0, (), (), 12, 40, conversation=7),
+        TracedRequest(3.0, ("c",), (48,), 9, 4, conversation=7),
+    ]
+)
+
+
+def test_a_turn_begins_with_all_that_was_shown_asked_and_answered_before() -> None:
+    assert TALK.history_tokens.tolist() == [0, 0, 104, 156]
+    assert [request.history_tokens for request in TALK] == [0, 0, 104, 156]
+    assert [request.conversation for request in TALK] == [7, None, 7, 7]
+
+
+def test_a_trace_of_conversations_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_trace(TALK, tmp_path / "talk.jsonl")
+    assert read_trace(tmp_path / "talk.jsonl") == TALK
+    assert '"conversation": 7' in (tmp_path / "talk.jsonl").read_text().splitlines()[0]
+    assert "conversation" not in (tmp_path / "talk.jsonl").read_text().splitlines()[1]
+
+
+@pytest.mark.parametrize("value", ["-1", '"seven"', "1.5", "true", "[]", str(2**40)])
+def test_a_conversation_that_is_no_number_is_refused_with_its_line(tmp_path: Path, value: str) -> None:
+    line = '{"t": 0, "docs": [], "doc_tokens": [], "question_tokens": 3, "output_tokens": 1, "conversation": %s}'
+    path = tmp_path / "broken.jsonl"
+    path.write_text(line % 3 + "\n" + line % value + "\n")
+    with pytest.raises(TraceError, match=r"broken.jsonl:2.*'conversation' is"):
+        read_trace(path)
+
+
+def serve(trace: Trace, **settings: Any) -> tuple[list[tuple[int, int]], BlockCache]:
+    """Return cached and new tokens of each request, and the cache after all of them."""
+    sizes = {"gpu_tokens": 64 * BLOCK, "host_tokens": 256 * BLOCK, "granularity": "block", "block_size": BLOCK}
+    cache = BlockCache(SimulationOptions(**{**sizes, **settings}), PrefillCostModel.default())
+    found = []
+    for number, request in enumerate(trace):
+        served = cache.serve(request, number)
+        found.append((served.num_cached_tokens, served.num_new_tokens))
+    check_invariants(cache.tree)
+    return found, cache
+
+
+def test_a_next_turn_finds_what_the_turn_before_left() -> None:
+    found, cache = serve(TALK)
+    assert found[0] == (0, 74)
+    assert found[2] == ((74 + 30 - 1) // BLOCK * BLOCK, 116 - (74 + 30 - 1) // BLOCK * BLOCK)
+    assert found[3][0] == (116 + 40 - 1) // BLOCK * BLOCK
+    assert cache.tree.returning.probability(1) > 0
+
+
+def test_a_turn_that_overtook_the_one_before_it_finds_nothing_of_it() -> None:
+    requests = list(TALK)
+    _, cache = serve(TALK.head(1))
+    served = cache.serve(requests[3], 3)
+    assert served.num_cached_tokens == 0
+    assert served.num_new_tokens == 156 + 48 + 9
+
+
+def talk(num_conversations: int, num_turns: int, num_apart: int = 1) -> Trace:
+    """Return conversations about a document each, whose turns come ``num_apart`` conversations apart."""
+    turns = sorted((i + turn * num_apart, turn, i) for i in range(num_conversations) for turn in range(num_turns))
+    return Trace.from_requests(
+        TracedRequest(float(n), (f"d{i}",) if turn == 0 else (), (320,) if turn == 0 else (), 20, 60, conversation=i)
+        for n, (_, turn, i) in enumerate(turns)
+    )
+
+
+def test_histories_are_kept_below_the_gpu_and_single_turns_leave_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"host_tokens": 1024 * BLOCK}
+    found, _ = serve(talk(60, 3, num_apart=6), **sizes)
+    monkeypatch.setattr(ReturningTurns, "is_likely", lambda self, turn: False)
+    without, _ = serve(talk(60, 3, num_apart=6), **sizes)
+    assert sum(cached for cached, _ in found) > 1.1 * sum(cached for cached, _ in without)
+    monkeypatch.undo()
+    _, single = serve(talk(60, 1))
+    stored = {node.doc_id for node in single.tree.nodes() if single.tree.tiers[1].resident[node.id]}
+    assert stored
+    assert None not in stored, "documents alone"
+
+
+@pytest.mark.parametrize("disk_tokens", [0, 40_000])
+def test_single_turns_about_documents_find_as_much_as_where_nobody_looks_for_conversations(
+    disk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mmlu = replace(WORKLOADS["mmlu"], mean_tokens=200.0, mean_output_tokens=40.0, output_sigma=0.5)
+    trace = make_trace(mmlu, 1500, 1)
+    sizes = {"gpu_tokens": 8_000, "host_tokens": 20_000, "disk_tokens": disk_tokens}
+    learned = sum(cached for cached, _ in serve(trace, **sizes)[0])
+    monkeypatch.setattr(ReturningTurns, "is_likely", lambda self, turn: False)
+    assert learned == sum(cached for cached, _ in serve(trace, **sizes)[0])
+    monkeypatch.setattr(ReturningTurns, "is_likely", lambda self, turn: True)
+    if disk_tokens:
+        assert learned > sum(cached for cached, _ in serve(trace, **sizes)[0]), "to keep everything costs documents"
+
+
+def test_a_simulated_engine_counts_histories_as_part_of_prompts() -> None:
+    options = SimulationOptions(
+        granularity="block", block_size=BLOCK, gpu_tokens=4096, host_tokens=8192, cost_model="a10g-mistral-7b"
+    )
+    summary = simulate(talk(20, 3), options).summary
+    assert summary.computed_tokens < 20 * (340 + 3 * 80)
+    assert 0.4 < summary.token_hit_rate < 1.0
+
+
+def test_whole_documents_know_no_conversations() -> None:
+    with pytest.raises(ConfigError, match="granularity block"):
+        simulate(TALK, SimulationOptions())
+
+
+def histogram(trace: Trace) -> dict[str, float]:
+    """Return what the workload was fitted to."""
+    turns, last_s = defaultdict[int, int](int), {}
+    think_s, later = [], 0
+    for request in trace:
+        assert request.conversation is not None
+        turns[request.conversation] += 1
+        if (before := last_s.get(request.conversation)) is not None:
+            think_s.append(request.arrival_s - before)
+            later += 1
+        last_s[request.conversation] = request.arrival_s
+    prompts = trace.history_tokens + trace.document_tokens() + trace.question_tokens
+    return {
+        "later turns": later / len(trace),
+        "median think time": float(np.median(think_s)),
+        "mean prompt": float(prompts.mean()),
+        "median prompt": float(np.median(prompts)),
+        "history": float(trace.history_tokens.sum() / prompts.sum()),
+        "a second": trace.requests_per_s,
+        "answer": float(trace.output_tokens.mean()),
+    }
+
+
+def test_the_conversation_workload_is_like_the_production_trace_it_was_fitted_to() -> None:
+    """Mooncake's conversation trace (FAST 2025, Apache-2.0), told apart into conversations by common prefixes."""
+    published = {
+        "later turns": 0.329,
+        "median think time": 123.0,
+        "mean prompt": 11_170.0,
+        "median prompt": 6_046.0,
+        "history": 0.332,
+        "a second": 3.40,
+        "answer": 342.6,
+    }
+    made = histogram(make_trace(WORKLOADS["conversation"], 12_031, 3))
+    for name, value in published.items():
+        assert made[name] == pytest.approx(value, rel=0.2), name
+
+
+def test_a_longer_trace_of_conversations_begins_with_the_shorter() -> None:
+    workload = replace(WORKLOADS["conversation"], num_documents=1_000)
+    assert make_trace(workload, 3_000, 5).head(400) == make_trace(workload, 400, 5)
+    assert make_trace(workload, 400, 6) != make_trace(workload, 400, 5)
+
+
+def test_a_summary_says_how_conversations_go() -> None:
+    summary = summarize(TALK)
+    assert (summary.num_conversations, summary.turns_per_conversation) == (1, 3.0)
+    assert summary.median_think_s == 1.5
+    assert summary.history_share == pytest.approx(260 / (74 + 37 + 116 + 213))
