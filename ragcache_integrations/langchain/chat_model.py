@@ -57,6 +57,10 @@ class ChatRAGCache(BaseChatOpenAI):
     model, or of a call (``llm.bind(chunk_reuse=False)``). See :meth:`Engine.stream
     <ragcache_core.client.engine_client.EngineClient.stream>`.
 
+    ``deduplicate``, of the model or of a call, refers to a document that the conversation shows already
+    (``[shown above: "Zorval was a company ..."]``) instead of sending it again: what is sent is shorter, and not what
+    the chain made.
+
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
 
@@ -71,6 +75,8 @@ class ChatRAGCache(BaseChatOpenAI):
     """With ``base_url``: a folder, or a name of the hub, with the model's tokenizer, if the server hands out none."""
     chunk_reuse: bool | dict[str, Any] | None = None
     """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
+    deduplicate: bool = False
+    """Whether a document that an earlier message of the conversation shows is referred to, and not sent again."""
     stream_usage: bool | None = True
     max_retries: int | None = 0
     """The engine's own client repeats a request that was lost before its first token."""
@@ -121,7 +127,8 @@ class ChatRAGCache(BaseChatOpenAI):
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         """Return what an answer depends on; LangChain's caches of answers tell requests apart by it."""
-        own = {} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse}
+        own: dict[str, Any] = {} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse}
+        own |= {"deduplicate": True} if self.deduplicate else {}
         return {**own, **super()._get_invocation_params(stop, **kwargs)}
 
     def _resolve_model_profile(self) -> ModelProfile | None:
@@ -277,10 +284,15 @@ class ChatRAGCache(BaseChatOpenAI):
         kwargs = dict(kwargs)
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
+        deduplicates = bool(kwargs.pop("deduplicate", self.deduplicate))
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
         check_settings(payload.keys() - {"stream_usage"}, is_chat=True)  # which langchain-openai takes out
         plan = engine.integration.prompts.plan_chat(
-            payload["messages"], documents=documents or None, settings=payload, chunk_reuse=chunk_reuse
+            payload["messages"],
+            documents=documents or None,
+            settings=payload,
+            chunk_reuse=chunk_reuse,
+            deduplicates=deduplicates,
         )
         self._hint.see(plan)
         if plan.extra_body:

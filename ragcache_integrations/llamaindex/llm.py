@@ -46,6 +46,9 @@ DEFAULT_TIMEOUT_S = 600.0
 _SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", "kwargs"}
 """What ``OpenAILike`` takes besides its fields."""
 
+_OURS = {"chunk_reuse", "deduplicate"}
+"""Settings of a call that are not sent on."""
+
 _T = TypeVar("_T")
 
 
@@ -75,7 +78,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     an answer is marked, ``additional_kwargs["ragcache"]["answer_cache"]``, and a :class:`KeptAnswerEvent` tells of it.
 
     ``chunk_reuse``, of the LLM or of a call, lets documents be reused behind others than they were computed behind,
-    which is approximate; see ``engine.stream()``.
+    which is approximate; see ``engine.stream()``. ``deduplicate``, of the LLM or of a call, refers to a document that
+    the chat shows already (``[shown above: "Zorval was a company ..."]``) instead of sending it again.
 
     Raises:
         ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` is not what it may be; an argument, here
@@ -88,6 +92,11 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         default=None, description="Whether, and how, documents are reused behind others; None leaves it to the engine."
     )
     answer_cache: AnswerCache | None = Field(default=None, exclude=True, repr=False)
+
+    deduplicate: bool = Field(
+        default=False,
+        description="Whether a document that an earlier message of a chat shows is referred to, and not sent again.",
+    )
 
     _engine: Engine = PrivateAttr()
     _owns_engine: bool = PrivateAttr(default=False)
@@ -278,12 +287,14 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
         kwargs = dict(kwargs)
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
+        deduplicates = bool(kwargs.pop("deduplicate", self.deduplicate))
         check_settings(self._get_model_kwargs(**kwargs), is_chat=True)
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
         plan = self._engine.integration.prompts.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
             settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
             chunk_reuse=chunk_reuse,
+            deduplicates=deduplicates,
         )
         self._hint.see(plan)
         body = {**kwargs, "extra_body": merge_bodies(own_body, plan.extra_body)}
@@ -291,7 +302,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
-        kwargs = {name: value for name, value in kwargs.items() if name != "chunk_reuse"}  # no documents are known here
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OURS}  # no documents are known here
         check_settings(self._get_model_kwargs(**kwargs), is_chat=False)
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
         return MeasuredRequest(self._engine, RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)

@@ -65,7 +65,7 @@ def answers_of(
     for question in questions:
         prompt = layout.render(tokenizer, question.documents, question.text)
         generation = engine.generate(prompt, max_tokens=max_tokens)
-        answers.append(_answer(question, generation))
+        answers.append(scored(question, generation))
         report(1)
     return answers
 
@@ -76,7 +76,8 @@ def _uses(questions: Sequence[Question]) -> list[tuple[Document, str]]:
     return list(found.values())
 
 
-def _answer(question: Question, generation: Generation) -> AskedAnswer:
+def scored(question: Question, generation: Generation) -> AskedAnswer:
+    """Return an answer with how right it is."""
     stats = generation.stats
     chunks = stats.chunk_reuse
     return AskedAnswer(

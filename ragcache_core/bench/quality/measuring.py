@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragcache_core.bench.quality.asking import AskedAnswer, answers_of
+from ragcache_core.bench.quality.conversing import answers_in_conversations, conversations_of
 from ragcache_core.bench.quality.questions import Question
 from ragcache_core.bench.quality.ways import Way
 from ragcache_core.client import Engine
@@ -55,11 +56,17 @@ class QualityRun:
         for way in ways:
             report = begin(way)
             with self.launch(way) as engine:
-                answers = answers_of(
-                    engine,
-                    self.questions,
-                    max_tokens=self.max_tokens,
-                    reads_alone=way.reads_alone,
-                    report=report,
-                )
+                if way.refers is not None:
+                    talks = conversations_of(self.questions)
+                    answers = answers_in_conversations(
+                        engine, talks, refers=way.refers, max_tokens=self.max_tokens, report=report
+                    )
+                else:
+                    answers = answers_of(
+                        engine,
+                        self.questions,
+                        max_tokens=self.max_tokens,
+                        reads_alone=way.reads_alone,
+                        report=report,
+                    )
             yield way, answers

@@ -14,12 +14,15 @@ class Way:
     """An engine to answer with. Without ``chunks`` it is plain vLLM, exact; ``caches_prefixes`` or nothing.
 
     ``reads_alone``: every document is computed once by itself before the first question, and reused from there.
+    ``refers``: the questions are turns of conversations, which refer to a document that they hold already, or show it
+    again; None: each is a prompt of its own.
     """
 
     name: str
     chunks: ChunkReuse | None = None
     caches_prefixes: bool = True
     reads_alone: bool = False
+    refers: bool | None = None
 
     def cache(self, sizes: CacheConfig) -> CacheConfig | None:
         """Return the cache to launch with: that of ``sizes`` with the way's reuse; None for plain vLLM."""
@@ -28,6 +31,8 @@ class Way:
 
 FULL = Way("full recompute", caches_prefixes=False)
 PREFIX = Way("prefix caching")
+SHOWN_AGAIN = Way("shown again", refers=False)
+REFERRED_TO = Way("referred to", refers=True)
 NAIVE = Way("naive reuse", ChunkReuse(selection="cache_craft", alpha=0.0), reads_alone=True)
 """Documents computed alone, of whose KV only the positions are put right: what costs least, and what mending beats."""
 

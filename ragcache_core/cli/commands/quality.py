@@ -111,23 +111,45 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "ragcache quality examples/demo_model --questions questions.jsonl",
         "ragcache quality org/model --questions questions.jsonl --limit 200 --alphas 1.5,2 -- --max-model-len 16384",
         "ragcache quality org/model --questions questions.jsonl --corpus docs/ --selection cache_craft --json",
+        "ragcache quality org/model --questions questions.jsonl --deduplicate",
     ],
 )
 @click.argument("model")
 @asking_options
+@click.option(
+    "--deduplicate",
+    is_flag=True,
+    help="Ask them as turns of conversations, and compare referring to a document with showing it again.",
+)
 @vllm_args_argument
-def quality(model: str, as_json: bool, **options: Any) -> None:
+def quality(model: str, as_json: bool, deduplicate: bool, **options: Any) -> None:
     """Answer questions in several ways and compare: how many are right, and how many tokens were computed.
 
     MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: all
     tokens computed; prefixes cached; documents reused as they were computed alone; and documents reused with ever more
     of their tokens computed. The questions are asked one by one, in the file's order, so let them come as they come to
     you: the same documents in changing company.
+
+    With --deduplicate questions that share documents are turns of one conversation, up to four, and later turns are
+    compared: the documents shown again, or referred to where the conversation holds them (deduplicate=True of
+    ChatRAGCache and RAGCacheLLM).
     """
-    from ragcache_core.bench.quality import FULL, NAIVE, PREFIX, chunk_ways, summary_table
+    from ragcache_core.bench.quality import (
+        FULL,
+        NAIVE,
+        PREFIX,
+        REFERRED_TO,
+        SHOWN_AGAIN,
+        chunk_ways,
+        conversations_of,
+        summary_table,
+    )  # fmt: skip
 
     run, alphas = quality_run(model, options)
     ways = [FULL, PREFIX, NAIVE, *chunk_ways(options["selection"], alphas, options["max_recompute"])]
+    if deduplicate:
+        conversations_of(run.questions)  # refuses questions that share nothing, before an engine starts
+        ways = [SHOWN_AGAIN, REFERRED_TO]
     by_way: dict[str, Sequence[Summary]] = {}
     for way, summaries in measured(run, ways):
         by_way[way.name] = summaries
@@ -135,7 +157,7 @@ def quality(model: str, as_json: bool, **options: Any) -> None:
         rows = [summary.to_dict() for summaries in by_way.values() for summary in summaries]
         print_json({"model": model, "questions": str(options["questions_path"]), "summaries": rows})
         return
-    click.echo(summary_table(by_way, PREFIX.name))
+    click.echo(summary_table(by_way, SHOWN_AGAIN.name if deduplicate else PREFIX.name))
 
 
 def quality_run(model: str, options: dict[str, Any]) -> tuple[QualityRun, tuple[float, ...]]:

@@ -13,6 +13,7 @@ from ragcache_core.client.ordering.document_order import RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.prompts.chat_request import AskedChat, ChatRequest, read_chat
 from ragcache_core.client.prompts.layout_learner import LayoutLearner
+from ragcache_core.client.prompts.repeated_documents import without_repeats
 from ragcache_core.client.prompts.request_plan import (
     RememberedDocuments,
     RequestPlan,
@@ -138,6 +139,7 @@ class PromptClient:
         documents: Iterable[Document] | None = None,
         settings: Mapping[str, Any] | None = None,
         chunk_reuse: ChunkReuseOption = None,
+        deduplicates: bool = False,
     ) -> RequestPlan:
         """Return what a chat request carries besides ``messages``: token ids, and the spans of its documents.
 
@@ -149,7 +151,8 @@ class PromptClient:
         it alike. Where it does not, and where images are shown, it is asked for its tokens of each. What it does not
         tell, or cannot (:func:`read_chat`), is left to it, as is everything where the tokenizer is not at hand: then no
         documents are known to the engine, and the plan is empty, or holds the messages without the documents' control
-        tokens.
+        tokens. With ``deduplicates`` a document that an earlier message shows is referred to: the plan holds the
+        messages to be sent.
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window.
@@ -159,27 +162,29 @@ class PromptClient:
         chunk_reuse, settings = read_chunk_reuse(chunk_reuse), settings or {}
         messages = [as_plain_text(message) for message in messages]
         check_sendable({**settings, "messages": messages}, "the request")
-        if isinstance(self._tokenizer, TokenizerUnavailableError):
-            return self._unnamed({})
         searches = self._remembered.searches()
         shown = self._shown(documents, messages)
         questions = [search.query for search in (*searches, *RETRIEVED.searches()) if search.query]
-        chat = read_chat(messages, settings)
+        sent: Sequence[ChatMessage] = without_repeats(messages, shown, questions) if deduplicates else messages
+        if isinstance(self._tokenizer, TokenizerUnavailableError):
+            return self._unnamed(changed_messages(messages, sent))
+        chat = read_chat(sent, settings)
         if chat is not None and chat.is_plain:
             if self._bound is None:
                 is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
                 self._learner.see(messages, searches, is_prefilled=is_prefilled)
-            return plan_chat(
+            plan = plan_chat(
                 self._tokenizer,
-                messages,
+                sent,
                 shown,
                 max_model_len=self._max_model_len,
                 questions=questions,
                 reordered=self._reordered,
                 chunk_reuse=chunk_reuse,
             )
+            return replace(plan, extra_body={**changed_messages(messages, sent), **plan.extra_body})
         if chat is None or (prompt := self._prompt_of(self._tokenizer, chat, shown, questions)) is None:
-            return self._unnamed(changed_messages(messages, escape_documents(self._tokenizer, messages, shown)))
+            return self._unnamed(changed_messages(messages, escape_documents(self._tokenizer, sent, shown)))
         self._tool_calls.see(messages, searches)
         plan = plan_tokens(
             prompt, messages, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not chat.has_media

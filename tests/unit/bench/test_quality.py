@@ -14,16 +14,20 @@ from ragcache_core.bench.quality import (
     FULL,
     NAIVE,
     PREFIX,
+    REFERRED_TO,
+    SHOWN_AGAIN,
     AskedAnswer,
     Question,
     answers_of,
     chunk_ways,
+    conversations_of,
     exact_match,
     read_questions,
     rouge_l,
     summarise,
     summary_table,
 )
+from ragcache_core.bench.quality.conversing import MAX_TURNS, answers_in_conversations
 from ragcache_core.bench.quality.questions import to_line
 from ragcache_core.bench.quality.scores import longest_common, words
 from ragcache_core.client.generation import Generation, Prompt
@@ -191,6 +195,39 @@ def test_every_question_is_asked_in_order_and_every_document_alone_first(demo_mo
     assert [answer.is_exact for answer in answers] == [True, False]
     assert (answers[0].num_prompt_tokens, answers[0].num_computed_tokens) == (100, 55)
     assert (answers[0].num_reused_tokens, answers[0].num_recomputed_tokens) == (30, 10)
+
+
+LONG = {name: Document(name, f"{name} is a city of which " + f"{name} tells very much, " * 9) for name in "ABCDE"}
+
+
+def about(*names: str) -> Question:
+    return Question(f"What of {names[0]}?", ("Zorval",), tuple(LONG[name] for name in names), names[0])
+
+
+def test_questions_that_share_documents_are_turns_of_a_conversation() -> None:
+    questions = [about("A", "B"), about("C"), about("B", "D"), about("E"), about("C"), about("D")]
+    assert conversations_of(questions) == [[questions[0], questions[2], questions[5]], [questions[1], questions[4]]]
+    long = conversations_of([about("A")] * (MAX_TURNS + 2))
+    assert [len(turns) for turns in long] == [MAX_TURNS, 2]
+
+
+def test_questions_that_share_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no two of the questions share a document"):
+        conversations_of([about("A"), about("B")])
+
+
+def test_later_turns_are_asked_with_all_that_was_said_and_refer_where_they_are_to(demo_model: str) -> None:
+    turns = [about("A", "B"), about("B", "C"), about("A")]
+    prompts = {}
+    for way in (SHOWN_AGAIN, REFERRED_TO):
+        reader, counted = Reader(ModelTokenizer(demo_model)), []
+        assert way.refers is not None
+        answers = answers_in_conversations(reader, [turns], refers=way.refers, max_tokens=5, report=counted.append)
+        assert [answer.kind for answer in answers] == ["B", "A"], "of later turns"
+        assert counted == [1, 1, 1]
+        prompts[way.name] = [shown for shown, _ in reader.asked]
+    assert prompts["shown again"] == [["A", "B"], ["A", "B", "B", "C"], ["A", "B", "B", "C", "A"]]
+    assert prompts["referred to"] == [["A", "B"], ["A", "B", "C"], ["A", "B", "C"]]
 
 
 def answer(kind: str, *, is_exact: bool = True, computed: int = 10, reused: int = 0, again: int = 0) -> AskedAnswer:

@@ -76,6 +76,21 @@ def test_quality_says_the_same_as_json(runs: list[QualityRun], demo_model: str, 
     assert runs
 
 
+def test_quality_compares_turns_that_refer_with_turns_that_show_again(
+    runs: list[QualityRun], demo_model: str, tmp_path: Path, questions: str
+) -> None:
+    result = run("quality", demo_model, "--questions", questions, "--deduplicate")
+    assert result.exit_code == 0, result.output
+    assert "shown again" in result.stdout
+    assert "referred to" in result.stdout
+    alone = tmp_path / "alone.jsonl"
+    alone.write_text(json.dumps(LINE), encoding="utf-8")
+    refused = run("quality", demo_model, "--questions", str(alone), "--deduplicate")
+    assert refused.exit_code != 0
+    assert "no two of the questions share a document" in refused.stderr
+    assert len(runs) == 1
+
+
 def test_what_was_calibrated_is_kept_and_chooses_the_cheapest_alpha(
     runs: list[QualityRun], demo_model: str, questions: str
 ) -> None:
