@@ -323,8 +323,8 @@ def check_prompt_fits(num_prompt_tokens: int, max_model_len: int, num_output_tok
     if num_prompt_tokens + num_output_tokens > max_model_len:
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and asks for {num_output_tokens} more, the model's context "
-            f"window holds {max_model_len}: retrieve fewer or shorter documents, shorten the question, or launch the "
-            "engine with a larger max_model_len"
+            f"window holds {max_model_len}: retrieve fewer or shorter documents, shorten the question, keep less of "
+            "the conversation's history, or launch the engine with a larger max_model_len"
         )
 
 

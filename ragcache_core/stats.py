@@ -319,7 +319,8 @@ class EngineStats:
 
     ``num_reordered_requests`` were served before one that had come earlier, ``max_overtaken`` is how often that
     happened to the same one at most. Of ``num_requests`` that were asked for and admitted, ``num_reordered_prompts``
-    showed their documents in another order than retrieved.
+    showed their documents in another order than retrieved, and ``num_later_turns`` went on where an earlier request
+    had ended.
     Of ``num_speculative_requests``, which came before anybody asked for them, ``num_confirmed_speculations`` were asked
     for in the end; ``num_speculative_tokens`` of their prompts were computed until then, and ``num_wasted_tokens`` of
     these for requests that ended unasked for.
@@ -361,6 +362,9 @@ class EngineStats:
     )
     num_reordered_prompts: int = _counter(
         "ragcache_reordered_prompts", "Requests whose documents do not stand as retrieved."
+    )
+    num_later_turns: int = _counter(
+        "ragcache_later_turns", "Requests that begin with an earlier one and its answer: a conversation's next turn."
     )
     num_speculative_requests: int = _counter(
         "ragcache_speculative_requests", "Requests that came before anybody asked for them."

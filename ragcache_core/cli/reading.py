@@ -130,6 +130,7 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "queue", f"{reading.num_reordered_requests:,} requests served early, {overtaken}"
         changed = f"changed in {reading.num_reordered_prompts:,} of {reading.num_requests:,} prompts"
         yield "document order", f"{changed} ({reading.reordered_share:.1%})"
+        yield "conversations", f"{reading.num_later_turns:,} of {reading.num_requests:,} prompts go on in one"
         confirmed = f"{reading.num_confirmed_speculations:,} of {reading.num_speculative_requests:,} requests confirmed"
         wasted = f"{reading.num_wasted_tokens:,} of {reading.num_speculative_tokens:,} tokens wasted"
         yield "speculation", f"{confirmed}, {wasted}"

@@ -218,5 +218,6 @@ def facts() -> dict[str, object]:
         ],
         "worker_meets": "distributed_init_method" in parameters(compat.platform_worker().__init__),
         "offload_limit": 'params.get("max_offload_tokens")' in inspect.getsource(offloading),
+        "offload_answers": "offload_prompt_only=spec.offload_prompt_only" in inspect.getsource(offloading),
         "hit_sources": [compat.CacheHitSource.HOST.name, compat.CacheHitSource.DISK.name],
     }

@@ -164,4 +164,5 @@ def test_the_offloading_connector_is_the_one_that_ours_extends(facts: dict[str, 
     ], "SparingSeeds takes the generators of prompts that are cut out while vLLM samples"
     assert facts["worker_meets"], "MeetingInOwnFolder moves the file at which workers meet first"
     assert facts["offload_limit"], "RAGCacheConnector says by max_offload_tokens how much of a prompt is stored"
+    assert facts["offload_answers"], "RAGCacheSpec has answers stored as well, by its offload_prompt_only"
     assert facts["hit_sources"] == ["HOST", "DISK"], "connector._TIER_OF_SOURCE tells the tiers of a hit apart"

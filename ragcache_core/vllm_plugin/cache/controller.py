@@ -163,7 +163,9 @@ class CacheController:
         Documents of one that ``is_salted`` are in no report.
         """
         assert request_id not in self._requests
-        state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted)
+        prompt_keys = keys[: num_prompt_tokens // self.tokens_per_block]
+        turn = self.tree.conversations.turn_of(prompt_keys)
+        state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, turn=turn)
         self._requests[request_id] = state
         path = self.tree.insert(self._path_segments(state, keys))
         if path:
@@ -237,6 +239,8 @@ class CacheController:
         for state in (*confirmed.alive, *confirmed.ended):
             if state.admitted_s is not None:
                 self._count_access(state, state.keys)
+        for state in confirmed.ended:
+            self._note_answer(state)
         return [state.request_id for state in confirmed.alive]
 
     def on_waiting(self, request_id: str) -> None:
@@ -321,6 +325,8 @@ class CacheController:
         self._queued.remove(state)
         self._num_pending_prefills -= state.is_pending
         self.speculations.on_finished(state)
+        if not state.is_speculative:
+            self._note_answer(state)
         if state.retained is not None:
             self.tree.release(state.retained)
             state.retained = None
@@ -346,14 +352,19 @@ class CacheController:
         return finished
 
     def num_storable_tokens(self, request_id: str) -> int | None:
-        """Return up to which token a request is worth storing below the GPU; None for all of it.
+        """Return up to which token a request is worth storing below the GPU; None for all of it, and its answer.
 
-        That is the end of its last kept document, and as much as the host tier holds: what does not fit into it as a
-        whole, vLLM does not store at all.
+        That is the end of its last kept document; without any, its prompt; and all of it where its conversation is
+        likely to go on. No more than the host tier holds: what does not fit into it as a whole, vLLM does not store at
+        all.
         """
         state = self._requests[request_id]
         documents = [s for s in state.metadata.segments if s.kind is SegmentKind.DOCUMENT]
-        limits = [documents[: self.settings.max_cached_documents][-1].end] if documents else []
+        kept = documents[: self.settings.max_cached_documents]
+        if len(kept) == len(documents) and self.tree.returning.is_likely(state.turn):
+            limits = []
+        else:
+            limits = [kept[-1].end if kept else state.num_prompt_tokens]
         if (host := self.tiers.get(Tier.HOST)) is not None:
             limits.append(host.num_blocks // self.groups.blocks_per_unit * self.tokens_per_block)
         return min(limits, default=None)
@@ -445,7 +456,10 @@ class CacheController:
             self.tree.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
             return
         self.counters.count(state)
-        self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
+        prompt_keys = keys[: state.num_prompt_tokens // self.tokens_per_block]
+        state.turn = self.tree.conversations.on_access(prompt_keys, self.tree.num_requests)
+        self.counters.num_later_turns += state.turn > 1
+        self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s, turn=state.turn)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
         doc_ids = {segment.doc_id for segment in state.metadata.segments if segment.doc_id is not None}
         if doc_ids and not state.is_salted:
@@ -454,6 +468,12 @@ class CacheController:
             for node in path:
                 if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
+
+    def _note_answer(self, state: RequestState) -> None:
+        first = state.num_prompt_tokens // self.tokens_per_block
+        is_shared = state.first_private is None or first < state.first_private
+        if state.admitted_s is not None and not state.metadata.is_prefill and is_shared and len(state.keys) > first:
+            self.tree.conversations.on_answered(state.keys[first], state.turn, self.tree.num_requests)
 
     def _path_segments(self, state: RequestState, keys: Sequence[Key]) -> list[PathSegment]:
         """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one.

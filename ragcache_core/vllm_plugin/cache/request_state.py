@@ -58,6 +58,7 @@ class RequestState:
         is_queued: it waits for admission, and its prefix is watched and protected.
         watched: the nodes of its path while it is queued.
         num_protected_units: of its path, protected from eviction while it is queued.
+        turn: its number in its conversation, as far as that was known when it came.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class RequestState:
     watched: list[WatchedNode] = field(default_factory=list)
     num_protected_units: int = 0
     chunk_reuse: ChunkReuseStats | None = None
+    turn: int = 1
 
     @property
     def is_speculative(self) -> bool:
@@ -144,6 +146,7 @@ class Counters:
     num_stored_bytes: int = 0
     num_ignored_metadata: int = 0
     num_reordered_prompts: int = 0
+    num_later_turns: int = 0
     num_corrupt_chunks: int = 0
     num_lost_chunks: int = 0
     num_dropped_chunks: int = 0

@@ -83,6 +83,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         if current_context().groups is None:
             self.eviction_policy, self.cache_policy_module_path = "lru", None
             self.secondary_tier_configs: list[dict[str, Any]] = []
+        self.offload_prompt_only = False  # each request says how much: CacheController.num_storable_tokens()
         self.num_chunks = _num_chunks(self, current_context().kv_cache_config)
         if self.num_chunks < 1:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -46,17 +47,29 @@ def requests() -> Iterator[TracedRequest]:
     rng = Random(20)
     lengths = [rng.choice((7, 31, 32, 33, 64, 90, 120, 150, 190, 230)) for _ in range(24)]
     weights = [1 / (rank + 1) for rank in range(len(lengths))]
+    turns: dict[int, int] = {}
     for number in range(NUM_REQUESTS):
+        talk = number // 4 if number % 40 < 20 else None  # of half of the requests four are turns of a conversation
+        history = 0 if talk is None else turns.get(talk, 0)
+        if history > MAX_MODEL_LEN // 3:
+            talk, history = None, 0
         chosen = dict.fromkeys(rng.choices(range(len(lengths)), weights, k=rng.choice((0, 1, 1, 2, 2, 2, 3))))
         docs = tuple(chosen)
         has_question = not docs or rng.random() < 0.8  # without one, the same prompt comes again
-        yield TracedRequest(
+        if talk is not None:
+            docs = docs[:1]
+        request = TracedRequest(
             arrival_s=float(number),
             doc_ids=tuple(f"d{doc}" for doc in docs),
             doc_tokens=tuple(lengths[doc] for doc in docs),
             question_tokens=rng.randint(3, 70) if has_question else 0,
-            output_tokens=rng.choice((1, 1, 1, 2, 2, 3, 35)),
+            output_tokens=rng.choice((1, 1, 1, 2, 2, 3, 35) if talk is None else (35, 40, 70)),
+            conversation=talk,
+            history_tokens=history,
         )
+        if talk is not None:
+            turns[talk] = history + sum(request.doc_tokens) + request.question_tokens + request.output_tokens
+        yield request
 
 
 def words(name: str, num_tokens: int) -> list[int]:
@@ -64,15 +77,24 @@ def words(name: str, num_tokens: int) -> list[int]:
     return Random(name).choices(range(FIRST_TOKEN, LAST_TOKEN), k=num_tokens)
 
 
-def rendered(request: TracedRequest, number: int) -> RenderedPrompt:
+def rendered(request: TracedRequest, number: int, told: dict[int, RenderedPrompt]) -> RenderedPrompt:
+    """Return the prompt of a request; ``told`` has each conversation's last one with its answer."""
     token_ids = words("system", SYSTEM_TOKENS)
-    documents = []
+    documents: list[PromptSegment] = []
+    if request.conversation is not None and request.history_tokens:
+        before = told[request.conversation]
+        token_ids = list(before.token_ids)
+        documents = [replace(s, end=s.text_end or s.end) for s in before.segments if s.kind is SegmentKind.DOCUMENT]
     for doc_id, num_tokens in zip(request.doc_ids, request.doc_tokens, strict=True):
         start = len(token_ids)
         token_ids += words(doc_id, num_tokens)
         documents.append(PromptSegment(SegmentKind.DOCUMENT, start, len(token_ids), doc_id))
     token_ids += words(f"question {number}", request.question_tokens)
-    return RenderedPrompt((), "", tuple(token_ids), tile(documents, len(token_ids)))
+    prompt = RenderedPrompt((), "", tuple(token_ids), tile(documents, len(token_ids)))
+    if request.conversation is not None:
+        answer = (LAST_TOKEN,) * request.output_tokens
+        told[request.conversation] = replace(prompt, token_ids=prompt.token_ids + answer)
+    return prompt
 
 
 def wait_until_stored(engine: Engine) -> None:
@@ -164,11 +186,11 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
     ) as engine:
-        disk = simulated.tree.tiers[Tier.DISK]
+        disk, told = simulated.tree.tiers[Tier.DISK], {}
         for number, request in enumerate(requests()):
             before, on_disk = stamps(kv), (disk.num_units, disk.num_evicted_units)
             stats = engine.generate(
-                rendered(request, number),
+                rendered(request, number, told),
                 max_tokens=request.output_tokens,
                 extra_body={"ignore_eos": True, "allowed_token_ids": [LAST_TOKEN]},
             ).stats
@@ -187,6 +209,7 @@ def test_the_simulator_and_the_engine_find_the_same_tokens_in_the_same_tiers(
         report = engine.stats()
     assert report.num_requests == NUM_REQUESTS
     assert report.num_ignored_metadata == 0
+    assert simulated.tree.returning.probability(1) > 0.2, "conversations go on"
     for said in report.tiers:
         state = simulated.tree.tiers[Tier[said.name.upper()]]
         expected = [(state.num_units, state.num_evicted_units)]

@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,8 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
 from ragcache_core.client import Engine
+from ragcache_core.client.generation import Generation
 from ragcache_core.errors import EngineError, EngineStartError
+from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.types import Tier
+from ragcache_core.wire import tile
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.waiting import until
 
@@ -375,6 +379,59 @@ def test_plain_vllm_has_the_same_answers(plain: Engine, answers: Answers) -> Non
         of_plain = plain.generate(prompt, **(growing if mark.startswith("grow") else {"max_tokens": 8}))
         assert of_plain.text == text, mark
     assert len(set(answers.texts.values())) > 1, "they do not all say the same"
+
+
+class Conversation:
+    """Turns whose answers are known ahead, for a model may write what its tokenizer would cut otherwise."""
+
+    FORCED = 700
+    """The one token that forced answers are made of."""
+
+    def __init__(self, engine: Engine, mark: str, num_words: int = 220) -> None:
+        self._engine = engine
+        prompt = LAYOUT.render(engine.tokenizer, documents(mark, 1, num_words), QUESTION)
+        self._token_ids = prompt.token_ids
+        self._spans = [replace(s, end=s.text_end or s.end) for s in prompt.segments if s.doc_id]
+
+    def ask(self, num_answer_tokens: int = 80) -> RequestStats:
+        """Ask the next question, have it answered by ``FORCED``, and keep that as history."""
+        forced = {"ignore_eos": True, "allowed_token_ids": [self.FORCED]}
+        stats = self._generate(max_tokens=num_answer_tokens, extra_body=forced).stats
+        more = Random(len(self._token_ids)).choices(range(300, 1000), k=50)
+        self._token_ids += (*[self.FORCED] * num_answer_tokens, *more)
+        return stats
+
+    def answer(self, **settings: Any) -> Generation:
+        """Answer the next question freely; nothing is kept."""
+        return self._generate(max_tokens=24, extra_body={"ignore_eos": True, **settings})
+
+    def _generate(self, **settings: Any) -> Generation:
+        segments = tile(self._spans, len(self._token_ids))
+        return self._engine.generate(RenderedPrompt((), "", self._token_ids, segments), **settings)
+
+
+def test_a_second_turn_is_served_with_its_history_from_below_the_gpu(tiers: Engine) -> None:
+    for i in range(8):  # it has to see that conversations go on
+        earlier = Conversation(tiers, f"earlier {i}", num_words=30)
+        earlier.ask(34)
+        earlier.ask(34)
+    assert until(lambda: tiers.stats().num_later_turns >= 8, PATIENCE_S)
+    conversation = Conversation(tiers, "talk")
+    first = conversation.ask()
+    told = first.num_prompt_tokens + 80 - 1  # nobody computes the last token's KV
+    empty_the_gpu(tiers)
+    second = conversation.answer()
+    stats = second.stats
+    assert stats.num_gpu_tokens == 0
+    assert stats.num_cached_tokens == told // BLOCK * BLOCK, "the document, the question, and the answer"
+    computed = conversation.answer(cache_salt="computed anew")
+    assert computed.stats.num_cached_tokens == 0
+    assert computed.text == second.text != ""
+    sleep_and_wake_up(tiers)
+    slept = conversation.answer()
+    assert (slept.stats.num_gpu_tokens, slept.stats.num_host_tokens) == (0, 0)
+    assert (slept.stats.num_disk_tokens or 0) >= told // BLOCK * BLOCK
+    assert slept.text == second.text
 
 
 def test_a_second_engine_on_the_same_directory_does_not_start(

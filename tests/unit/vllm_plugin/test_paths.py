@@ -8,7 +8,7 @@ from ragcache_core.chunkstore import ChunkEntry
 from ragcache_core.chunkstore.regrowing import note_of, regrow
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, Tier
-from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.wire import RequestMetadata
 from tests.unit.vllm_plugin.scene import controller, keys, nodes, run, segments
 
@@ -62,9 +62,9 @@ def test_documents_beyond_the_limit_are_transient_and_not_stored() -> None:
 @pytest.mark.parametrize(
     ("parts", "limit", "expected"),
     [
-        (segments((None, 20)), None, None),
-        (segments((None, 20)), 1, None),
-        (segments(("", 4), (None, 20)), None, None),
+        (segments((None, 20)), None, 20),
+        (segments((None, 20)), 1, 20),
+        (segments(("", 4), (None, 20)), None, 20),
         (segments(("a", 8), (None, 20)), None, 8),
         (segments(("a", 8), ("b", 12), (None, 20)), None, 12),
         (segments(("a", 8), ("b", 12), (None, 20)), 1, 8),
@@ -77,6 +77,67 @@ def test_what_is_worth_storing_ends_with_the_last_kept_document(
     it = controller(max_cached_documents=limit)
     it.on_new_request("r", RequestMetadata(parts), keys(5), 20, 0.0)
     assert it.num_storable_tokens("r") == expected
+
+
+def talk(it: CacheController, mark: str) -> tuple[list[bytes], int | None]:
+    """Let a request about a document come, with its answer, and return its keys and what was worth storing."""
+    block_keys = keys(8, mark)
+    it.on_new_request(mark, RequestMetadata(segments(("a", 8), (None, 18))), block_keys[:4], 18, 0.0)
+    limit = it.num_storable_tokens(mark)
+    state = it.state_of(mark)
+    assert state is not None
+    it.on_admitted(mark, block_keys[:4], {}, 0.0)
+    state.keys = block_keys  # vLLM's own list grows with the answer
+    it.on_finished(mark)
+    return block_keys, limit
+
+
+def go_on(it: CacheController, mark: str, before: list[bytes]) -> int | None:
+    """Let the next turn come, and return what was worth storing."""
+    more = [*before, *keys(2, f"{mark} more ")]
+    it.on_new_request(f"{mark} more", RequestMetadata(segments(("a", 8), (None, 40))), more, 40, 0.0)
+    limit = it.num_storable_tokens(f"{mark} more")
+    it.on_admitted(f"{mark} more", more, {}, 0.0)
+    it.on_finished(f"{mark} more")
+    return limit
+
+
+def test_what_stands_behind_the_documents_is_stored_once_conversations_go_on() -> None:
+    it = controller()
+    first, limit = talk(it, "first")
+    assert limit == 8, "to the end of the document"
+    go_on(it, "first", first)
+    assert it.report()["num_later_turns"] == 1
+    assert talk(it, "second")[1] is None, "question and answer as well"
+    for i in range(40):
+        talk(it, f"single {i}")
+    assert talk(it, "last")[1] == 8, "they seldom go on after all"
+
+
+def test_a_conversation_is_stored_no_further_than_the_documents_that_are_kept_and_the_host_tier() -> None:
+    it = controller(max_cached_documents=1, tiers={Tier.HOST: TierReport(capacity_bytes=700, block_bytes=100)})
+    go_on(it, "first", talk(it, "first")[0])
+    assert talk(it, "second")[1] == 28
+    parts = segments(("a", 8), ("b", 16), (None, 20))
+    it.on_new_request("two", RequestMetadata(parts), keys(5, "two"), 20, 0.0)
+    assert it.num_storable_tokens("two") == 8
+
+
+def test_who_only_guesses_or_prefills_is_no_turn() -> None:
+    it = controller()
+    first, _ = talk(it, "first")
+    more = [*first, *keys(2, "more")]
+    for name, metadata in (
+        ("guess", RequestMetadata(segments((None, 40)), speculation="s")),
+        ("prefill", RequestMetadata(segments((None, 40)), is_prefill=True)),
+    ):
+        it.on_new_request(name, metadata, more, 40, 0.0)
+        it.on_admitted(name, more, {}, 0.0)
+        it.on_finished(name)
+    assert it.report()["num_later_turns"] == 0
+    assert it.tree.returning.probability(1) == 0.0
+    assert it.confirm("s") == []
+    assert it.report()["num_later_turns"] == 1
 
 
 def test_a_request_longer_than_the_host_tier_stores_what_fits() -> None:
