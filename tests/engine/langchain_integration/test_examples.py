@@ -1,12 +1,13 @@
 """The examples of this integration run on the demo model, and show what they say."""
 
 import json
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from examples import iterative_retrieval, langchain_agent, langchain_chain
+from examples import iterative_retrieval, langchain_agent, langchain_chain, langchain_conversation
 from ragcache_core.client import Engine
 
 
@@ -46,3 +47,10 @@ def test_the_second_round_begins_with_the_documents_of_the_first(rows: list[dict
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         assert second["num_prompt_tokens"] >= first["num_prompt_tokens"]
         assert second["num_cached_tokens"] > first["num_prompt_tokens"] // 2
+
+
+@pytest.mark.parametrize("rows", [langchain_conversation], indirect=True)
+def test_a_turn_begins_with_the_turn_before(rows: list[dict[str, Any]]) -> None:
+    assert [row["note"] for row in rows] == ["turn 1", "turn 2", "turn 3", "turn 1", "turn 2"]
+    for before, after in [*pairwise(rows[:3]), *pairwise(rows[3:])]:
+        assert after["num_cached_tokens"] >= before["num_prompt_tokens"] // 32 * 32
