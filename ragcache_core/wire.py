@@ -34,6 +34,10 @@ WIRE_VERSION = 1
 KEY = "ragcache"
 HUNG = "EngineHungError"
 """The type of the error with which ``/health`` says, at status 503, that the engine makes no progress."""
+DEFAULTS_HEADER = "x-ragcache-defaults"
+"""With which the server says, in answers to requests for completions, what it adds to those, as JSON: defaults of
+sampling on which it depends where an answer may be cut, the ``most_tokens`` of any answer, and whether those to chats
+are read from the model's tokens by a format that has no second beginning (``is_parsed``)."""
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64

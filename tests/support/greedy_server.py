@@ -14,10 +14,13 @@ class GreedyServer:
     """vLLM's server over a model that says ``tokens`` after ``PROMPT``, ``interval`` of them in an event.
 
     The id of a token is its place. Its text is withheld as vLLM withholds it: as much as could begin a stop string.
+    ``limit`` is the most tokens of a chat's answer that says no other; where it ``is_strict``, of any.
     """
 
     tokens: tuple[str, ...]
     interval: int = 1
+    limit: int | None = None
+    is_strict: bool = False
 
     def answer(self, body: dict[str, Any]) -> bytes:
         """Return the whole answer to a request, as bytes of its stream."""
@@ -28,7 +31,9 @@ class GreedyServer:
         assert ids == [*PROMPT, *range(100, 100 + place)]
         stops, keeps = body.get("stop", []), body.get("include_stop_str_in_output", False)
         held = 0 if keeps or not stops else max(map(len, stops)) - 1
-        limit = body.get("max_tokens", 10**6)
+        server_limit = 10**6 if self.limit is None else self.limit
+        limit = body.get("max_tokens", server_limit if is_chat else 16)
+        limit = min(limit, server_limit) if self.is_strict else limit
         assert limit > 0
         text, sent, unsent, num, reason = "", 0, [], 0, None
         events: list[dict[str, Any]] = [self._choice("", [], None, is_chat, role="assistant")] if is_chat else []

@@ -34,7 +34,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, takewhile
 from typing import Any, Self
 
-from ragcache_core.wire import HUNG
+from ragcache_core.wire import DEFAULTS_HEADER, HUNG
 from tests.support.scripted_answers import (
     ENGINE_DEAD,
     JsonObject,
@@ -146,6 +146,8 @@ class ScriptedServer:
     """Seconds of each pause of a speculation that it tells of afterwards."""
     names_tokens: bool = False
     """Whether a stream names its tokens to who asks for them, as vLLM does; see ``rest_of``."""
+    defaults: str = "{}"
+    """What such a stream says that the server adds to requests."""
     aborted: list[Seen] = field(default_factory=list)
     """Requests whose client hung up before the end."""
 
@@ -441,6 +443,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
+        if self.server_of.names_tokens:
+            self.send_header(DEFAULTS_HEADER, self.server_of.defaults)
         self.end_headers()
         names_tokens = self.server_of.names_tokens and request.body.get("return_token_ids")
         prompt_ids = {"prompt_token_ids": token_ids(prompt_tokens(request))} if names_tokens else {}

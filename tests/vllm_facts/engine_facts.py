@@ -13,6 +13,7 @@ from transformers import TokenizersBackend
 from vllm import envs, plugins
 from vllm.config import (
     CacheConfig,
+    ModelConfig,
     MultiModalConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -27,10 +28,13 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponseStreamChoice,
     ChatCompletionStreamResponse,
 )
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponseStreamChoice
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
 from vllm.renderers import BaseRenderer, hf
 from vllm.renderers.online_renderer import OnlineRenderer
@@ -141,6 +145,16 @@ def facts() -> dict[str, object]:
             )
         ],
         "holds_back": "self.stop_buffer_length = max(len(s) for s in self.stop) - 1" in inspect.getsource(detokenizer),
+        "answer_limits": [
+            CompletionRequest.model_fields["max_tokens"].default,
+            re.findall(r'^ +"(\w+)",$', inspect.getsource(ModelConfig.get_diff_sampling_param), re.MULTILINE),
+            parameters(get_max_tokens),
+            [
+                'if mc.generation_config not in ("auto", "vllm")' in source
+                and 'getattr(mc, "override_generation_config", {}).get("max_new_tokens")' in source
+                for source in map(inspect.getsource, (OpenAIServingChat.__init__, OpenAIServingCompletion.__init__))
+            ],
+        ],
         "is_sleeping": parameters(AsyncLLM.is_sleeping),
         "process_titles": [envs.VLLM_PROCESS_NAME_PREFIX, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS],
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,

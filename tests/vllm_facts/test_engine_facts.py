@@ -101,6 +101,21 @@ def test_streams_name_their_tokens_and_hold_back_what_could_begin_a_stop_string(
     assert facts["holds_back"], "client/http/resume.py counts the characters that a server holds back"
 
 
+def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict[str, Any]) -> None:
+    assert facts["answer_limits"] == [
+        16,
+        [
+            *("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature"),
+            *("top_k", "top_p", "min_p", "max_new_tokens"),
+        ],
+        [
+            *("max_model_len", "max_tokens", "input_length", "default_sampling_params", "override_max_tokens"),
+            "truncate_prompt_tokens",
+        ],
+        [True, True],
+    ], "server/request_defaults.py tells of those on which the rest of an answer depends, client/http/resume.py asks"
+
+
 def test_the_engine_answers_whether_it_sleeps_and_its_processes_have_titles(facts: dict[str, Any]) -> None:
     assert facts["is_sleeping"] == ["self"], "server/progress.py asks it: any call that does nothing will do"
     assert facts["process_titles"] == ["VLLM", 300], "runtime/hangs.py finds the engine's processes by them"

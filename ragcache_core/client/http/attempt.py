@@ -16,6 +16,7 @@ from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.client.http.resume import GreedyStream, is_streamed
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
+from ragcache_core.wire import DEFAULTS_HEADER
 
 SENT_ONCE = {"ragcache_sent_once": True}
 """Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
@@ -113,6 +114,8 @@ class Attempt:
         kind = response.headers.get("content-type", "")
         if response.status_code != 200 or "text/event-stream" not in kind or "content-encoding" in response.headers:
             self.stream = None
+        if self.stream is not None:
+            self.stream.learn(response.headers.get(DEFAULTS_HEADER))
 
     def check(self) -> None:
         """End a read for an answer that will not come; called while one waits."""

@@ -51,6 +51,8 @@ _NEUTRAL: dict[str, object] = {
     "response_format": {"type": "text"},
 }
 """What it may say only with these values."""
+_COMPLETION_TOKENS = 16
+"""How long a completion, but no chat, is where its request does not say: a default of the protocol's."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -75,6 +77,7 @@ class GreedyStream:
         self._marks = [(0, 0)]  # tokens, and characters that the server had sent by then
         self._told_again = ""
         self._num_ids_before = 0
+        self._limit: int | None = None
         self._first: dict[str, Any] | None = None
         self._buffer = b""
         self._is_known = True
@@ -94,6 +97,29 @@ class GreedyStream:
     def request(self) -> httpx.Request:
         """Return the request that is sent first."""
         return self._asking({})
+
+    def learn(self, defaults: str | None) -> None:
+        """Take in what the server adds to requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
+
+        Without knowing that, nobody knows when the answer ends.
+        """
+        try:
+            added = json.loads(defaults or "null")
+        except ValueError:
+            added = None
+        if not isinstance(added, dict):
+            self._is_known = False
+            return
+        said = {name: value for name, value in self._body.items() if value is not None}
+        most, is_parsed = added.pop("most_tokens", None), added.pop("is_parsed", False)
+        default = added.pop("max_tokens", None)
+        if "messages" in said:
+            limits = [said.get("max_completion_tokens"), said.get("max_tokens"), default]
+        else:
+            limits, is_parsed = [said.get("max_tokens"), _COMPLETION_TOKENS], False
+        limit = next((limit for limit in limits if limit is not None), None)
+        self._limit = min((tokens for tokens in (limit, most) if tokens is not None), default=None)
+        self._is_known = not is_parsed and can_go_on({**added, **said})
 
     @property
     def is_over(self) -> bool:
@@ -130,9 +156,11 @@ class GreedyStream:
             changes["kv_transfer_params"] = {**(self._body.get("kv_transfer_params") or {}), "prompt_token_ids": ids}
         else:
             changes["prompt"] = ids
-        for limit in ("max_tokens", "max_completion_tokens", "min_tokens"):
-            if self._body.get(limit) is not None:
-                changes[limit] = max(self._body[limit] - num_ids, 0)
+        if self._limit is not None:
+            is_named = self._body.get("max_completion_tokens") is not None
+            changes["max_completion_tokens" if is_named else "max_tokens"] = max(self._limit - num_ids, 0)
+        if self._body.get("min_tokens") is not None:
+            changes["min_tokens"] = max(self._body["min_tokens"] - num_ids, 0)
         return self._asking(changes)
 
     def _asking(self, changes: dict[str, Any]) -> httpx.Request:
@@ -175,6 +203,11 @@ class GreedyStream:
             is_empty = not self._take(choice) and is_empty
         if self._prompt_ids is None:
             self._prompt_ids = prompt_ids
+        elif prompt_ids is not None and prompt_ids != [*self._prompt_ids, *self._ids[: self._num_ids_before]]:
+            raise EngineDiedError(
+                "the engine died during an answer, and its successor answered another prompt than what was said: ask "
+                "again"
+            )
         if usage := event.get("usage"):
             self._correct(usage)
         if is_empty and not is_first:
@@ -232,9 +265,14 @@ def can_go_on(body: dict[str, Any]) -> bool:
         return False  # its token ids alone would not be its prompt
     ignored = {"stream_options", *(("tools",) if body.get("tool_choice") == "none" else ())}
     return all(
-        value is None or name in _HARMLESS or name in ignored or _NEUTRAL.get(name, ...) == value
+        value is None or name in _HARMLESS or name in ignored or _is_neutral(name, value)
         for name, value in body.items()
     )
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    neutral = _NEUTRAL.get(name, ...)
+    return neutral == value and isinstance(neutral, bool) == isinstance(value, bool)  # "logprobs": 0 asks for some
 
 
 def is_streamed(request: httpx.Request) -> bool:

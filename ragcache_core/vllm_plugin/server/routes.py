@@ -24,6 +24,7 @@ from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_byt
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
+from ragcache_core.vllm_plugin.server.request_defaults import DefaultsHeader, request_defaults
 from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
 
@@ -165,6 +166,7 @@ class RAGCacheEndpoint:
         app.include_router(probes)
         app.include_router(document_routes.router)
         app.add_middleware(RequestBodyCheck)
+        app.add_middleware(DefaultsHeader)
         keys = app.state.args.api_key or [envs.VLLM_API_KEY]
         app.state.ragcache_work = Work()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
@@ -179,6 +181,7 @@ class RAGCacheEndpoint:
         state.ragcache_engine_client = engine_client
         model = engine_client.model_config
         require_embeddings(engine_client, is_enabled=bool(getattr(args, "enable_mm_embeds", False)))
+        state.ragcache_defaults = request_defaults(model)
         state.ragcache_max_body_bytes = max_body_bytes(model.max_model_len, takes_files=model.is_multimodal_model)
         if (limit_s := hang_timeout_s(os.environ)) is not None:
             starter_pid = os.getppid() if state.ragcache_has_peers else os.getpid()

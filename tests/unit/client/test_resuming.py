@@ -17,6 +17,14 @@ from tests.support.greedy_server import PROMPT, GreedyServer
 DEAD = b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}\n\n'
 
 
+def stream_of(body: dict[str, Any], defaults: str | None = "{}") -> GreedyStream:
+    """The stream of a request's answer, whose first bytes have come from a server that adds ``defaults`` to it."""
+    stream = GreedyStream.of(request_of(body))
+    assert stream is not None
+    stream.learn(defaults)
+    return stream
+
+
 def body_of(is_chat: bool, **more: Any) -> dict[str, Any]:
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": PROMPT}
     return {"model": "m", **prompt, "stream": True, "temperature": 0.0, **more}
@@ -36,10 +44,11 @@ def text_of(data: bytes) -> str:
     return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
-def read_through(server: GreedyServer, body: dict[str, Any], cuts: list[float], part_bytes: int = 7) -> bytes:
+def read_through(
+    server: GreedyServer, body: dict[str, Any], cuts: list[float], part_bytes: int = 7, defaults: str = "{}"
+) -> bytes:
     """Return what a client gets of an answer that is cut at these shares of what each server sends."""
-    stream = GreedyStream.of(request_of(body))
-    assert stream is not None
+    stream = stream_of(body, defaults)
     asked: httpx.Request | None = stream.request()
     got = b""
     for cut in [*cuts, None]:
@@ -88,9 +97,57 @@ def test_wherever_an_answer_is_cut_the_client_gets_what_it_would_have_got(
     assert b"100" not in got, "token ids that the client did not ask for"
 
 
+@given(TOKENS, st.none() | st.integers(1, 12), st.none() | st.integers(1, 12), st.booleans(), st.booleans(), CUTS)
+def test_an_answer_that_goes_on_is_as_long_as_the_server_lets_one_be(
+    tokens: tuple[str, ...], asked: int | None, limit: int | None, is_strict: bool, is_chat: bool, cuts: list[float]
+) -> None:
+    body = body_of(is_chat, **({} if asked is None else {"max_tokens": asked}))
+    server = GreedyServer(tokens, 1, limit, is_strict)
+    defaults = {} if limit is None else {"max_tokens": limit, **({"most_tokens": limit} if is_strict else {})}
+    got = read_through(server, body, cuts, defaults=json.dumps(defaults))
+    assert text_of(got) == text_of(server.answer(body))
+
+
+@pytest.mark.parametrize("tokens", [("a",) * 30, ("a",) * 7])
+def test_a_completion_that_says_no_limit_has_the_protocols(tokens: tuple[str, ...]) -> None:
+    got = read_through(GreedyServer(tokens), body_of(False), [0.5])
+    assert text_of(got) == "a" * min(len(tokens), 16)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "goes_on"),
+    [
+        ("{}", True),
+        ('{"presence_penalty": 0.0}', True),
+        ('{"presence_penalty": 1.5}', False),
+        ('{"is_parsed": true}', False),
+        ("no JSON", False),
+        ("[]", False),
+        (None, False),
+    ],
+)
+def test_it_goes_on_only_where_the_server_says_what_it_adds_and_that_does_no_harm(
+    defaults: str | None, goes_on: bool
+) -> None:
+    stream = stream_of(body_of(True), defaults)
+    data = GreedyServer(("one", " two", " three")).answer(json.loads(stream.request().content))
+    got = stream.read(data[: data.find(b" two")])
+    assert b"100" not in got, "token ids that the client did not ask for"
+    assert (stream.rest() is not None) == goes_on
+
+
+def test_a_successor_that_answers_another_prompt_than_was_asked_is_an_error() -> None:
+    body = body_of(True, kv_transfer_params={"prompt_token_ids": PROMPT})
+    stream, server = stream_of(body), GreedyServer(("one", " two", " three"))
+    data = server.answer(json.loads(stream.request().content))
+    stream.read(data[: data.find(b" two")])
+    assert stream.rest() is not None
+    with pytest.raises(EngineDiedError, match="another prompt"):
+        stream.read(server.answer(body))  # it takes the messages, and begins anew
+
+
 def test_nothing_is_generated_twice_without_stop_strings() -> None:
-    stream = GreedyStream.of(request_of(body_of(False, max_tokens=9)))
-    assert stream is not None
+    stream = stream_of(body_of(False, max_tokens=9))
     data = GreedyServer(("one", " two", " three", " four")).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b" three")])
     rest = stream.rest()
@@ -102,8 +159,7 @@ def test_nothing_is_generated_twice_without_stop_strings() -> None:
 def test_a_chat_goes_on_with_its_documents_and_its_own_settings() -> None:
     params = {"ragcache": {"version": 1, "documents": []}, "prompt_token_ids": PROMPT}
     body = body_of(True, kv_transfer_params=params, max_completion_tokens=5, min_tokens=2, top_p=0.5)
-    stream = GreedyStream.of(request_of(body))
-    assert stream is not None
+    stream = stream_of(body)
     data = GreedyServer(("one", " two", " three")).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b" two")])
     rest = stream.rest()
@@ -115,8 +171,7 @@ def test_a_chat_goes_on_with_its_documents_and_its_own_settings() -> None:
 
 
 def test_the_death_of_the_engine_in_a_stream_cuts_it_and_is_not_told() -> None:
-    stream = GreedyStream.of(request_of(body_of(False)))
-    assert stream is not None
+    stream = stream_of(body_of(False))
     data = GreedyServer(("one", " two")).answer(json.loads(stream.request().content))
     got = stream.read(data[: data.find(b'" two"')])
     with pytest.raises(httpx.RemoteProtocolError, match="died"):
@@ -126,8 +181,7 @@ def test_the_death_of_the_engine_in_a_stream_cuts_it_and_is_not_told() -> None:
 
 
 def test_an_engine_that_goes_on_otherwise_is_an_error_and_no_wrong_answer() -> None:
-    stream = GreedyStream.of(request_of(body_of(False, stop=["xx"])))
-    assert stream is not None
+    stream = stream_of(body_of(False, stop=["xx"]))
     data = GreedyServer(("one", " two", " six")).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b'"finish_reason": "')])
     rest = stream.rest()
@@ -143,6 +197,7 @@ def test_an_engine_that_goes_on_otherwise_is_an_error_and_no_wrong_answer() -> N
         {"temperature": None},
         {"n": 2},
         {"logprobs": True},
+        {"logprobs": 0},
         {"presence_penalty": 0.5},
         {"tools": [{"type": "function"}]},
         {"response_format": {"type": "json_object"}},
@@ -166,8 +221,7 @@ def test_several_prompts_in_one_request_do_not_go_on(prompt: object) -> None:
 
 @pytest.mark.parametrize("delta", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])
 def test_an_answer_with_more_in_it_than_text_does_not_go_on(delta: dict[str, Any]) -> None:
-    stream = GreedyStream.of(request_of(body_of(True)))
-    assert stream is not None
+    stream = stream_of(body_of(True))
     event = {"id": "chatcmpl-1", "created": 1, "prompt_token_ids": PROMPT}
     choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [100]}
     got = stream.read(f"data: {json.dumps({**event, 'choices': [choice]})}\n\n".encode())
@@ -176,7 +230,6 @@ def test_an_answer_with_more_in_it_than_text_does_not_go_on(delta: dict[str, Any
 
 
 def test_a_server_that_names_no_tokens_is_not_asked_for_the_rest() -> None:
-    stream = GreedyStream.of(request_of(body_of(False)))
-    assert stream is not None
+    stream = stream_of(body_of(False))
     stream.read(b'data: {"id": "cmpl-1", "choices": [{"index": 0, "text": "one", "finish_reason": null}]}\n\n')
     assert stream.rest() is None

@@ -17,6 +17,7 @@ import pytest
 from ragcache_core.client.http.attempt import SENT_ONCE, Health, RetryPolicy
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.errors import EngineClosedError, EngineDiedError, EngineHungError
+from ragcache_core.wire import DEFAULTS_HEADER
 from tests.support.greedy_server import PROMPT, GreedyServer
 
 DEAD = b'{"error":{"message":"EngineCore encountered an issue. See stack trace","code":500}}'
@@ -79,6 +80,7 @@ def greedy(text: str, end: str | None = None) -> Answer:
         handler.send_response(200)
         handler.send_header("content-type", "text/event-stream")
         handler.send_header("content-length", str(len(data)))
+        handler.send_header(DEFAULTS_HEADER, "{}")
         handler.end_headers()
         handler.wfile.write(data if end is None else data[: data.index(end.encode())])
         handler.wfile.flush()
@@ -344,6 +346,7 @@ def test_an_answer_that_hangs_in_the_middle_goes_on_elsewhere_if_it_is_greedy(se
         data = GreedyServer(("one", "two")).answer(json.loads(GREEDY))
         handler.send_response(200)
         handler.send_header("content-type", "text/event-stream")
+        handler.send_header(DEFAULTS_HEADER, "{}")
         handler.end_headers()
         handler.wfile.write(data[: data.index(b"two")])
         handler.wfile.flush()
