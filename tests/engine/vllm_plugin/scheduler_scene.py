@@ -17,7 +17,14 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -33,6 +40,13 @@ BLOCK = 16
 _MODULE = "tests.engine.vllm_plugin.scheduler_scene"
 init_none_hash(sha256)
 _block_hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+_BYTES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+FULL = FullAttentionSpec(**_BYTES)
+WINDOW = SlidingWindowSpec(**_BYTES, sliding_window=64)
+STATE = MambaSpec(block_size=BLOCK, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+"""One state of a request that runs, kept where a step ends with a block: as of a gated delta net."""
 
 
 class LoadingConnector(DocumentConnector):
@@ -57,7 +71,7 @@ class Stage:
     num_blocks: int = 400
     is_async: bool = False
     is_gpu: bool = False
-    num_groups: int = 1
+    groups: tuple[KVCacheSpec, ...] = (FULL,)
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -65,14 +79,9 @@ class Stage:
     policy: str = "fcfs"
 
     def __post_init__(self) -> None:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        for i in range(1, self.num_groups):
-            window = SlidingWindowSpec(
-                block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=64
-            )
-            groups.append(KVCacheGroupSpec([f"window{i}"], window))
-        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        groups = [KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(self.groups)]
+        mode = "align" if STATE in self.groups else "none"
+        cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=mode)
         cache.num_gpu_blocks = self.num_blocks
         config = VllmConfig(
             model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
@@ -225,15 +234,24 @@ class Stage:
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             end = request.num_computed_tokens
+            first = end - num_scheduled
             known = [*request.all_token_ids, *self._in_flight(request_id)]
-            (block_ids, *_) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            for position in range(end - num_scheduled, end):
-                before = self._slot(block_ids, position - 1) if position else b""
-                self.slots[block_ids[position // BLOCK], position % BLOCK] = _chain(before, known[position])
-            expected = b""
-            for position in range(end):
-                expected = _chain(expected, known[position])
-                assert self._slot(block_ids, position) == expected, f"wrong KV for {request_id} at {position}"
+            states = [b""]
+            for token in known[:end]:
+                states.append(_chain(states[-1], token))
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            for group, (spec, block_ids) in enumerate(zip(self.groups, tables, strict=True)):
+                held = [bytes([group]) + state for state in states]
+                if isinstance(spec, MambaSpec):
+                    if first:
+                        assert self._slot(block_ids, first - 1) == held[first], f"wrong state for {request_id}"
+                    self.slots[block_ids[(end - 1) // BLOCK], (end - 1) % BLOCK] = held[end]
+                    continue
+                for position in range(first, end):
+                    self.slots[block_ids[position // BLOCK], position % BLOCK] = held[position + 1]
+                seen = max(first - 63, 0) if isinstance(spec, SlidingWindowSpec) else 0
+                for position in range(seen, end):
+                    assert self._slot(block_ids, position) == held[position + 1], f"wrong KV for {request_id}"
             sampled.append([_answer(known)] if end >= len(known) else [])
         ids = list(output.num_scheduled_tokens)
         received = KVConnectorOutput(finished_recving=set(self.loaded)) if self.loaded else None
@@ -248,11 +266,12 @@ class Stage:
     def finish_loading(self, request_id: str) -> None:
         """Bring what a request found elsewhere; vLLM hears of it with the next step."""
         request = self.requests[request_id]
-        (block_ids, *_) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+        tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
         before = b""
         for position in range(request.num_computed_tokens):
             before = _chain(before, request.all_token_ids[position])
-            self.slots[block_ids[position // BLOCK], position % BLOCK] = before
+            for group, block_ids in enumerate(tables):
+                self.slots[block_ids[position // BLOCK], position % BLOCK] = bytes([group]) + before
         self.loaded.add(request_id)
 
     def finish_all_loading(self) -> None:

@@ -10,13 +10,14 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
-from tests.engine.vllm_plugin.scheduler_scene import Stage
+from ragcache_core.types import Tier
+from tests.engine.vllm_plugin.scheduler_scene import FULL, STATE, WINDOW, Stage
 
 KINDS: dict[str, dict[str, Any]] = {
     "cpu": {},
     "gpu": {"is_gpu": True, "is_async": True},
     "async": {"is_async": True},
-    "several groups": {"num_groups": 2},
+    "several groups": {"groups": (FULL, WINDOW)},
 }
 
 
@@ -277,7 +278,17 @@ def test_a_speculation_that_gave_way_and_is_confirmed_finds_what_it_had() -> Non
     check_answers(stage, guess, first)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *KINDS.values(),
+        {"groups": (FULL, STATE)},
+        {"groups": (STATE, WINDOW, FULL), "is_async": True, "is_gpu": True},
+    ],
+    ids=[*KINDS, "states", "states and windows"],
+)
 def test_whatever_happens_every_answer_is_right_and_nothing_is_left(kind: dict[str, Any]) -> None:
+    num_hit_tokens = num_preempted = 0
     for seed in range(12):
         rng = random.Random(seed)
         stage = Stage(**kind, num_blocks=rng.choice((90, 200)), max_num_seqs=rng.choice((3, 8)))
@@ -308,6 +319,10 @@ def test_whatever_happens_every_answer_is_right_and_nothing_is_left(kind: dict[s
         for gone in given_up:
             assert stage.expected(gone)[: len(stage.answers[gone])] == stage.answers[gone]
         assert stage.controller.speculations.num_wasted_tokens >= 0
+        num_hit_tokens += stage.controller.counters.num_tokens_by_tier[Tier.GPU]
+        num_preempted += sum(request.num_preemptions for request in stage.requests.values())
+    assert num_hit_tokens > 0
+    assert num_preempted > 0
 
 
 def test_several_requests_are_served_in_the_order_the_cache_likes() -> None:
