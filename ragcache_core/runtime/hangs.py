@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import psutil
 
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
+_UNREADABLE = (psutil.Error, OSError)
+"""It has ended, or there are no files left to open /proc with: what is not known does not hang."""
 _NEXT_TO_NONE = 0.05
 """Of the time between two looks."""
 
@@ -38,7 +40,7 @@ def read_use(pid: int) -> dict[int, ProcessUse]:
     try:
         process = psutil.Process(pid)
         return {pid: ProcessUse(_title(process), _cpu_s(process), *_state(process))}
-    except psutil.Error:
+    except _UNREADABLE:
         return {}
 
 
@@ -51,7 +53,7 @@ def read_engine_use(server_pid: int, prefix: str = "VLLM") -> dict[int, ProcessU
     try:
         for child in psutil.Process(server_pid).children():
             _add(child, found, f"{prefix}::")
-    except psutil.Error:
+    except _UNREADABLE:
         pass
     return found
 
@@ -62,7 +64,7 @@ def _add(process: psutil.Process, found: dict[int, ProcessUse], prefix: str) -> 
         title, own_s, state = _title(process), _cpu_s(process), _state(process)
         before = len(found)
         cpu_s = own_s + sum(_add(child, found, prefix) for child in process.children())
-    except psutil.Error:  # it has ended
+    except _UNREADABLE:  # it has ended
         return 0.0
     if not title.startswith(prefix):
         return cpu_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -175,3 +177,16 @@ def test_a_process_that_is_gone_has_used_nothing() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert read_use(gone.pid) == read_engine_use(gone.pid) == {}
+
+
+def test_where_no_file_is_left_to_look_with_nothing_is_known_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(self: psutil.Process) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "cpu_times", too_many)
+    assert read_use(os.getpid()) == {}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert read_engine_use(os.getpid(), "") == {}
+        monkeypatch.setattr(psutil.Process, "children", too_many)
+        assert read_engine_use(os.getpid(), "") == {}
+        child.kill()
