@@ -6,8 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+import torch
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1.core.kv_cache_utils import get_group_id, get_kv_cache_groups, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.group_specs import read_groups
@@ -135,6 +138,30 @@ def test_the_tree_follows_full_attention_wherever_it_stands_and_knows_what_a_hit
     drafted = groups_of(full(16), window(128, 16), tokens_per_hash=16, speculative="eagle")
     assert drafted.others[1].num_units == 9, "and one block more where a draft drops the last of a hit"
     assert groups_of(window(128)).others == {}, "one group is followed whatever it is"
+
+
+def test_the_groups_that_vllm_makes_of_qwen_3_nexts_layers_are_followed() -> None:
+    """36 layers of gated delta net, 12 of full attention, whose blocks are as long as a state is large."""
+    block_size = 544
+    attention = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=256, dtype=torch.bfloat16)
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 16, 32, 128, 128, 4, 0)
+    delta_net = MambaSpec(
+        block_size=block_size,
+        shapes=shapes,
+        dtypes=(torch.bfloat16, torch.bfloat16),
+        mamba_cache_mode="align",
+        page_size_padded=attention.page_size_bytes,
+    )
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
+    cache.kv_cache_layout = "LBHNC"
+    config = VllmConfig(device_config=DeviceConfig("cpu"), cache_config=cache)
+    layers = {f"layers.{i}": attention if i % 4 == 3 else delta_net for i in range(48)}
+    kv_config = KVCacheConfig(8, [], get_kv_cache_groups(config, layers))
+    assert [type(group.kv_cache_spec) for group in kv_config.kv_cache_groups].count(MambaSpec) == 3
+    _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_config, config)
+    groups = read_groups(kv_config, config, tokens_per_hash)
+    assert isinstance(kv_config.kv_cache_groups[groups.main].kv_cache_spec, FullAttentionSpec)
+    assert [(other.num_units, other.is_state) for other in groups.others.values()] == [(1, True)] * 3
 
 
 def test_groups_that_no_tree_can_follow_are_refused_with_the_reason() -> None:

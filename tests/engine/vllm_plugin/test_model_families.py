@@ -19,7 +19,7 @@ GROUPS = {
     "llama4": {"ChunkedLocalAttentionSpec": 3, "FullAttentionSpec": 1},
     "qwen3_moe": {"FullAttentionSpec": 1},
 }
-"""The groups of KV caches that vLLM finds in each."""
+"""The groups of KV caches that vLLM finds in each; the KV of the last one has 8 bits, where the CPU can."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_answers_are_those_of_vllm_without_a_cache(families: dict[str, Any], family: str) -> None:
     facts = families[family]
     assert facts["groups"] == GROUPS[family], "this tests another kind of model than it says"
+    assert facts["kv dtypes"] == ["torch.uint8" if facts["kv cache dtype"] == "fp8" else "torch.float32"]
     assert facts["distinct tokens"] > 20, "answers that are all alike cannot differ"
     for start in (facts["first"], facts["second"]):
         assert start["different"] == 0
@@ -54,5 +55,6 @@ def test_answers_are_those_of_vllm_without_a_cache(families: dict[str, Any], fam
         }
         assert min(tier["num_blocks"] for tier in start["tiers"]) > 0
     assert facts["first"]["evicted"]["gpu"] > 0
+    assert facts["first"]["preempted"] + facts["second"]["preempted"] > 0
     assert facts["first"]["tokens"]["host"] + facts["second"]["tokens"]["host"] > 0
     assert facts["second"]["tokens"]["disk"] > 0, "the next engine finds what this one left on the disk"

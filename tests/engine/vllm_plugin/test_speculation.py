@@ -282,7 +282,7 @@ def test_a_speculation_that_gave_way_and_is_confirmed_finds_what_it_had() -> Non
     "kind",
     [
         *KINDS.values(),
-        {"groups": (FULL, STATE)},
+        {"groups": (STATE, STATE, FULL)},
         {"groups": (STATE, WINDOW, FULL), "is_async": True, "is_gpu": True},
     ],
     ids=[*KINDS, "states", "states and windows"],
