@@ -17,6 +17,8 @@ import psutil
 _STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})
 _UNREADABLE = (psutil.Error, OSError)
 """It has ended, or there are no files left to open /proc with: what is not known does not hang."""
+_NO_ENGINE = ("APIServer", "DPCoordinator")
+"""How titles go on of what works with no step, and is there where there are several API servers or engines."""
 _NEXT_TO_NONE = 0.05
 """Of the time between two looks."""
 
@@ -62,6 +64,8 @@ def _add(process: psutil.Process, found: dict[int, ProcessUse], prefix: str) -> 
     """Add a process and those below it to ``found``; return the seconds of one that belongs to its parent."""
     try:
         title, own_s, state = _title(process), _cpu_s(process), _state(process)
+        if title.startswith(tuple(prefix + name for name in _NO_ENGINE)):
+            return 0.0
         before = len(found)
         cpu_s = own_s + sum(_add(child, found, prefix) for child in process.children())
     except _UNREADABLE:  # it has ended

@@ -173,6 +173,32 @@ def test_a_real_core_that_is_stopped_hangs_whatever_its_worker_does(start: Start
     assert "has been stopped" in why
 
 
+SEVERAL = """
+import subprocess, sys
+titles = ["VLLM::APIServer_0", "VLLM::DPCoordinator", "VLLM::EngineCore", "compiler"]
+named = "import setproctitle, time; setproctitle.setproctitle(%r); print(flush=True); time.sleep(600)"
+children = [subprocess.Popen([sys.executable, "-c", named % title], stdout=subprocess.PIPE) for title in titles]
+for child in children:
+    child.stdout.readline()
+print(*(child.pid for child in children), flush=True)
+sys.stdin.read()
+for child in children:
+    child.kill()
+"""
+
+
+def test_servers_and_what_goes_between_them_and_the_engine_are_no_part_of_it() -> None:
+    """They sleep while it works."""
+    pytest.importorskip("setproctitle")
+    with subprocess.Popen(
+        [sys.executable, "-c", SEVERAL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as main:
+        assert main.stdout is not None
+        core = int(main.stdout.readline().split()[2])
+        assert [*read_engine_use(main.pid)] == [core]
+        main.communicate()
+
+
 def test_a_process_that_is_gone_has_used_nothing() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
