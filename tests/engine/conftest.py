@@ -15,6 +15,7 @@ LONGEST_FIRST = (
     "chunk/test_exact.py",
     "client/test_lifecycle.py",
     "vllm_plugin/test_simulated_engine.py",
+    "vllm_plugin/test_model_families.py",
     "chunk/test_launched.py",
     "examples/test_examples.py",
     "cli/test_serve.py",
