@@ -14,13 +14,16 @@ class GreedyServer:
     """vLLM's server over a model that says ``tokens`` after ``PROMPT``, ``interval`` of them in an event.
 
     The id of a token is its place. Its text is withheld as vLLM withholds it: as much as could begin a stop string.
-    ``limit`` is the most tokens of a chat's answer that says no other; where it ``is_strict``, of any.
+    No answer goes on after a token that is one of the ``parts`` of a character, whose text comes with the next one:
+    vLLM begins with other text then. ``limit`` is the most tokens of a chat's answer that says no other; where it
+    ``is_strict``, of any.
     """
 
     tokens: tuple[str, ...]
     interval: int = 1
     limit: int | None = None
     is_strict: bool = False
+    parts: frozenset[int] = frozenset()
 
     def answer(self, body: dict[str, Any]) -> bytes:
         """Return the whole answer to a request, as bytes of its stream."""
@@ -36,12 +39,14 @@ class GreedyServer:
         limit = min(limit, server_limit) if self.is_strict else limit
         assert limit > 0
         text, sent, unsent, num, reason = "", 0, [], 0, None
+        garbage = "the prompt " if place and place - 1 in self.parts else ""
         events: list[dict[str, Any]] = [self._choice("", [], None, is_chat, role="assistant")] if is_chat else []
         while reason is None:
             if place == len(self.tokens):
                 reason, token, token_id = "stop", "", 2
             else:
-                token, token_id = self.tokens[place], 100 + place
+                token, token_id = garbage + self.tokens[place], 100 + place
+                garbage = "" if self.tokens[place] else garbage
             checked, text, place, num = len(text), text + token, place + 1, num + 1
             unsent.append(token_id)
             for stop in stops:

@@ -10,9 +10,11 @@ tokens that were said, which the server is asked to name (``return_token_ids``):
            |                                 ^ mark                                            ^ the engine died
     ------- next prompt ---------------------|---- told again: compared, and left out ---------|--- passed on
 
-Without stop strings the mark is the last event with text, and nothing is told again. A server holds back as much text
-as could begin a stop string, ``len(stop) - 1`` characters: the tokens of an event reach so far beyond its text. And a
-stop string may have begun before the mark, so that lies as far before what was said last.
+The mark is an event with text, some characters before what was said last, and what is told again is compared: an
+event's last token may be a part of a character, after which no server goes on with the rest of that. Where it is told
+otherwise, all of it is told again. A server holds back as much text as could begin a stop string, ``len(stop) - 1``
+characters: the tokens of an event reach so far beyond its text. And a stop string may have begun before the mark, so
+that lies as far before what was said last.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ _NEUTRAL: dict[str, object] = {
 """What it may say only with these values."""
 _COMPLETION_TOKENS = 16
 """How long a completion, but no chat, is where its request does not say: a default of the protocol's."""
+_COMPARED = 16
+"""Characters that are told again at least."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 
 
@@ -144,7 +148,7 @@ class GreedyStream:
         if not self._is_known or self._prompt_ids is None or self._is_finished:
             return None
         told = len(self._text) - len(self._told_again)
-        while self._marks[-1][0] and self._marks[-1][1] + self._overlap > told:
+        while self._marks[-1][0] and self._marks[-1][1] + max(self._overlap, _COMPARED) > told:
             self._marks.pop()
         num_ids, num_chars = self._marks[-1]
         self._told_again = self._text[num_chars + self._held if num_ids else 0 :]
@@ -221,15 +225,19 @@ class GreedyStream:
         ids = choice.get("token_ids")
         self._ids += ids or ()
         others = [key for key, value in choice.get("delta", {}).items() if value and key not in ("role", "content")]
-        self._is_finished = self._is_finished or choice.get("finish_reason") is not None
+        is_finished = choice.get("finish_reason") is not None
         for hidden in ("token_ids", "prompt_token_ids"):
             if hidden in choice:
                 choice[hidden] = None
         again, said = said[: len(self._told_again)], said[len(self._told_again) :]
-        if not self._told_again.startswith(again):
+        if not self._told_again.startswith(again) or (is_finished and len(again) < len(self._told_again)):
+            if self._num_ids_before:
+                self._marks = [(0, 0)]
+                raise httpx.RemoteProtocolError("the engine's successor did not go on with the same text")
             raise EngineDiedError(
                 "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
             )
+        self._is_finished = self._is_finished or is_finished
         self._told_again = self._told_again[len(again) :]
         self._text += said
         if again or said:

@@ -51,27 +51,33 @@ def read_through(
     stream = stream_of(body, defaults)
     asked: httpx.Request | None = stream.request()
     got = b""
-    for cut in [*cuts, None]:
+    ends: list[float | None] = [*cuts, None]
+    while ends:
         assert asked is not None
+        cut = ends.pop(0)
         data = server.answer(json.loads(asked.content))
         finish = data.find(b'"finish_reason": "')
         data = data if cut is None else data[: int(cut * data.rfind(b"\n\n", 0, finish) + 2)]
-        for i in range(0, len(data), part_bytes):
-            got += stream.read(data[i : i + part_bytes])
-        if cut is not None:
+        try:
+            for i in range(0, len(data), part_bytes):
+                got += stream.read(data[i : i + part_bytes])
+        except httpx.RemoteProtocolError:
+            ends.insert(0, None)
+        if ends:
             asked = stream.rest()
     assert stream.is_over
     return got
 
 
-TOKENS = st.lists(st.text("ab\n é", min_size=0, max_size=3), max_size=12).map(tuple)
+TOKENS = st.lists(st.text("ab\n é", min_size=0, max_size=9), max_size=40).map(tuple)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=2)
 CUTS = st.lists(st.floats(0, 1), max_size=3)
 
 
-@given(TOKENS, st.integers(1, 4), STOPS, st.booleans(), st.none() | st.integers(1, 12), st.booleans(), CUTS)
+@given(TOKENS, st.integers(1, 4), STOPS, st.booleans(), st.none() | st.integers(1, 40), st.booleans(), CUTS)
 @example(("a", "b", "a", "b", "\n"), 1, ["b\n"], False, None, True, [0.9])
 @example(("aaa", "aaa", "b"), 2, ["ab"], True, None, False, [0.7, 0.7])
+@example(("one", "", "é", "twelve characters", "", "é", "twelve characters", "x"), 2, [], False, None, True, [0.9])
 def test_wherever_an_answer_is_cut_the_client_gets_what_it_would_have_got(
     tokens: tuple[str, ...],
     interval: int,
@@ -84,7 +90,7 @@ def test_wherever_an_answer_is_cut_the_client_gets_what_it_would_have_got(
     settings: dict[str, Any] = {"stop": stops} if stops else {}
     settings |= {} if limit is None else {"max_tokens": limit}
     body = body_of(is_chat, **settings, include_stop_str_in_output=keeps)
-    server = GreedyServer(tokens, interval)
+    server = GreedyServer(tokens, interval, parts=frozenset(i for i, token in enumerate(tokens) if not token))
     whole, got = read_through(server, body, []), read_through(server, body, cuts)
     assert text_of(got) == text_of(whole) == text_of(server.answer(body))
     (*_, last, usage), (*_, expected, counted) = events_of(got), events_of(whole)
@@ -138,30 +144,52 @@ def test_it_goes_on_only_where_the_server_says_what_it_adds_and_that_does_no_har
 
 def test_a_successor_that_answers_another_prompt_than_was_asked_is_an_error() -> None:
     body = body_of(True, kv_transfer_params={"prompt_token_ids": PROMPT})
-    stream, server = stream_of(body), GreedyServer(("one", " two", " three"))
+    stream, server = stream_of(body), GreedyServer(("one", " and a second word", " three"))
     data = server.answer(json.loads(stream.request().content))
-    stream.read(data[: data.find(b" two")])
+    stream.read(data[: data.find(b" three")])
     assert stream.rest() is not None
     with pytest.raises(EngineDiedError, match="another prompt"):
         stream.read(server.answer(body))  # it takes the messages, and begins anew
 
 
-def test_nothing_is_generated_twice_without_stop_strings() -> None:
+def test_little_is_generated_twice() -> None:
+    words = ("a beginning", " of some length", ", and a rest that is", " longer", " still", " and", " lost")
     stream = stream_of(body_of(False, max_tokens=9))
-    data = GreedyServer(("one", " two", " three", " four")).answer(json.loads(stream.request().content))
-    stream.read(data[: data.find(b" three")])
+    data = GreedyServer(words).answer(json.loads(stream.request().content))
+    stream.read(data[: data.find(b" lost")])
     rest = stream.rest()
     assert rest is not None
     asked = json.loads(rest.content)
-    assert (asked["prompt"], asked["max_tokens"]) == ([*PROMPT, 100, 101], 7)
+    assert (asked["prompt"], asked["max_tokens"]) == ([*PROMPT, 100, 101, 102], 6)
+
+
+def test_where_an_answer_is_told_otherwise_from_the_middle_it_is_told_again_from_its_beginning() -> None:
+    """As after a part of a character, and by a parser of answers that has no second beginning."""
+    words = ("a beginning", " of some length", ", and a rest that is", " longer", " still", " and", " lost")
+    stream = stream_of(body_of(False))
+    server = GreedyServer(words, parts=frozenset(range(7)))
+    whole = server.answer(json.loads(stream.request().content))
+    got = stream.read(whole[: whole.find(b" lost")])
+    for expected in (3, 0):
+        rest = stream.rest()
+        assert rest is not None
+        asked = json.loads(rest.content)
+        assert len(asked["prompt"]) == len(PROMPT) + expected
+        answer = server.answer(asked)
+        if expected:
+            with pytest.raises(httpx.RemoteProtocolError):
+                stream.read(answer)
+        else:
+            got += stream.read(answer)
+    assert text_of(got) == "".join(words)
 
 
 def test_a_chat_goes_on_with_its_documents_and_its_own_settings() -> None:
     params = {"ragcache": {"version": 1, "documents": []}, "prompt_token_ids": PROMPT}
     body = body_of(True, kv_transfer_params=params, max_completion_tokens=5, min_tokens=2, top_p=0.5)
     stream = stream_of(body)
-    data = GreedyServer(("one", " two", " three")).answer(json.loads(stream.request().content))
-    stream.read(data[: data.find(b" two")])
+    data = GreedyServer(("one", " and a second word", " three")).answer(json.loads(stream.request().content))
+    stream.read(data[: data.find(b" three")])
     rest = stream.rest()
     assert rest is not None
     asked = json.loads(rest.content)
@@ -188,6 +216,16 @@ def test_an_engine_that_goes_on_otherwise_is_an_error_and_no_wrong_answer() -> N
     assert rest is not None
     with pytest.raises(EngineDiedError, match="otherwise"):
         stream.read(GreedyServer(("one", " TWO", " SIX")).answer(json.loads(rest.content)))
+
+
+def test_a_successor_that_has_less_to_say_than_was_said_is_an_error() -> None:
+    stream = stream_of(body_of(False))
+    data = GreedyServer(("one", " two", " six")).answer(json.loads(stream.request().content))
+    stream.read(data[: data.find(b'"finish_reason": "')])
+    rest = stream.rest()
+    assert rest is not None
+    with pytest.raises(EngineDiedError, match="otherwise"):
+        stream.read(GreedyServer(("one", " two")).answer(json.loads(rest.content)))
 
 
 @pytest.mark.parametrize(

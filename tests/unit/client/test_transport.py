@@ -252,12 +252,13 @@ def text_of(answer: bytes) -> str:
 
 @both
 def test_a_greedy_answer_that_lost_its_engine_goes_on_where_it_was_cut(server: FakeServer, ask: Ask) -> None:
-    text, watch = "one two three four", FakeWatch("restarts")
-    server.script = [greedy(text, "three"), greedy(text, "four"), greedy(text)]
+    words = ("the_first_of_many", "the_second_of_many", "the_third_of_many", "the_last")
+    text, watch = " ".join(words), FakeWatch("restarts")
+    server.script = [greedy(text, "the_third"), greedy(text, "the_last"), greedy(text)]
     answer = ask(server, watch, GREEDY)
-    assert text_of(answer) == "onetwothreefour"
+    assert text_of(answer) == "".join(words)
     assert answer.endswith(b"data: [DONE]\n\n")
-    assert [len(json.loads(body)["prompt"]) - len(PROMPT) for body in server.bodies] == [0, 2, 3]
+    assert [len(json.loads(body)["prompt"]) - len(PROMPT) for body in server.bodies] == [0, 1, 2]
     assert watch.suspected == [1, 2]
 
 
