@@ -26,6 +26,7 @@ from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
+from ragcache_core.client.prefetching import PrefetchRoute
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
@@ -39,7 +40,7 @@ from ragcache_core.client.stats.server_metrics import parse_metrics
 from ragcache_core.client.warm_imports import importing_requests
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
-from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt
+from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
 from ragcache_core.stats import EngineStats, ForgetReceipt
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
@@ -90,6 +91,7 @@ class EngineClient:
         )
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async)
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
+        self._prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
         self._cached_prefixes = CachedPrefixes(base_url, api_key)
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
@@ -118,6 +120,7 @@ class EngineClient:
                 max_model_len=card.max_model_len,
                 speculations=self._speculations,
                 load=LoadRoute(self.base_url, self.api_key, self._http_async),
+                prefetching=self._prefetching,
             ),
             OrderingClient(self._cached_prefixes, reordered),
             self._cache_stats,
@@ -286,6 +289,35 @@ class EngineClient:
             elif bound is not None and (prefix := bound.prefix([document], [document])) is not None:
                 made.append(prefix)
         return made
+
+    def prefetch(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Have what the engine has on disk of ``prompt`` read into host memory, before it is asked; return at once.
+
+        A prompt that begins with the same tokens finds it there. It is dropped as ever when something better comes.
+
+        Args:
+            prompt: as that of :meth:`stream`; what comes after the documents need not be in it.
+            cache_salt: with which it will be asked, if with one.
+
+        Returns:
+            for how many tokens KV is being read; 0 where none is on disk alone, where that is more than a quarter of
+            host memory holds, and where there is no disk tier.
+
+        Raises:
+            EngineError: the server cannot be asked.
+            PromptTooLongError: it does not fit into the context window.
+            TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
+        """
+        return self._prefetching.prefetch(self._token_ids(prompt), cache_salt)
+
+    async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
+        """Do :meth:`prefetch` without blocking the event loop."""
+        return await self._prefetching.aprefetch(self._token_ids(prompt), cache_salt)
+
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        token_ids = prompt.token_ids if isinstance(prompt, RenderedPrompt) else self.tokenize(prompt)
+        check_prompt_fits(len(token_ids), self.max_model_len, num_output_tokens=0)
+        return token_ids
 
     # Prompts
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from ragcache_core.vllm_plugin.release import put_stand_ins, why_alone
 
@@ -37,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core import kv_cache_utils
@@ -88,7 +90,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
 
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
 _FORGET, _LEFT = "ragcache_forget", "ragcache_left"
+_PREFETCH = "ragcache_prefetch"
 _OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
 _GAUGES = (
@@ -170,6 +173,7 @@ __all__ = [
     "call_confirm",
     "call_forget",
     "call_left",
+    "call_prefetch",
     "call_report",
     "connector_of_this_worker",
     "front_end_of",
@@ -228,11 +232,19 @@ def attach_utilities() -> None:
         left: dict[str, object] = core.scheduler.left()
         return left
 
+    def ragcache_prefetch(core: EngineCore, token_ids: list[int], salt: str | None) -> dict[str, object]:
+        name, sampling = f"prefetch-{uuid4().hex}", SamplingParams(max_tokens=1)
+        hasher = core.request_block_hasher
+        prompt = Request(name, token_ids, sampling, None, cache_salt=salt, block_hasher=hasher)
+        begun: dict[str, object] = core.scheduler.prefetch(prompt)
+        return begun
+
     setattr(EngineCore, _FORGET, ragcache_forget)
     setattr(EngineCore, _LEFT, ragcache_left)
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
     setattr(EngineCore, _REPORT, ragcache_report)
     setattr(EngineCore, _PATHS, ragcache_cached_paths)
+    setattr(EngineCore, _PREFETCH, ragcache_prefetch)
     if why_alone() is None:
         _tell_of_weights()
 
@@ -300,6 +312,12 @@ async def call_cached_paths(engine_client: Any, cursor: str) -> list[dict[str, A
     """Return what each engine has cached by ``PrefixPublisher.changes``, as :func:`call_confirm` gets answers."""
     changes: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PATHS, cursor)
     return changes
+
+
+async def call_prefetch(engine_client: Any, token_ids: list[int], salt: str | None) -> list[dict[str, Any]]:
+    """Have what is on disk of a prompt read, as :func:`call_confirm` gets answers."""
+    begun: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PREFETCH, token_ids, salt)
+    return begun
 
 
 def front_end_of(vllm_config: Any) -> tuple[int, int]:

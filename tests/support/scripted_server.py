@@ -144,6 +144,10 @@ class ScriptedServer:
     """Seconds before a speculation is begun with, as far as it says; ``None`` says nothing of it."""
     paused_s: list[float] = field(default_factory=list)
     """Seconds of each pause of a speculation that it tells of afterwards."""
+    prefetched: list[JsonObject] = field(default_factory=list)
+    """What it was asked to read from disk."""
+    num_read_tokens: int = 0
+    """What it says then."""
     names_tokens: bool = False
     """Whether a stream names its tokens to who asks for them, as vLLM does; see ``rest_of``."""
     defaults: str = "{}"
@@ -399,6 +403,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/ragcache/documents/forget" and owner.receipt is not None:
             owner.forgotten.append(body["ids"])
             self._send(200, owner.receipt)
+        elif self.path == "/v1/ragcache/prefetch" and owner.cache is not None:
+            owner.prefetched.append(body)
+            self._send(200, {"num_read_tokens": owner.num_read_tokens})
         elif self.path == "/v1/ragcache/drain" and owner.cache is not None:
             self._send(200, {"num_running": len(owner._running)})
         else:

@@ -155,6 +155,11 @@ def facts() -> dict[str, object]:
                 for source in map(inspect.getsource, (OpenAIServingChat.__init__, OpenAIServingCompletion.__init__))
             ],
         ],
+        "own_requests": [
+            sets(EngineCore, "request_block_hasher"),
+            [name for name in ("cache_salt", "block_hasher") if name in parameters(Request)],
+            sets(compat.Scheduler, "finished_req_ids"),
+        ],
         "is_sleeping": parameters(AsyncLLM.is_sleeping),
         "process_titles": [envs.VLLM_PROCESS_NAME_PREFIX, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS],
         "chat_takes_metadata": "kv_transfer_params" in ChatCompletionRequest.model_fields,

@@ -15,6 +15,7 @@ import pytest
 from ragcache_core.client.http.errors import says_engine_died
 from ragcache_core.vllm_plugin.release import SUPPORTED_VLLM
 from tests.conftest import ROOT
+from tests.vllm_facts.conftest import Since
 from tests.vllm_facts.private_names import used_private_names
 
 
@@ -101,12 +102,13 @@ def test_streams_name_their_tokens_and_hold_back_what_could_begin_a_stop_string(
     assert facts["holds_back"], "client/http/resume.py counts the characters that a server holds back"
 
 
-def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict[str, Any]) -> None:
+def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict[str, Any], since: Since) -> None:
     assert facts["answer_limits"] == [
         16,
         [
             *("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature"),
             *("top_k", "top_p", "min_p", "max_new_tokens"),
+            *since("0.33", "skip_special_tokens"),
         ],
         [
             *("max_model_len", "max_tokens", "input_length", "default_sampling_params", "override_max_tokens"),
@@ -114,6 +116,14 @@ def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict
         ],
         [True, True],
     ], "server/request_defaults.py tells of those on which the rest of an answer depends, client/http/resume.py asks"
+
+
+def test_prompts_that_nobody_asks_are_requests_that_vllm_hears_the_end_of(facts: dict[str, Any]) -> None:
+    assert facts["own_requests"] == [
+        ["request_block_hasher"],
+        ["cache_salt", "block_hasher"],
+        ["finished_req_ids"],
+    ], "compat.attach_utilities() makes them to prefetch, and the scheduler tells the connector that they ended"
 
 
 def test_the_engine_answers_whether_it_sleeps_and_its_processes_have_titles(facts: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ class SearchRun:
         self._poll_s = _FIRST_POLL_S
         self._live: StartedSpeculation | None = None
         self._documents: _Documents = ()  # of the last stage, in the order of the prompt
+        self._prefetched: _Documents = ()
         self._arranged: dict[tuple[DocId, ...], tuple[_Documents, _Documents]] = {}
         self._events: list[PipelineEvent] = []
         self._num_stages = self._num_started = self._num_cancelled = self._num_unpromising = 0
@@ -199,6 +200,8 @@ class SearchRun:
         self._load, self._load_told_s = load, time.perf_counter()
         self._pipeline.max_prefill_bs = load.max_prefill_bs
         self._perform(self._pipeline.on_load(self._num_pending()))
+        if self._pipeline.is_deferred and load.reads_ahead:
+            self._prefetch()
         self._drop_ahead()  # no thread waits to send
         if self._pipeline.is_deferred:
             self._ask_load(self._poll_s)
@@ -222,6 +225,13 @@ class SearchRun:
                     self._cancel()
                 case Confirm() | Generate():
                     pass  # the final stage's own business
+
+    def _prefetch(self) -> None:
+        """Have what the engine has on disk of the candidates read into host memory while it cannot compute them."""
+        if self._prefetched != self._documents:
+            self._prefetched = self._documents
+            assert self._starts is not None
+            self._starts.take(self._documents).prefetch()
 
     def _make_ahead(self) -> None:
         """Prepare a request before the engine has said whether it admits one, unless it did not when last asked."""

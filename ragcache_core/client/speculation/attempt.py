@@ -12,6 +12,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Protocol
 
+from ragcache_core.client.speculation.client import PreparedRequest
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import EngineError
 from ragcache_core.types import Document
@@ -62,7 +63,7 @@ class StartedSpeculation:
         self.is_announced = False
         self._begun_s: float | None = None
         self._sendable_s = 0.0
-        self._may_send = False
+        self._may_send = self._may_prefetch = False
         self._decided = threading.Event()
         self._future: Future[Speculation | BaseException | None] = Future()
         room = _threads.room  # a fork replaces it
@@ -82,6 +83,11 @@ class StartedSpeculation:
         """Send it as soon as it is made."""
         self.number, self.stage = number, stage
         self._sendable_s, self._may_send = time.perf_counter(), True
+        self._decided.set()
+
+    def prefetch(self) -> None:
+        """Do not send it: only have the engine read what it has on disk of it, as soon as it is made."""
+        self._may_prefetch = True
         self._decided.set()
 
     @property
@@ -153,6 +159,8 @@ class StartedSpeculation:
         if send is None:
             return None
         self._decided.wait()  # whoever started it lets it go or abandons it
+        if self._may_prefetch and isinstance(send, PreparedRequest):
+            send.prefetch()
         if not self._may_send:
             return None
         speculation = send()

@@ -8,6 +8,7 @@ from functools import partial
 
 import httpx
 
+from ragcache_core.client.prefetching import PrefetchRoute
 from ragcache_core.client.prompts.request_plan import plan_rendered
 from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.engine_load import EngineLoad, LoadRoute
@@ -15,6 +16,34 @@ from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.speculation.request_capture import CapturedRequest
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.prompt import RenderedPrompt
+
+
+class PreparedRequest:
+    """A request that was made ahead: sent as a speculation when it is called, or only read ahead."""
+
+    def __init__(
+        self,
+        start: Callable[[CapturedRequest], Speculation],
+        prefetching: PrefetchRoute,
+        captured: CapturedRequest,
+    ) -> None:
+        self._start = start
+        self._prefetching = prefetching
+        self._captured = captured
+
+    def __call__(self) -> Speculation:
+        return self._start(self._captured)
+
+    def prefetch(self) -> None:
+        """Have the engine read what it has on disk of the prompt, if that was tokenised here.
+
+        Raises:
+            EngineError: the server cannot be asked, or refuses.
+        """
+        asked = json.loads(self._captured.body)
+        token_ids = (asked.get("kv_transfer_params") or {}).get("prompt_token_ids") or asked.get("prompt")
+        if isinstance(token_ids, list) and all(isinstance(token, int) for token in token_ids):
+            self._prefetching.prefetch(token_ids, asked.get("cache_salt"))
 
 
 class SpeculationClient:
@@ -29,6 +58,7 @@ class SpeculationClient:
         max_model_len: int,
         speculations: SpeculationManager,
         load: LoadRoute,
+        prefetching: PrefetchRoute,
     ) -> None:
         """``base_url`` ends in ``/v1``; ``speculations`` are those of the transports that send its requests."""
         self._url = f"{base_url}/completions"
@@ -37,6 +67,7 @@ class SpeculationClient:
         self._max_model_len = max_model_len
         self._speculations = speculations
         self._load = load
+        self._prefetching = prefetching
 
     async def acan_speculate(self) -> bool:
         """Return whether the engine takes speculative requests.
@@ -64,7 +95,7 @@ class SpeculationClient:
         """
         return request_capture.capture_request(call, self._speculations)
 
-    def prepare(self, call: Callable[[], object]) -> Callable[[], Speculation]:
+    def prepare(self, call: Callable[[], object]) -> PreparedRequest:
         """Return what sends the request of ``call`` as a speculation: a real one that is the same joins it.
 
         Ask :meth:`acan_speculate` before: plain vLLM would treat it as any other request.
@@ -74,9 +105,9 @@ class SpeculationClient:
             EngineClosedError: when it is sent: this handle was closed.
             Exception: whatever ``call`` raised before it came to that.
         """
-        return partial(self._speculations.start, self.capture_request(call))
+        return PreparedRequest(self._speculations.start, self._prefetching, self.capture_request(call))
 
-    def prepare_warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> Callable[[], Speculation]:
+    def prepare_warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> PreparedRequest:
         """Return what has ``prompt`` prefilled while the engine is idle: later requests that begin with it find it.
 
         ``has_documents`` says whether documents are in it; without any it hides nothing of the search for them. It is
@@ -97,4 +128,5 @@ class SpeculationClient:
         }
         request = httpx.Request("POST", self._url, headers=self._headers, content=json.dumps(body).encode())
         captured = CapturedRequest.of(request)
-        return partial(self._speculations.start, captured, is_claimable=False, has_documents=has_documents)
+        start = partial(self._speculations.start, is_claimable=False, has_documents=has_documents)
+        return PreparedRequest(start, self._prefetching, captured)

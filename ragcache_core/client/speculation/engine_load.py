@@ -2,7 +2,8 @@
 
 ::
 
-    GET /v1/ragcache/load   {"num_pending_prefills": 3, "max_prefill_bs": 4, "is_speculative": true, "has_room": true}
+    GET /v1/ragcache/load   {"num_pending_prefills": 3, "max_prefill_bs": 4, "is_speculative": true, "has_room": true,
+                             "reads_ahead": true}
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ _logger = logging.getLogger(__name__)
 class EngineLoad:
     """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
 
-    ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides.
+    ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides. ``reads_ahead``:
+    whether it has a disk, from which it can read for a prompt that nobody asks yet.
     """
 
     num_pending_prefills: int
     max_prefill_bs: int
     has_room: bool
+    reads_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,12 @@ class _Answer:
     max_prefill_bs: Annotated[int, Field(ge=0)]
     is_speculative: bool = True
     has_room: bool | None = None
+    reads_ahead: bool = False
 
     def load(self) -> EngineLoad:
         """Return it as a load. An older engine does not say whether it admits one: its count decides."""
         has_room = self.num_pending_prefills < self.max_prefill_bs if self.has_room is None else self.has_room
-        return EngineLoad(self.num_pending_prefills, self.max_prefill_bs, has_room)
+        return EngineLoad(self.num_pending_prefills, self.max_prefill_bs, has_room, self.reads_ahead)
 
 
 _ANSWER = TypeAdapter(_Answer)

@@ -266,19 +266,23 @@ class CacheController:
         """Return the queued requests whose :meth:`order_priority` may have changed since the last call."""
         return self._queued.take_touched()
 
-    def blocks_below(self, request_id: str) -> tuple[int, int]:
-        """Return how many leading blocks of a queued request the GPU holds, and how many behind them lower tiers do.
+    def last_known(self, keys: Sequence[Key]) -> Key | None:
+        """Return the last block of a prompt that the tree knows."""
+        return next((key for key in reversed(keys) if self.tree.locate(key) is not None), None)
 
-        0 of those where none would have to be read from disk.
+    def leading_blocks(self, last: Key | None) -> tuple[int, int, int]:
+        """Return how many leading blocks of a prompt the GPU holds, it or host memory, and any tier.
+
+        ``last`` is the last that the tree knows of it.
         """
-        state = self._requests[request_id]
-        last = None if state.retained is None else self.tree.locate(state.retained)
-        if last is None:
-            return 0, 0
-        num_gpu = self.tree.num_leading_units(last.node, (Tier.GPU,))
-        num_fast = self.tree.num_leading_units(last.node, (Tier.GPU, Tier.HOST))
-        num_all = self.tree.num_leading_units(last.node, tuple(Tier))
-        return num_gpu, num_all - num_gpu if num_all > num_fast else 0
+        at = None if last is None else self.tree.locate(last)
+        if at is None:
+            return 0, 0, 0
+        gpu, fast, anywhere = (
+            min(self.tree.num_leading_units(at.node, tiers), at.node.start + at.unit + 1)
+            for tiers in ((Tier.GPU,), (Tier.GPU, Tier.HOST), tuple(Tier))
+        )
+        return gpu, fast, anywhere
 
     def saved_s(self, state: RequestState, first_block: int, num_blocks: int) -> float:
         """Return how much faster a request is prefilled with ``num_blocks`` cached from ``first_block`` on."""

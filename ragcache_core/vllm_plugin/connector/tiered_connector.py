@@ -18,6 +18,7 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorRole,
     KVConnectorStats,
     OffloadingConnector,
+    RequestStatus,
     bytes_of_stages,
     kv_bytes_per_block,
 )
@@ -89,6 +90,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._policy: TreeCachePolicy | None = None
+        self._prefetched: set[str] = set()
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             super().__init__(vllm_config, role, kv_cache_config)
@@ -100,7 +102,12 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
             self._begin(context.controller)
             context.controller.forgetting.store_at_most = partial(store_at_most, self)
             if self._policy is not None and self.scheduler.manager.secondary_tiers:
-                self._prefetcher = DiskPrefetcher(context.controller, self._policy, self._look_up_below)
+                self._prefetcher = DiskPrefetcher(
+                    context.controller,
+                    self._policy,
+                    self._look_up_below,
+                    self._end_prefetch,
+                )
 
     def shutdown(self) -> None:
         self._close_journal()
@@ -151,6 +158,23 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         if self._prefetcher is not None:
             self._prefetcher.add(request)
 
+    def prefetch(self, request: Request) -> bool:
+        if self._prefetcher is None or not self._prefetcher.reads(request):
+            return False
+        OffloadingConnector.on_new_request(self, request)
+        self._prefetcher.add_prompt(request)
+        return True
+
+    def take_prefetched(self) -> set[str]:
+        prefetched, self._prefetched = self._prefetched, set()
+        return prefetched
+
+    def _end_prefetch(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED_ABORTED
+        self._forget_promises(request)
+        OffloadingConnector.request_finished_all_groups(self, request, ())
+        self._prefetched.add(request.request_id)
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return what workers have to copy, and count what they store."""
         if self._prefetcher is not None:
@@ -170,7 +194,7 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
         assert self.controller is not None
         self.controller.forgetting.sweep()
-        if needs_steps(self):
+        if needs_steps(self) or self._prefetched or (self._prefetcher is not None and self._prefetcher.is_prefetching):
             return True
         newest, now_s = newest_store_below(self), time.monotonic()
         if newest != self._waits_for:

@@ -63,6 +63,7 @@ class _TreeScheduling:
     kv_holding_waiting: Any
     deferred_waiting: set[Request]
     max_num_scheduled_tokens: int
+    finished_req_ids: set[str]
     need_mamba_block_aligned_split: bool
     _inflight_prefills: set[Request]
     _free_request_blocks: Callable[[Request], None]
@@ -94,6 +95,7 @@ class _TreeScheduling:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._step_began_s = time.monotonic()
+        self.finished_req_ids |= self.connector.take_prefetched()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -167,6 +169,15 @@ class _TreeScheduling:
     def cached_paths(self, cursor: str) -> dict[str, object]:
         """Return which documents are cached after which others, as far as that has changed since ``cursor``."""
         return self._controller.paths.changes(cursor)
+
+    def prefetch(self, prompt: Request) -> dict[str, object]:
+        """Have what is on disk of a prompt read into host memory before anybody asks it; return how much that is.
+
+        vLLM knows nothing of it. More than a quarter of host memory is not read.
+        """
+        _, num_fast, num_all = self._controller.leading_blocks(self._controller.last_known(prompt.block_hashes))
+        num_blocks = num_all - num_fast if self.connector.prefetch(prompt) else 0
+        return {"num_read_tokens": num_blocks * self._controller.tokens_per_block}
 
     def keeping_weights(self) -> AbstractContextManager[None]:
         """Inside, resets of the caches leave alone what outlives them."""

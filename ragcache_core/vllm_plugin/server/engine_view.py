@@ -135,13 +135,17 @@ class Received:
     def load(self) -> dict[str, Any] | None:
         """Return whether a speculative request would be admitted, as of the last step; None without RAGCache.
 
+        And whether there is a disk to read from meanwhile.
+
         Of several data-parallel engines all must admit it: which of them would serve it is not known yet. An engine
         that has not said anything is idle.
         """
         with self._lock:
             if self._before_the_first is None:
                 return None
+            tiers = (tier for report in self._engines.values() for tier in report.get("tiers", ()))
             return {
+                "reads_ahead": any(tier["name"] == "disk" and tier["is_enabled"] for tier in tiers),
                 "num_pending_prefills": sum(self._num_pending.values()),
                 "max_prefill_bs": self._max_prefill_bs,
                 "is_speculative": self._max_prefill_bs > 0,

@@ -13,11 +13,18 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Query, Request
 from fastapi.responses import Response
+from pydantic import BaseModel, Field
 from vllm import envs
 from vllm.logger import init_logger
 
 from ragcache_core.runtime.tokenizer_files import sha256_of
-from ragcache_core.vllm_plugin.compat import call_cached_paths, call_confirm, call_report, require_embeddings
+from ragcache_core.vllm_plugin.compat import (
+    call_cached_paths,
+    call_confirm,
+    call_prefetch,
+    call_report,
+    require_embeddings,
+)
 from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
@@ -107,6 +114,30 @@ async def confirm(speculation_id: str, request: Request) -> None:
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     received.tell(await call_confirm(request.app.state.ragcache_engine_client, speculation_id))
+
+
+class PrefetchRequest(BaseModel):
+    """A prompt that may be asked soon, under the salt that it will be asked with."""
+
+    prompt_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]]
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+
+
+@router.post("/prefetch")
+async def prefetch(wanted: PrefetchRequest, request: Request) -> dict[str, int]:
+    """Begin to read what is on disk of a prompt into host memory; return for how many tokens that is.
+
+    What is read is dropped as ever when something better comes. A quarter of host memory at most is filled so at a
+    time; a prompt that takes more is not read.
+    """
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    engine = request.app.state.ragcache_engine_client
+    num_tokens, most = len(wanted.prompt_token_ids), engine.model_config.max_model_len
+    if num_tokens > most:
+        raise HTTPException(400, f"the prompt has {num_tokens} tokens, the context window {most}: name fewer documents")
+    begun = await call_prefetch(engine, wanted.prompt_token_ids, wanted.cache_salt)
+    return {"num_read_tokens": sum(each["num_read_tokens"] for each in begun)}
 
 
 @router.get("/tokenizer")

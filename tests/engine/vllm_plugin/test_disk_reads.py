@@ -91,6 +91,44 @@ def test_what_a_request_needs_is_read_while_it_is_queued(tmp_path: Path) -> None
         assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == 96
 
 
+def test_a_prompt_that_nobody_asks_yet_is_read_into_host_memory_by_an_engine_that_rests(tmp_path: Path) -> None:
+    words, other = tokens(1, 100), tokens(2, 100)
+    with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, words, other)) as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        counters = scheduler._controller.counters
+        assert not steps.step()
+        assert scheduler.prefetch(request("known", [*words, *tokens(3, 100)], 1)) == {"num_read_tokens": 96}
+        assert scheduler.prefetch(request("unknown", tokens(4, 100), 1)) == {"num_read_tokens": 0}
+        assert until(partial(rests, steps), 30.0)
+        assert scheduler.prefetch(request("again", words, 1)) == {"num_read_tokens": 0}
+        assert not steps.step()
+        assert counters.num_requests == 0
+        assert not scheduler.connector.scheduler._req_status
+        for number, asked in enumerate((words, other)):
+            scheduler.add_request(request(f"real{number}", asked, 2))
+            assert until(partial(rests, steps), 30.0)
+        assert (counters.num_tokens_by_tier[Tier.HOST], counters.num_tokens_by_tier[Tier.DISK]) == (96, 96)
+
+
+def test_prompts_that_nobody_asks_yet_take_a_quarter_of_host_memory_and_none_that_is_longer(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    prompts = [*(tokens(number, 100) for number in range(8)), tokens(9, 600)]
+    with host_scheduler(NUM_BLOCKS, "128KiB", **stored(tmp_path, *prompts)) as scheduler:
+        num_host = scheduler._controller.tiers[Tier.HOST].num_blocks
+        steps = Steps(scheduler, is_async=False)
+        begun = [scheduler.prefetch(request(f"prompt{number}", words, 1)) for number, words in enumerate(prompts)]
+        assert begun == [{"num_read_tokens": 96}] * 8 + [{"num_read_tokens": 0}]
+        for _ in range(5):
+            steps.step()
+        in_host = scheduler._controller.tree.tiers[Tier.HOST].num_units
+        assert num_host // 4 - 6 < in_host <= num_host // 4
+        gate.set()
+        assert until(partial(rests, steps), 30.0)
+        assert not scheduler._controller.tree.tiers[Tier.HOST].in_use, "nothing is promised for ever"
+        assert scheduler._controller.tree.tiers[Tier.HOST].num_units > in_host, "the others, when there was room"
+
+
 def test_reads_ahead_leave_half_of_host_memory_to_others_and_guesses_a_quarter(
     tmp_path: Path, gate: threading.Event
 ) -> None:
@@ -198,12 +236,16 @@ def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
                 words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
                 guess = {KEY: {"version": 1, "speculation": "s"}} if number % 5 == 2 else None
                 scheduler.add_request(request(f"r{number}", words, dice.randrange(1, 30), params=guess))
+                if number % 4 == 1:
+                    nobodys = [*dice.choice(documents), *dice.choice(documents)]
+                    scheduler.prefetch(request(f"p{number}", nobodys, 1))
                 for _ in range(dice.randrange(6)):
                     steps.step()
                 if number % 7 == 3 and scheduler.requests:
                     end(scheduler, dice.choice(list(scheduler.requests)))
             assert until(partial(rests, steps), 60.0)
             assert not scheduler.requests
+            assert not scheduler.connector.scheduler._req_status
             assert not any(chunk.ref_cnt for chunk in scheduler.connector._policy._chunks.values())
             assert not scheduler._controller.tree.tiers[Tier.HOST].in_use, "nothing is promised for ever"
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Tier.DISK]

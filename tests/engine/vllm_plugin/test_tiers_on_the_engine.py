@@ -199,6 +199,23 @@ def test_an_engine_that_slept_with_its_weights_finds_what_is_on_disk(tiers: Engi
     assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
 
 
+def test_what_is_prefetched_from_disk_is_in_host_memory_when_it_is_asked_for(tiers: Engine, answers: Answers) -> None:
+    answers.ask("ahead", 1)
+    assert until(lambda: answers.ask("ahead", 1).num_stored_bytes == 0, PATIENCE_S)
+    sleep_and_wake_up(tiers)
+    prompt = LAYOUT.render(tiers.tokenizer, documents("ahead", 1), QUESTION)
+    num_read = tiers.prefetch(prompt)
+    assert num_read >= len(prompt.token_ids) - 2 * BLOCK
+    assert until(lambda: tiers.prefetch(prompt) == 0, PATIENCE_S), "an engine that rests reads it all the same"
+    stats = answers.ask("ahead", 1)
+    assert (stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens) == (0, num_read, 0)
+    url = f"{tiers.base_url}/ragcache/prefetch"
+    assert httpx.post(url, json={"prompt_token_ids": [1]}, timeout=30).status_code == 401
+    for ids in (["1"], [1 << 40], [-1], None, [1] * (tiers.max_model_len + 1)):
+        refused = httpx.post(url, json={"prompt_token_ids": ids}, headers=authorized(tiers), timeout=30)
+        assert refused.status_code == 400
+
+
 def test_a_tenant_finds_on_disk_what_was_stored_with_its_salt_and_nobody_else_does(
     tiers: Engine, answers: Answers
 ) -> None:

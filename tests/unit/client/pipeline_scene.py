@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from ragcache_core.client.pipeline.run import PipelineResult, run_pipeline
+from ragcache_core.client.speculation.client import PreparedRequest
 from ragcache_core.client.speculation.engine_load import EngineLoad
 from ragcache_core.types import Document, RetrievalUpdate
 
@@ -60,6 +61,7 @@ class ScriptedSpeculator:
 
     def __init__(self, *, takes_s: float = 0.0, error: BaseException | None = None, has_any: bool = True) -> None:
         self.sent: list[Sent] = []
+        self.prefetched: list[tuple[str, ...]] = []
         self.threads: set[int] = set()
         self.num_calls = 0
         self._takes_s, self._error, self._has_any = takes_s, error, has_any
@@ -72,7 +74,7 @@ class ScriptedSpeculator:
             raise self._error
         if not self._has_any:
             return None
-        return lambda: self._send(documents)
+        return Prepared(self, documents)
 
     def _send(self, documents: Sequence[Document]) -> Any:
         self.sent.append(Sent(tuple(d.doc_id for d in documents)))
@@ -85,6 +87,19 @@ class ScriptedSpeculator:
         return [sent for sent in self.sent if not sent.is_cancelled and not sent.is_failed]
 
 
+class Prepared(PreparedRequest):
+    """A request that is sent, or only read ahead."""
+
+    def __init__(self, speculator: ScriptedSpeculator, documents: Sequence[Document]) -> None:
+        self._speculator, self._documents = speculator, documents
+
+    def __call__(self) -> Any:
+        return self._speculator._send(self._documents)
+
+    def prefetch(self) -> None:
+        self._speculator.prefetched.append(tuple(document.doc_id for document in self._documents))
+
+
 class ScriptedDoor:
     """An engine with so many pending prefills."""
 
@@ -93,6 +108,7 @@ class ScriptedDoor:
     ) -> None:
         self.num_pending = num_pending
         self.has_room: bool | None = None  # as the number says
+        self.reads_ahead = False
         self.num_asked = 0
         self.answers_after_s = 0.0
         self._max_prefill_bs, self._can, self._error = max_prefill_bs, can, error
@@ -106,7 +122,7 @@ class ScriptedDoor:
         if self._error is not None:
             raise self._error
         has_room = self.num_pending < self._max_prefill_bs if self.has_room is None else self.has_room
-        return EngineLoad(self.num_pending, self._max_prefill_bs, has_room)
+        return EngineLoad(self.num_pending, self._max_prefill_bs, has_room, self.reads_ahead)
 
 
 def document(doc_id: str) -> Document:

@@ -288,6 +288,25 @@ async def test_a_full_engine_gets_nothing_until_it_has_room() -> None:
     assert result.report.unhidden_search_s > 2.5 * STEP_S
 
 
+async def test_a_full_engine_with_a_disk_reads_each_candidates_once_and_computes_them_when_it_has_room() -> None:
+    speculator, source, door = ScriptedSpeculator(), Source(*"aabbbbbbbbbb"), ScriptedDoor(2)
+    door.reads_ahead = True
+    source.between[4] = lambda: setattr(door, "num_pending", 1)
+    result = await run(source, door, speculator)
+    join_starts()
+    assert speculator.prefetched == [("a",), ("b",)]
+    assert speculator.shown() == [("b",)]
+    assert (result.report.num_started, result.report.num_cancelled) == (1, 0)
+
+
+async def test_what_an_engine_has_room_for_is_not_read_ahead_as_well() -> None:
+    speculator, door = ScriptedSpeculator(), ScriptedDoor()
+    door.reads_ahead = True
+    await run(Source("a", "b", "b"), door, speculator)
+    join_starts()
+    assert speculator.prefetched == []
+
+
 async def test_an_engine_that_stays_full_is_asked_less_and_less_and_gets_nothing() -> None:
     speculator, door = ScriptedSpeculator(), ScriptedDoor(7)
     result = await run(Source(*"aaaaaaaaaaaa"), door, speculator)

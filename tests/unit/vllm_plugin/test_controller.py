@@ -66,23 +66,26 @@ def test_a_preempted_request_is_counted_once() -> None:
     assert node.frequency == 1
 
 
-def test_what_of_a_queued_request_lies_below_the_gpu_counts_where_some_of_it_is_on_disk_alone() -> None:
+def test_what_of_a_prompt_lies_where_is_counted_without_a_gap() -> None:
     it = controller()
     parts = segments(("a", 8), ("b", 24), (None, 26))
     it.on_new_request("r", RequestMetadata(parts), keys(6), 26, 10.0)
     a, b = (next(node for node in it.tree.nodes() if node.doc_id == name) for name in "ab")
-    assert it.blocks_below("r") == (0, 0)
+    last = it.last_known([*keys(6), b"unknown"])
+    assert last == keys(6)[-1]
+    assert it.leading_blocks(last) == it.leading_blocks(it.last_known([b"unknown"])) == (0, 0, 0)
     it.tree.add(a, 0b11, Tier.DISK)
     it.tree.add(a, 0b01, Tier.GPU)
-    assert it.blocks_below("r") == (1, 1)
+    assert it.leading_blocks(last) == (1, 1, 2)
     it.tree.add(b, 0b0011, Tier.HOST)
-    assert it.blocks_below("r") == (1, 3)
+    assert it.leading_blocks(last) == (1, 1, 4)
     it.tree.add(a, 0b10, Tier.HOST)
-    assert it.blocks_below("r") == (1, 0), "host memory has it all"
+    assert it.leading_blocks(last) == (1, 4, 4), "host memory has it all"
     it.tree.add(b, 0b1000, Tier.DISK)
-    assert it.blocks_below("r") == (1, 0), "without what is before it, a block is of no use"
+    assert it.leading_blocks(last) == (1, 4, 4), "without what is before it, a block is of no use"
     it.tree.add(b, 0b0100, Tier.DISK)
-    assert it.blocks_below("r") == (1, 5)
+    assert it.leading_blocks(last) == (1, 4, 6)
+    assert it.leading_blocks(keys(6)[2]) == (1, 3, 3), "of what ends amid a document"
 
 
 def test_what_cached_blocks_save_is_what_the_prefill_takes_longer_without_them() -> None:

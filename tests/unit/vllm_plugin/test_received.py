@@ -54,6 +54,21 @@ def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_says_so() 
     assert has_room() is True
 
 
+def test_an_engine_whose_disk_works_reads_ahead() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=2))
+    for tiers, reads_ahead in (
+        ([], False),
+        ([{"name": "host", "is_enabled": True}], False),
+        ([{"name": "disk", "is_enabled": True}], True),
+        ([{"name": "disk", "is_enabled": False}], False),
+    ):
+        received.add({"engine": {"tiers": tiers}}, engine_index=0)
+        load = received.load()
+        assert load is not None
+        assert load["reads_ahead"] is reads_ahead
+
+
 def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> None:
     received = Received()
     assert received.wait_of("s") is None

@@ -1,0 +1,57 @@
+"""Have the engine read what it has on disk of a prompt into host memory, before anybody asks it.
+
+::
+
+    POST /v1/ragcache/prefetch   {"prompt_token_ids": [1, 17, ...]}  ->  {"num_read_tokens": 4096}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from ragcache_core.client.http.attempt import SENT_ONCE
+from ragcache_core.client.http.errors import translate_errors
+
+_TIMEOUT_S = 10.0
+"""The engine answers between two steps."""
+
+
+class PrefetchRoute:
+    """Asks one server. May be used by any thread and any event loop."""
+
+    def __init__(self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient) -> None:
+        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
+        self._url = f"{base_url}/ragcache/prefetch"
+        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._http = http
+        self._http_async = http_async
+
+    def prefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Return for how many tokens KV is being read now; 0 where none is on disk alone, or there is no disk.
+
+        Raises:
+            EngineError: the server cannot be asked, or refuses.
+        """
+        with translate_errors():
+            return _num_tokens(self._http.post(self._url, **self._asking(token_ids, cache_salt)))
+
+    async def aprefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Do :meth:`prefetch` without blocking the event loop."""
+        with translate_errors():
+            return _num_tokens(await self._http_async.post(self._url, **self._asking(token_ids, cache_salt)))
+
+    def _asking(self, token_ids: Sequence[int], cache_salt: str | None) -> dict[str, Any]:
+        body = {"prompt_token_ids": list(token_ids), **({} if cache_salt is None else {"cache_salt": cache_salt})}
+        return {"json": body, "headers": self._headers, "timeout": _TIMEOUT_S, "extensions": SENT_ONCE}
+
+
+def _num_tokens(answer: httpx.Response) -> int:
+    if answer.status_code == 404:  # plain vLLM
+        return 0
+    match answer.raise_for_status().json():
+        case {"num_read_tokens": int(num_tokens)}:
+            return num_tokens
+    return 0
