@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,15 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import get_offload_block_hash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -37,6 +45,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
+from ragcache_core.vllm_plugin.cache.kv_groups import group_of
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from tests.conftest import DEMO_MODEL
 
@@ -45,6 +54,12 @@ BLOCK_BYTES = 2 * BLOCK * 8 * 4
 """Bytes of a block's keys and values."""
 ANSWER = 5
 """The token that is always sampled."""
+_WINDOW = 40
+_ATTENTION: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL = FullAttentionSpec(**_ATTENTION)
+WINDOW = SlidingWindowSpec(**_ATTENTION, sliding_window=_WINDOW)
+STATE = MambaSpec(block_size=BLOCK, shapes=((BLOCK_BYTES // 4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+"""As of a gated delta net: kept where a step ends with a block."""
 
 
 @contextmanager
@@ -57,6 +72,7 @@ def host_scheduler(
     files: EngineFiles | None = None,
     most_host_bytes: int | None = None,
     profile: Path | None = None,
+    groups: Sequence[KVCacheSpec] = (FULL,),
     **tiers: Any,
 ) -> Iterator[Any]:
     """Yield our scheduler over GPU and host memory, with nobody to run its steps.
@@ -74,6 +90,7 @@ def host_scheduler(
         tells_events=tells_events,
         profile=profile,
         most_host_bytes=most_host_bytes,
+        groups=groups,
         **tiers,
     )
     config.scheduler_config.async_scheduling = is_async
@@ -103,13 +120,17 @@ def engine_config(
     tells_events: bool = False,
     profile: Path | None = None,
     most_host_bytes: int | None = None,
+    groups: Sequence[KVCacheSpec] = (FULL,),
     **tiers: Any,
 ) -> tuple[VllmConfig, KVCacheConfig]:
-    """Return what vLLM's engine of one layer has, with ``BLOCK_BYTES`` to a block."""
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    page = spec.page_size_bytes
-    tensor = KVCacheTensor(page * num_blocks, ["layer"], layer_stride=page * num_blocks, block_stride=page)
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    """Return what vLLM's engine has, of a layer for each of the ``groups``, with ``BLOCK_BYTES`` to a block."""
+    page = BLOCK_BYTES
+    layers = {f"layer {i}": spec for i, spec in enumerate(groups)}
+    tensors = [
+        KVCacheTensor(page * num_blocks, [layer], layer_stride=page * num_blocks, block_stride=page) for layer in layers
+    ]
+    mode = "align" if STATE in groups else "none"
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode=mode)
     cache.num_gpu_blocks = num_blocks
     config = VllmConfig(
         model_config=ModelConfig(model=str(DEMO_MODEL), dtype="float32", max_model_len=2048),
@@ -125,7 +146,9 @@ def engine_config(
         ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
     )
-    return config, KVCacheConfig(num_blocks, [tensor], [KVCacheGroupSpec(["layer"], spec)])
+    return config, KVCacheConfig(
+        num_blocks, tensors, [KVCacheGroupSpec([layer], spec) for layer, spec in layers.items()]
+    )
 
 
 def request(name: str, tokens: list[int], num_answers: int, *, params: dict[str, Any] | None = None) -> Request:
@@ -247,19 +270,28 @@ class Steps:
         )
 
     def _compute(self, output: SchedulerOutput) -> None:
-        computed = {}
+        read: list[tuple[str, int, tuple[int, ...]]] = []
         for name, num_tokens in output.num_scheduled_tokens.items():
             asked = self.scheduler.requests[name]
             first, end = asked.num_computed_tokens - num_tokens, asked.num_computed_tokens
             tokens = (*asked.prompt_token_ids, *[ANSWER] * asked.max_tokens)
-            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
             for i in range(first // BLOCK, end // BLOCK):
                 self._tokens_of.setdefault(_key_of(tokens[: (i + 1) * BLOCK]), tokens[: (i + 1) * BLOCK])
-            computed[name] = [(blocks[i], tokens[: min(end, (i + 1) * BLOCK)]) for i in range(-(-end // BLOCK))]
-            self._engine.update(computed[name][first // BLOCK :])
-        for name, read in computed.items():
-            for block, tokens in read:
-                assert self._engine.get(block) == tokens, f"{name} reads KV of other tokens in block {block}"
+            tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+            groups = self.scheduler.kv_cache_config.kv_cache_groups
+            for number, (group, blocks) in enumerate(zip(groups, tables, strict=True)):
+                held = [_content(number, tokens[: min(end, (i + 1) * BLOCK)]) for i in range(-(-end // BLOCK))]
+                if isinstance(group.kv_cache_spec, MambaSpec):
+                    if first:
+                        before = self._engine.get(blocks[(first - 1) // BLOCK])
+                        assert before == _content(number, tokens[:first]), f"{name} goes on from another state"
+                    self._engine[blocks[len(held) - 1]] = held[-1]
+                    continue
+                seen = max(first - _WINDOW + 1, 0) if isinstance(group.kv_cache_spec, SlidingWindowSpec) else 0
+                self._engine.update(zip(blocks[first // BLOCK :], held[first // BLOCK :], strict=False))
+                read += [(name, blocks[i], held[i]) for i in range(seen // BLOCK, len(held))]
+        for name, block, wanted in read:
+            assert self._engine.get(block) == wanted, f"{name} reads KV of other tokens in block {block}"
 
     def _store(self, jobs: list[int]) -> None:
         for number in jobs:
@@ -272,9 +304,15 @@ class Steps:
         for key in keys:
             if (chunk := tier._policy._chunks.get(key)) is not None:  # a reset may have dropped it
                 stored = self._host.read(chunk.chunk_id)
-                assert stored == self._tokens_of[get_offload_block_hash(key)], "a chunk is not what it is said to be"
+                said = _content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
+                assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
         complete(keys, *context, **success)
+
+
+def _content(group: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what stands for a block: whose layers it is of, and the tokens up to its end."""
+    return (-group, *tokens)
 
 
 def _key_of(tokens: tuple[int, ...]) -> bytes:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 from vllm.v1.request import RequestStatus
 
@@ -20,7 +21,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.profiles.prefill import Profile, save_profile
 from ragcache_core.types import Tier
 from ragcache_core.wire import KEY
-from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request
+from tests.engine.vllm_plugin.storing_scene import FULL, STATE, WINDOW, Steps, host_scheduler, request
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -216,9 +217,11 @@ def test_what_is_computed_faster_than_it_was_read_lately_is_a_miss(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
-@pytest.mark.parametrize("host_bytes", ["32KiB", "64KiB", "1MiB"])
+@pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, WINDOW), (STATE, WINDOW, FULL)], ids=["full attention", "windows", "states and windows"]
+)
 def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
-    tmp_path: Path, host_bytes: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, groups: tuple[KVCacheSpec, ...], is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = SlotFile.read
     pauses = random.Random(1)
@@ -227,10 +230,10 @@ def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
     )
     num_from_disk = 0
     documents = [tokens(100 + i, 20 + 9 * i) for i in range(6)]
-    for seed in range(3):
+    for seed, host_bytes in enumerate(("32KiB", "64KiB", "1MiB")):
         dice = random.Random(seed)
-        tiers = {"disk_bytes": "256KiB", "directory": tmp_path}
-        with host_scheduler(24, host_bytes, is_async=is_async, **tiers) as scheduler:
+        tiers: dict[str, Any] = {"disk_bytes": "256KiB", "directory": tmp_path, "groups": groups}
+        with host_scheduler(24 * len(groups), host_bytes, is_async=is_async, **tiers) as scheduler:
             steps = Steps(scheduler, is_async, store_steps=dice.choice((1, 2, 5)))
             for number in range(120):
                 words = [*dice.choice(documents), *dice.choice(documents), *tokens(number, 9)]
