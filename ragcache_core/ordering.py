@@ -24,6 +24,9 @@ MAX_PATH_DOCUMENTS = 32
 PATHS_VERSION = 3
 """Of what a server says about cached paths."""
 
+ANYWHERE = b"anywhere"
+"""In place of a static prefix: what is stored of a document by its content, for reuse behind any others."""
+
 _DIGEST_BYTES = 16
 _MAX_PATHS = 200_000
 _MAX_PREFIXES = 32
@@ -56,9 +59,21 @@ class PathChange(NamedTuple):
     is_whole: bool = True
 
 
+class Cached(NamedTuple):
+    """How many tokens of a prompt are cached up to the end of a path, and whether all of its last document are."""
+
+    num_tokens: int
+    is_whole: bool
+
+
 def encode_changes(changes: Iterable[PathChange]) -> list[object]:
     """Return plain JSON data for :meth:`CachedPaths.apply`."""
     return [[change.prefix.hex(), list(change.documents), change.num_tokens, change.is_whole] for change in changes]
+
+
+def chunk_change(key: bytes, num_tokens: int) -> PathChange:
+    """Return that so much of the chunk of that key is stored for reuse anywhere; 0 tokens: nothing."""
+    return PathChange(ANYWHERE, (key[:_DIGEST_BYTES].hex(),), num_tokens)
 
 
 class CachedPaths:
@@ -70,7 +85,7 @@ class CachedPaths:
     def __init__(self, max_paths: int = _MAX_PATHS) -> None:
         self._max_paths = max_paths
         self._num_paths = 0
-        self._by_prefix: OrderedDict[bytes, dict[DocPath, _Cached]] = OrderedDict()
+        self._by_prefix: OrderedDict[bytes, dict[DocPath, Cached]] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of paths."""
@@ -104,7 +119,7 @@ class CachedPaths:
         if paths is None:
             paths = self._by_prefix[change.prefix] = {}
         self._by_prefix.move_to_end(change.prefix)
-        paths[change.documents] = _Cached(change.num_tokens, change.is_whole)
+        paths[change.documents] = Cached(change.num_tokens, change.is_whole)
         self._num_paths += not is_known
 
     def num_cached_tokens(self, prefix: bytes, documents: Sequence[DocId]) -> int:
@@ -120,10 +135,15 @@ class CachedPaths:
                 break
         return num_tokens
 
-    def after(self, prefix: bytes | None) -> Iterable[Mapping[DocPath, _Cached]]:
+    def has_chunk(self, key: bytes) -> bool:
+        """Return whether the chunk of that key is stored for reuse behind any others."""
+        return (key[:_DIGEST_BYTES].hex(),) in self._by_prefix.get(ANYWHERE, {})
+
+    def after(self, prefix: bytes | None) -> Iterable[Mapping[DocPath, Cached]]:
         """Return what is cached after a static prefix; for none, after each of those that changed last."""
         if prefix is None:
-            return islice(reversed(self._by_prefix.values()), _MAX_PREFIXES)
+            named = (paths for prefix, paths in reversed(self._by_prefix.items()) if prefix != ANYWHERE)
+            return islice(named, _MAX_PREFIXES)
         return (known,) if (known := self._by_prefix.get(prefix)) is not None else ()
 
 
@@ -174,12 +194,7 @@ def arrange(
     raise ValueError(f"document_order is {order!r}; it must be one of {', '.join(DOCUMENT_ORDERS)}")
 
 
-class _Cached(NamedTuple):
-    num_tokens: int
-    is_whole: bool
-
-
-def _num_static_tokens(paths: Mapping[DocPath, _Cached]) -> int:
+def _num_static_tokens(paths: Mapping[DocPath, Cached]) -> int:
     return static.num_tokens if (static := paths.get(())) is not None else 0
 
 
@@ -196,12 +211,12 @@ class _Search:
         self._num_tokens = 0
         self._num_lookups = 0
 
-    def walk(self, paths: Mapping[DocPath, _Cached]) -> None:
+    def walk(self, paths: Mapping[DocPath, Cached]) -> None:
         self._visit(paths, _num_static_tokens(paths), (), (), tuple(range(len(self._documents))))
 
     def _visit(
         self,
-        paths: Mapping[DocPath, _Cached],
+        paths: Mapping[DocPath, Cached],
         num_static_tokens: int,
         path: DocPath,
         chosen: tuple[int, ...],

@@ -97,7 +97,7 @@ class CacheController:
             shadow_tokens=shadow_blocks * tokens_per_block,
             replicated_units=int(settings.replicated_share * num_host_units),
         )
-        self.paths = PrefixPublisher(self.tree, tokens_per_block)
+        self.paths = PrefixPublisher(self.tree, tokens_per_block, chunks=dict if chunks is None else chunks.stored)
         self.counters = Counters()
         self.has_room = has_room or (lambda: False)
         self.last_step = 0.0, 0.0

@@ -15,12 +15,13 @@ from __future__ import annotations
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ragcache_core.ordering import (
     MAX_PATH_DOCUMENTS,
     DocPath,
     PathChange,
+    chunk_change,
     encode_changes,
     static_prefix_digest,
 )
@@ -63,16 +64,22 @@ class PrefixPublisher:
 
     The ``max_paths`` shown last are known. From the first :meth:`changes` on the tree is followed, until
     ``max_unread`` nodes have changed since somebody has asked. A path that the tree forgets is known again when it is
-    shown again.
+    shown again. ``chunks`` returns those that are stored for reuse behind any documents, with their tokens.
     """
 
     def __init__(
-        self, tree: KnowledgeTree, tokens_per_unit: int, max_paths: int = _MAX_PATHS, max_unread: int = _MAX_UNREAD
+        self,
+        tree: KnowledgeTree,
+        tokens_per_unit: int,
+        max_paths: int = _MAX_PATHS,
+        max_unread: int = _MAX_UNREAD,
+        chunks: Callable[[], Mapping[bytes, int]] = dict,
     ) -> None:
         self._tree = tree
         self._tokens_per_unit = tokens_per_unit
         self._max_paths = max_paths
         self._max_unread = max_unread
+        self._chunks = chunks
         self._paths: OrderedDict[tuple[bytes, DocPath], _Path] = OrderedDict()
         self._changed: set[TreeNode] | None = None
         self._begin_log()
@@ -82,6 +89,7 @@ class PrefixPublisher:
         self._log: list[PathChange] = []
         self._by_node: dict[int, set[_Path]] = {}
         self._unsaid = set(self._paths.values()) if self.is_following else set()
+        self._said_chunks: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
         """Return the number of known paths."""
@@ -127,7 +135,7 @@ class PrefixPublisher:
         """
         if self._changed is None:
             self._follow()
-        elif len(self._log) > max(2 * len(self._paths), _MIN_LOG):
+        elif len(self._log) > max(2 * (len(self._paths) + len(self._said_chunks)), _MIN_LOG):
             self._begin_log()
         self._look()
         numbers = dict(each.split(".") for each in cursor.split("-") if each)
@@ -172,6 +180,11 @@ class PrefixPublisher:
             num_units = self._follow_path(path, location.node)
             is_whole = num_units == path.last
             self._say(path, num_units if is_whole or num_units > path.first else 0, is_whole)
+        chunks = self._chunks()
+        if chunks.keys() != self._said_chunks:
+            self._log += [chunk_change(key, chunks[key]) for key in chunks.keys() - self._said_chunks]
+            self._log += [chunk_change(key, 0) for key in self._said_chunks - chunks.keys()]
+            self._said_chunks = frozenset(chunks)
 
     def _follow_path(self, path: _Path, last: TreeNode) -> int:
         """Have changes of a path's nodes lead to it, and return up to which unit it is cached from ``path.first`` on.

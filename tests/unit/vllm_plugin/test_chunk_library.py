@@ -82,6 +82,15 @@ def test_a_chunk_that_was_captured_is_found_with_its_statistics() -> None:
     assert len(books.pages(variant)) == 2
 
 
+def test_what_is_found_is_what_is_stored() -> None:
+    books = library()
+    capture(books, tokens(1))
+    assert reserve(books, tokens(2)) is not None
+    assert books.stored() == {chunk_key(tokens(1)): 2 * T}
+    books.clear()
+    assert books.stored() == {}
+
+
 def test_a_chunk_on_its_way_is_not_found_yet() -> None:
     books = library()
     assert reserve(books, tokens(1)) is not None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragcache_core.ordering import MAX_PATH_DOCUMENTS, CachedPaths, static_prefix_digest
+from ragcache_core.ordering import MAX_PATH_DOCUMENTS, CachedPaths, best_order, static_prefix_digest
 from ragcache_core.tree import PathSegment, check_invariants
 from ragcache_core.types import PromptSegment, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
@@ -118,6 +118,19 @@ def test_what_was_evicted_is_not_cached_any_more_and_what_came_back_is() -> None
     it.hold(keys, Tier.DISK)
     it.tell()
     assert it.mirror.num_cached_tokens(prefix_of(), "ac") == 24
+
+
+def test_chunks_are_known_while_they_are_stored_and_are_no_paths() -> None:
+    it, chunks = Engine(), {b"k" * 32: 8, b"l" * 32: 4}
+    it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, chunks=lambda: chunks)
+    it.tell()
+    assert [it.mirror.has_chunk(name * 32) for name in (b"k", b"l", b"m")] == [True, True, False]
+    assert best_order([it.mirror], (b"k" * 16).hex(), prefix=None, keep_first=False) == tuple(range(32))
+    it.tell()
+    assert it.last == []
+    chunks = {b"l" * 32: 4, b"m" * 32: 9}
+    it.tell()
+    assert [it.mirror.has_chunk(name * 32) for name in (b"k", b"l", b"m")] == [False, True, True]
 
 
 def test_nothing_is_said_while_nothing_changes() -> None:

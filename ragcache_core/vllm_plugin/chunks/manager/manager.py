@@ -92,6 +92,14 @@ class ChunkManager:
                 found[key] = variants
         return found
 
+    def stored(self) -> dict[ChunkKey, int]:
+        """Return the chunks of which :meth:`find` finds a variant, with their tokens."""
+        return {
+            key: chunk.num_tokens
+            for key, chunk in self._stock.chunks.items()
+            if any(not variant.is_doomed for variant in chunk.stored.values())
+        }
+
     def pin(self, variants: Iterable[ChunkVariant], request_id: str) -> bool:
         """Keep variants for a request, and have those read that lie on disk alone.
 
