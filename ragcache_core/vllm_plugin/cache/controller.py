@@ -115,6 +115,7 @@ class CacheController:
         self.is_profiled = is_profiled
         self._requests: dict[str, RequestState] = {}
         self._num_pending_prefills = 0
+        self._pending_prefill_s = 0.0
         self._finished: dict[str, dict[str, object]] = {}
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
@@ -172,9 +173,10 @@ class CacheController:
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
         self.speculations.on_new_request(state)
-        self._num_pending_prefills += state.is_pending
         if not state.is_speculative:
             self._queued.add(state)
+        state.prefill_s = self._prefill_s(state, self._queued.num_cached_tokens(state))
+        self._count_pending(state, 1)
 
     def state_of(self, request_id: str) -> RequestState | None:
         """Return what is known of a request in the engine."""
@@ -205,6 +207,8 @@ class CacheController:
         for tier, num_tokens in {Tier.GPU: num_local, **num_tokens_by_tier}.items():
             state.num_tokens_by_tier[tier] = num_tokens
             self.counters.num_tokens_by_tier[tier] += num_tokens
+        expected_s, state.prefill_s = state.prefill_s, self._prefill_s(state, state.num_cached_tokens)
+        self._pending_prefill_s += state.is_pending * (state.prefill_s - expected_s)
         if not state.is_speculative:
             self._count_access(state, keys)
 
@@ -224,7 +228,7 @@ class CacheController:
         """Record when a request had its first token; further ones change nothing."""
         state = self._requests.get(request_id)
         if state is not None and state.first_token_s is None:
-            self._num_pending_prefills -= state.is_pending
+            self._count_pending(state, -1)
             state.first_token_s = now_s
 
     def confirm(self, speculation: str) -> list[str]:
@@ -235,7 +239,8 @@ class CacheController:
         """
         self.record_change()
         confirmed = self.speculations.confirm(speculation, self._requests.values())
-        self._num_pending_prefills += sum(state.is_pending for state in confirmed.alive)
+        for state in confirmed.alive:
+            self._count_pending(state, 1)
         for state in (*confirmed.alive, *confirmed.ended):
             if state.admitted_s is not None:
                 self._count_access(state, state.keys)
@@ -295,6 +300,22 @@ class CacheController:
         """Real requests that have had no token yet."""
         return self._num_pending_prefills
 
+    @property
+    def pending_prefill_s(self) -> float:
+        """How long their prefills take, with what is cached of them, one after the other and from their beginnings."""
+        return self._pending_prefill_s
+
+    def _count_pending(self, state: RequestState, count: int) -> None:
+        """Count a request that has a prefill before it, or has none any more."""
+        if state.is_pending:
+            self._num_pending_prefills += count
+            self._pending_prefill_s += count * state.prefill_s
+            if self._num_pending_prefills == 0:
+                self._pending_prefill_s = 0.0  # without what rounding has left
+
+    def _prefill_s(self, state: RequestState, num_cached_tokens: int) -> float:
+        return self._prefill_cost.estimate_s(num_cached_tokens, state.num_prompt_tokens - num_cached_tokens)
+
     def on_loaded(self, request_id: str, num_bytes: int) -> None:
         """Count bytes that are copied into the engine's KV memory for a request."""
         self.record_change()
@@ -327,7 +348,7 @@ class CacheController:
             return None
         self.record_change()
         self._queued.remove(state)
-        self._num_pending_prefills -= state.is_pending
+        self._count_pending(state, -1)
         self.speculations.on_finished(state)
         if not state.is_speculative:
             self._note_answer(state)

@@ -61,6 +61,11 @@ class QueuedPrefixes:
 
     def priority(self, state: RequestState) -> float:
         """Return a request's OrderPriority, as the tiers were at the last :meth:`take_touched` if it is queued."""
+        num_cached, num_prompt = self.num_cached_tokens(state), state.num_prompt_tokens
+        return order_priority(num_cached, num_prompt - num_cached) if num_cached < num_prompt else float(num_prompt)
+
+    def num_cached_tokens(self, state: RequestState) -> int:
+        """Return how many tokens a request's prompt begins with that are in some tier, as :meth:`priority` knows it."""
         num_cached = 0
         if state.is_queued and self._follows_changes:
             for watched in state.watched:
@@ -69,8 +74,7 @@ class QueuedPrefixes:
                     break
         elif state.retained is not None and (location := self._tree.locate(state.retained)) is not None:
             num_cached = self._tree.num_leading_tokens(location.node)
-        num_prompt = state.num_prompt_tokens
-        return order_priority(num_cached, num_prompt - num_cached) if num_cached < num_prompt else float(num_prompt)
+        return num_cached
 
     def take_touched(self) -> set[str]:
         """Return the ids of the requests whose cached prefix has changed since the last call."""

@@ -53,6 +53,7 @@ class RequestState:
         preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
         retained: the last block of its path, which the tree keeps for it.
         tail_ids: of documents that begin in its prompt's last block, which is not full.
+        prefill_s: how long its prefill takes with what is cached of it, as it was when it arrived or was admitted.
         first_private: its first block that no other request may use: its KV is not that of its tokens, or is forgotten.
         has_forgotten: a document was forgotten whose KV it has.
         is_queued: it waits for admission, and its prefix is watched and protected.
@@ -79,6 +80,7 @@ class RequestState:
     paused_s: float = 0.0
     retained: Key | None = None
     tail_ids: frozenset[DocId] = frozenset()
+    prefill_s: float = 0.0
     first_private: int | None = None
     has_forgotten: bool = False
     is_queued: bool = False

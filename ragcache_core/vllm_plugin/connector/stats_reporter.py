@@ -64,6 +64,7 @@ class StatsReporter:
             offload=below,
             waited_s=controller.speculations.take_waited_s(),
             num_pending_prefills=None if pending == num_reported else pending,
+            pending_prefill_s=None if pending == num_reported else controller.pending_prefill_s,
             has_room=None if has_room == reported_room else has_room,
         )
         return None if stats.is_empty() else stats

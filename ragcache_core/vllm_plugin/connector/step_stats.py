@@ -10,7 +10,7 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConnectorStats,
 )
 
-_LOAD = ("num_pending_prefills", "has_room")
+_LOAD = ("num_pending_prefills", "pending_prefill_s", "has_room")
 _PARTS = ("requests", "engine", "offload", "waited_s")
 
 
@@ -18,8 +18,8 @@ class RAGCacheStats(KVConnectorStats):
     """What a step has to say.
 
     ``data`` holds ``requests`` by id, the latest ``engine`` report or None, the data of vLLM's offloading, how long
-    each speculation that was admitted has ``waited_s``, and ``num_pending_prefills`` and ``has_room`` where they have
-    changed.
+    each speculation that was admitted has ``waited_s``, and ``num_pending_prefills``, with how long they take, and
+    ``has_room`` where they have changed.
     """
 
     @classmethod
@@ -31,6 +31,7 @@ class RAGCacheStats(KVConnectorStats):
         offload: KVConnectorStats | None,
         waited_s: Mapping[str, float] | None = None,
         num_pending_prefills: int | None = None,
+        pending_prefill_s: float | None = None,
         has_room: bool | None = None,
     ) -> RAGCacheStats:
         """Return the statistics of one step."""
@@ -42,6 +43,7 @@ class RAGCacheStats(KVConnectorStats):
                 "offload": below,
                 "waited_s": dict(waited_s or {}),
                 "num_pending_prefills": num_pending_prefills,
+                "pending_prefill_s": pending_prefill_s,
                 "has_room": has_room,
             }
         )

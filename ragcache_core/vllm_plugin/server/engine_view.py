@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.vllm_plugin.server.notifier import Notifier
 from ragcache_core.vllm_plugin.server.series import ENGINE
 from ragcache_core.vllm_plugin.server.several_engines import merged_report
@@ -44,8 +46,10 @@ class Received:
         self._before_the_first: dict[str, Any] | None = None
         self._waits: OrderedDict[str, Wait] = OrderedDict()
         self._num_pending: dict[int, int] = {}
+        self._pending_until_s: dict[int, float] = {}
         self._has_room: dict[int, bool] = {}
         self._max_prefill_bs = 0
+        self._settings: PluginSettings | None = None
         self._indices: Sequence[int] = (0,)
         self._observe: Callable[[dict[str, Any], int], None] = self.add
         self._lock = threading.Lock()
@@ -66,6 +70,7 @@ class Received:
             self._observe = observe
         zeros = dict.fromkeys(ENGINE, 0)
         self._max_prefill_bs = settings.max_prefill_bs
+        self._settings = settings
         self._before_the_first = {
             **zeros,
             "policy": settings.policy,
@@ -92,6 +97,8 @@ class Received:
                 self._engines[engine_index] = data["engine"]
             if (num_pending := data.get("num_pending_prefills")) is not None:
                 self._num_pending[engine_index] = num_pending
+            if (pending_s := data.get("pending_prefill_s")) is not None:
+                self._pending_until_s[engine_index] = time.monotonic() + pending_s
             if (has_room := data.get("has_room")) is not None:
                 self._has_room[engine_index] = has_room
             for request_id, figures in (data.get("requests") or {}).items():
@@ -138,19 +145,38 @@ class Received:
         And whether there is a disk to read from meanwhile.
 
         Of several data-parallel engines all must admit it: which of them would serve it is not known yet. An engine
-        that has not said anything is idle.
+        that has not said anything is idle. ``pending_prefill_s`` is how long the engine that has most to do
+        computes for those who wait, as far as it has not done so since it said it.
         """
+        now_s = time.monotonic()
         with self._lock:
             if self._before_the_first is None:
                 return None
             tiers = (tier for report in self._engines.values() for tier in report.get("tiers", ()))
+            ends_s = max(self._pending_until_s.values(), default=now_s) if any(self._num_pending.values()) else now_s
             return {
                 "reads_ahead": any(tier["name"] == "disk" and tier["is_enabled"] for tier in tiers),
                 "num_pending_prefills": sum(self._num_pending.values()),
+                "pending_prefill_s": max(ends_s - now_s, 0.0),
                 "max_prefill_bs": self._max_prefill_bs,
                 "is_speculative": self._max_prefill_bs > 0,
                 "has_room": self._max_prefill_bs > 0 and all(self._has_room.values()),
             }
+
+    def costs(self) -> dict[str, Any] | None:
+        """Return what was measured of the model before the engine started; None without RAGCache.
+
+        It reads a file: the prefill times, ``None`` where there are none. ``chunk_reuse`` has the engine's own alpha
+        and the calibrated points; ``None`` without chunk reuse.
+        """
+        settings = self._settings
+        if settings is None:
+            return None
+        cost, alpha = settings.measured_prefill_cost(), None
+        if settings.chunk_reuse is not None:
+            alpha = settings.alpha_for(ChunkReuseRequest())
+        reuse = None if alpha is None else {"alpha": alpha, "points": [asdict(point) for point in settings.points]}
+        return {"prefill": None if cost is None else cost.to_dict(), "chunk_reuse": reuse}
 
 
 received = Received()

@@ -83,11 +83,20 @@ async def cached_paths(request: Request, cursor: Annotated[str, Query(pattern=_C
 
 @router.get("/load")
 async def load() -> dict[str, Any]:
-    """Return how many requests wait for their first token, and whether a speculative one would be admitted now.
+    """Return how many requests wait for their first token, how long that takes, and whether a speculation has room.
 
     It is as of the engine's last step: asking the engine would wait for its running one.
     """
     said = received.load()
+    if said is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    return said
+
+
+@router.get("/costs")
+async def costs() -> dict[str, Any]:
+    """Return how long a prefill takes, and what chunk reuse was calibrated to do, for clients with a deadline."""
+    said = await asyncio.to_thread(received.costs)
     if said is None:
         raise HTTPException(404, "this server runs without RAGCache")
     return said

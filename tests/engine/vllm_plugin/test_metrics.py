@@ -275,6 +275,7 @@ def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) 
     Server()
     assert received.load() == {
         "num_pending_prefills": 0,
+        "pending_prefill_s": 0.0,
         "max_prefill_bs": 4,
         "is_speculative": True,
         "has_room": True,

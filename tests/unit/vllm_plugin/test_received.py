@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+from ragcache_core.chunk import AlphaPoint
+from ragcache_core.config import ChunkReuse
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.profiles.prefill import Profile, save_profile
 from ragcache_core.vllm_plugin.server.engine_view import Received, Wait
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
@@ -67,6 +72,40 @@ def test_an_engine_whose_disk_works_reads_ahead() -> None:
         load = received.load()
         assert load is not None
         assert load["reads_ahead"] is reads_ahead
+
+
+def test_an_engine_has_as_long_to_compute_as_it_said_less_the_time_since() -> None:
+    received = Received()
+    received.begin(PluginSettings(policy="pgdsf"))
+
+    def pending_s() -> float:
+        load = received.load()
+        assert load is not None
+        return float(load["pending_prefill_s"])
+
+    assert pending_s() == 0.0
+    received.add({"num_pending_prefills": 1, "pending_prefill_s": 100.0}, engine_index=0)
+    received.add({"num_pending_prefills": 1, "pending_prefill_s": 1e-9}, engine_index=1)
+    first = pending_s()
+    assert 0.0 < pending_s() <= first <= 100.0
+    received.add({"num_pending_prefills": 0, "pending_prefill_s": 0.0}, engine_index=0)
+    assert pending_s() == 0.0
+
+
+def test_what_was_measured_is_told_with_the_engines_own_alpha(tmp_path: Path) -> None:
+    received = Received()
+    assert received.costs() is None
+    received.begin(PluginSettings())
+    assert received.costs() == {"prefill": None, "chunk_reuse": None}
+    times = PrefillCostModel((0, 10), (1, 10), ((0.1, 0.2), (0.3, 0.4)))
+    save_profile(Profile("model", "machine", "today", "0.32.0", "float32", 1, 0.0, times), tmp_path / "times.json")
+    points = (AlphaPoint(1.3, 0.9, 0.2, 5), AlphaPoint(2.0, 1.0, 0.5, 5))
+    received.begin(PluginSettings(profile=tmp_path / "times.json", points=points, chunk_reuse=ChunkReuse(quality=0.95)))
+    told = received.costs()
+    assert told is not None
+    assert PrefillCostModel.from_dict(told["prefill"]) == times
+    assert told["chunk_reuse"]["alpha"] == 2.0
+    assert tuple(AlphaPoint(**point) for point in told["chunk_reuse"]["points"]) == points
 
 
 def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,8 @@ def check(it: CacheController, alive: dict[str, list[bytes]]) -> None:
     assert len(states) == len(alive)
     without_token = [state for state in states if state.first_token_s is None]
     assert it.num_pending_prefills == sum(not state.is_speculative for state in without_token)
+    pending_s = [state.prefill_s for state in without_token if not state.is_speculative]
+    assert it.pending_prefill_s == pytest.approx(sum(pending_s))
     assert bool(it.speculations) == any(state.is_speculative for state in states)
 
 

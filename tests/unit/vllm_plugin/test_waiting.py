@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ragcache_core.policy import PrefillCostModel
 from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.tree import KnowledgeTree, Location, check_invariants
 from ragcache_core.types import Tier
@@ -206,6 +207,19 @@ def test_an_admission_looks_at_a_few_of_those_that_wait_however_many_they_are(mo
         assert set(it.tree.protected_keys) == {chains[i + 1][-1], chains[i + 2][-1]}
     assert 0 < tree.num_looks < 100 * 1000
     check_invariants(it.tree)
+
+
+def test_what_is_cached_of_a_waiting_request_takes_no_time() -> None:
+    it, cost = controller(), PrefillCostModel.default()
+    parts = segments(("a", 8), (None, 10))
+    for request_id, num_local in (("first", 0), ("second", 8)):
+        it.on_new_request(request_id, RequestMetadata(parts), keys(2), 10, 0.0)
+        assert it.pending_prefill_s == cost.estimate_s(0, 10), "nothing is cached when they arrive"
+        it.on_looked_up(request_id, num_local)
+        it.on_admitted(request_id, keys(2), {}, 1.0)
+        assert it.pending_prefill_s == pytest.approx(cost.estimate_s(num_local, 10 - num_local))
+        it.on_first_token(request_id, 2.0)
+        assert it.pending_prefill_s == 0.0
 
 
 def test_a_speculative_request_is_neither_protected_nor_pending_until_it_is_confirmed() -> None:
