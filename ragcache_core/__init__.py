@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from ragcache_core.stats import (
         ChunkReuseStats,
         ChunkStats,
+        DeadlineReport,
         DocumentStats,
         DocumentUse,
         EngineStats,
@@ -131,6 +132,7 @@ else:
             "ragcache_core.stats": (
                 "ChunkReuseStats",
                 "ChunkStats",
+                "DeadlineReport",
                 "DocumentStats",
                 "DocumentUse",
                 "EngineStats",
@@ -159,6 +161,7 @@ __all__ = [
     "ChunkReuseStats",
     "ChunkStats",
     "ConfigError",
+    "DeadlineReport",
     "Document",
     "DocumentError",
     "DocumentOrder",

@@ -71,6 +71,46 @@ class ChunkReuseStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedPrompt:
+    """One way to show a prompt, with when its first token is predicted, in seconds from sending it.
+
+    ``name`` is ``exact``, ``document_order`` or ``chunk_reuse``, which has the ``quality`` that was calibrated with its
+    ``alpha``. Of the prompt ``num_new_tokens`` have to be computed.
+    """
+
+    name: str
+    ttft_s: float
+    num_cached_tokens: int
+    num_new_tokens: int
+    alpha: float | None = None
+    quality: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineReport:
+    """What became of a request with a deadline, ``ttft_slo_s``: which way to show its prompt was chosen, and ``why``.
+
+    ``is_in_time``: the first token was predicted to come in time; ``None`` where nothing could be predicted, and the
+    prompt was sent as it is. That would have taken ``exact_ttft_s``, if nothing else had been chosen. ``queue_s`` of
+    each prediction is the engine's work for others. ``options`` are what could be chosen from, the least deviation
+    first; ``left_out`` says why other ways could not.
+    """
+
+    ttft_slo_s: float
+    choice: str
+    is_in_time: bool | None
+    why: str
+    exact_ttft_s: float | None = None
+    queue_s: float | None = None
+    options: tuple[PlannedPrompt, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {**asdict(self), "options": [asdict(option) for option in self.options]}
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """What one request cost: tokens by origin, bytes moved, and times in seconds.
 
@@ -82,7 +122,8 @@ class RequestStats:
     ``ttft_s`` is measured at the client, from sending the request to its first token. Where the answer was not
     streamed it is the engine's own figure, from the request's arrival there; ``None`` without one.
 
-    ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says.
+    ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says. ``deadline`` says how a request
+    with a ``ttft_slo`` was planned, and is ``None`` without one.
     """
 
     num_prompt_tokens: int
@@ -98,6 +139,7 @@ class RequestStats:
     num_stored_bytes: int | None = None
     queue_s: float | None = None
     chunk_reuse: ChunkReuseStats | None = None
+    deadline: DeadlineReport | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -105,10 +147,12 @@ class RequestStats:
         return self.num_prompt_tokens - self.num_cached_tokens
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data, the content of ``response_metadata["ragcache"]``."""
+        """Return plain JSON data, the content of ``response_metadata["ragcache"]``; a deadline where there was one."""
         reuse = None if self.chunk_reuse is None else self.chunk_reuse.to_dict()
-        return {**asdict(self), "documents": [asdict(d) for d in self.documents], "chunk_reuse": reuse,
+        data = {**asdict(self), "documents": [asdict(d) for d in self.documents], "chunk_reuse": reuse,
                 "num_computed_tokens": self.num_computed_tokens}  # fmt: skip
+        del data["deadline"]
+        return data if self.deadline is None else {**data, "deadline": self.deadline.to_dict()}
 
 
 def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) -> tuple[DocumentStats, ...]:
@@ -449,12 +493,18 @@ def request_stats_from_dict(data: Mapping[str, object]) -> RequestStats:
         fields.pop(beside, None)
     documents = fields.pop("documents", [])
     reuse: Any = fields.pop("chunk_reuse", None)
+    deadline: Any = fields.pop("deadline", None)
     try:
         chunk_reuse = None if reuse is None else ChunkReuseStats(**{**reuse, "variants": tuple(reuse["variants"])})
         return RequestStats(
             **fields,  # type: ignore[arg-type]
             documents=tuple(DocumentStats(**d) for d in documents),  # type: ignore[attr-defined]
             chunk_reuse=chunk_reuse,
+            deadline=None if deadline is None else _deadline_from(deadline),
         )
     except (TypeError, KeyError) as error:
         raise ValueError(f"not the statistics of a RAGCache request: {error}") from error
+
+
+def _deadline_from(data: Mapping[str, Any]) -> DeadlineReport:
+    return DeadlineReport(**{**data, "options": tuple(PlannedPrompt(**option) for option in data["options"])})

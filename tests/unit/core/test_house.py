@@ -27,7 +27,8 @@ WORDS = ["_version", "types", "errors", "memory", "private_files", "config", "st
 FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [
-        f"ragcache_core.{name}" for name in ("policy", "tree", "chunk", "queueing", "ordering", "speculation")
+        f"ragcache_core.{name}"
+        for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "speculation")
     ],
     "simulation": ["ragcache_core.sim"],
     "machine": [
@@ -168,6 +169,7 @@ PUBLIC: dict[str, set[str]] = {
     "ragcache_core": {
         *(name for name, value in vars(errors).items() if name.endswith("Error") and isinstance(value, type)),
         *("Arrangement", "BoundPrompt", "CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
+        "DeadlineReport",
         *("Document", "DocumentOrder", "DocumentStats", "DocumentUse", "Engine", "EngineStats", "ForgetReceipt"),
         *("Generation", "GenerationChunk", "ModelTokenizer", "PipelineReport", "PromptLayout", "PromptSegment"),
         *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "VLLMOffload"),
