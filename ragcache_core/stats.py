@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
-from ragcache_core.types import DocId, PromptSegment, SegmentKind
+from ragcache_core.types import DocId, PromptSegment, SegmentKind, Swap
 
 STATS_KEY = "ragcache"
 """Key of a response's metadata for its statistics, :meth:`RequestStats.to_dict`, in every framework."""
@@ -179,7 +179,8 @@ class PipelineReport:
     when the search started (RAGCache §7.4, "non-overlapping search time"): until the confirmed speculation was sent,
     less the processor time that its request took to make, and what it then waited in the engine for admission, at first
     and whenever it was preempted unasked for. It is all of the search without one, or until the engine has told.
-    ``skipped_because`` says why nothing was sent; ``None`` where something was.
+    ``skipped_because`` says why nothing was sent; ``None`` where something was. ``swaps`` are the documents that are
+    shown in place of nearly equal ones.
     """
 
     search_s: float
@@ -189,6 +190,7 @@ class PipelineReport:
     num_cancelled: int
     is_confirmed: bool
     skipped_because: str | None = None
+    swaps: tuple[Swap, ...] = ()
 
     @property
     def hidden_search_s(self) -> float:
@@ -197,7 +199,8 @@ class PipelineReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
-        return {**asdict(self), "hidden_search_s": self.hidden_search_s}
+        swaps = [asdict(swap) for swap in self.swaps]
+        return {**asdict(self), "swaps": swaps, "hidden_search_s": self.hidden_search_s}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,19 +29,32 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """A document that is shown in place of a nearly equal one, because more of the prompt is cached then.
+
+    ``score_loss`` is the share of the score of ``doc_out`` that ``doc_in`` lacks.
+    """
+
+    doc_out: DocId
+    doc_in: DocId
+    score_loss: float
+
+
+@dataclass(frozen=True, slots=True)
 class RetrievalUpdate:
     """What a staged search knows after one stage (RAGCache §5.3, Algorithm 2, "D_temp").
 
     ``documents`` are ordered best first and ``scores`` are parallel to them: squared L2 distances (ascending) or
     inner products (descending), by the store's metric. ``stage`` counts from 0. The update with ``is_final`` is the
     answer of the unmodified index, or what a store that is searched by words as well makes of it; an earlier one is a
-    guess.
+    guess. ``swaps`` are what was asked to be exchanged in it; a document that came in has the place of the other.
     """
 
     documents: tuple[Document, ...]
     scores: tuple[float, ...]
     stage: int
     is_final: bool
+    swaps: tuple[Swap, ...] = ()
 
 
 class SegmentKind(enum.StrEnum):

@@ -9,7 +9,7 @@
             "documents": [{"id": "faq-7", "start": 21, "end": 407}, ...],
             "speculation": "3f2a...",              # only if the answer is not asked for yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
-            "chunk_reuse": {"max_recompute": 0.3}, # or true, or false; only if it is not to be as the engine does
+            "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
         },
     }
 
@@ -41,8 +41,11 @@ are read from the model's tokens by a format that has no second beginning (``is_
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64
-ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | bool | None
-"""What a request may say of chunk reuse: yes (with which settings), no, or as the engine does."""
+ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | Literal["store"] | bool | None
+"""What a request may say of chunk reuse: yes (with which settings), no, or as the engine does. With ``store`` it is
+answered exactly, and its documents are kept for others to reuse."""
+ChunkReuseWish = ChunkReuseRequest | Literal[False, "store"] | None
+"""The same, read; ``None`` is as the engine does."""
 _MAX_DEPTH = 8
 _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it is part of a path
 
@@ -60,7 +63,7 @@ class RequestMetadata:
     segments: tuple[PromptSegment, ...]
     speculation: str | None = None
     is_reordered: bool = False
-    chunk_reuse: ChunkReuseRequest | Literal[False] | None = None
+    chunk_reuse: ChunkReuseWish = None
     is_prefill: bool = False
 
 
@@ -133,20 +136,22 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
     )
 
 
-def read_chunk_reuse(option: object) -> ChunkReuseRequest | Literal[False] | None:
-    """Return what somebody says of chunk reuse: how, no, or nothing. ``True`` is with the engine's own settings.
+def read_chunk_reuse(option: object) -> ChunkReuseWish:
+    """Return what somebody says of chunk reuse: how, no, ``store``, or nothing. ``True`` is with the engine's settings.
 
     Raises:
         ConfigError: it is something else, or holds a setting that does not exist or cannot work.
     """
     if option is None or option is False or isinstance(option, ChunkReuseRequest):
         return option
+    if option == "store":
+        return "store"
     if option is True:
         return ChunkReuseRequest()
     names = ChunkReuseRequest.model_fields
     if not isinstance(option, Mapping) or not set(option).issubset(names):
         raise ConfigError(
-            f"chunk_reuse is {quoted(option, 120)}; it must be true, false, or a mapping of {', '.join(names)}"
+            f"chunk_reuse is {quoted(option, 120)}; it must be true, false, 'store', or a mapping of {', '.join(names)}"
         )
     return ChunkReuseRequest(**option)
 
@@ -270,9 +275,11 @@ def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[Pr
     return tuple(segments)
 
 
-def _encoded(chunk_reuse: ChunkReuseRequest | Literal[False] | None) -> dict[str, object]:
+def _encoded(chunk_reuse: ChunkReuseWish) -> dict[str, object]:
     if chunk_reuse is None:
         return {}
+    if chunk_reuse == "store":
+        return {"chunk_reuse": "store"}
     given = chunk_reuse.model_dump(exclude_none=True) if chunk_reuse else False
     return {"chunk_reuse": True if given == {} else given}
 

@@ -23,6 +23,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.config import CacheConfig
+from tests.support.measured import measured
 
 # A test run in the background of a shell has SIGINT ignored, and so would every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,9 +66,14 @@ def demo_model() -> str:
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The one engine of a process that runs tests, over the demo model. Tests must not close or kill it."""
-    log_path = tmp_path_factory.mktemp("engine") / "server.log"
-    with Engine.launch(str(DEMO_MODEL), log_path=log_path, **ENGINE_ARGS) as running:
+    """The one engine of a process that runs tests, over the demo model. Tests must not close or kill it.
+
+    It takes its default times of prefills for measured ones, so that requests may have deadlines.
+    """
+    folder = tmp_path_factory.mktemp("engine")
+    with measured(DEMO_MODEL, folder):
+        running = Engine.launch(str(DEMO_MODEL), log_path=folder / "server.log", **ENGINE_ARGS)
+    with running:
         yield running
 
 

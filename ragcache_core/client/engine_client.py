@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import openai
 
+from ragcache_core.client.deadline.client import DeadlineClient
+from ragcache_core.client.deadline.routes import DeadlineRoutes
 from ragcache_core.client.documents import DocumentRoutes
 from ragcache_core.client.generation import (
     AnswerReader,
@@ -57,6 +59,7 @@ class Integration:
     prompts: PromptClient
     speculation: SpeculationClient
     ordering: OrderingClient
+    deadlines: DeadlineClient
     stats: CacheStatsRoutes
 
 
@@ -106,13 +109,14 @@ class EngineClient:
                 else checked_tokenizer(lambda: find_tokenizer(server, card), partial(server.token_ids, card.name))
             )
         reordered = RememberedOrders()
+        prompts = PromptClient(
+            tokenizer,
+            max_model_len=card.max_model_len,
+            reordered=reordered,
+            ask_tokens=partial(server.token_ids, card.name),
+        )
         self.integration = Integration(
-            PromptClient(
-                tokenizer,
-                max_model_len=card.max_model_len,
-                reordered=reordered,
-                ask_tokens=partial(server.token_ids, card.name),
-            ),
+            prompts,
             SpeculationClient(
                 self.base_url,
                 self.api_key,
@@ -123,6 +127,7 @@ class EngineClient:
                 prefetching=self._prefetching,
             ),
             OrderingClient(self._cached_prefixes, reordered),
+            DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
             self._cache_stats,
         )
 
@@ -162,8 +167,8 @@ class EngineClient:
             temperature: 0 is greedy.
             chunk_reuse: whether documents are reused behind others than they were computed behind, which is
                 approximate: ``True``, ``False``, or a mapping of ``selection``, ``quality`` or ``alpha``, and
-                ``max_recompute``. ``None`` leaves it to the engine (``CacheConfig.chunk_reuse``; without it there is
-                none).
+                ``max_recompute``. With ``"store"`` the answer is exact, and its documents are kept for others. ``None``
+                leaves it to the engine (``CacheConfig.chunk_reuse``; without it there is none).
             **sampling: other fields of the OpenAI protocol, ``stop=["\\n"]``; vLLM's own go into ``extra_body``.
 
         Raises:

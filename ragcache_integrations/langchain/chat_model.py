@@ -25,6 +25,7 @@ from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.deadline import check_ttft_slo
 from ragcache_core.errors import ConfigError
 from ragcache_core.stats import STATS_KEY, RequestStats
 from ragcache_core.types import Document
@@ -61,6 +62,12 @@ class ChatRAGCache(BaseChatOpenAI):
     (``[shown above: "Zorval was a company ..."]``) instead of sending it again: what is sent is shorter, and not what
     the chain made.
 
+    ``ttft_slo``, of the model or of a call (``llm.bind(ttft_slo=0.8)``), is by when the first token should come, in
+    seconds from sending the request. The prompt is shown as it is where that is in time; else with its documents in the
+    order that is cached the furthest, or with documents reused behind others, if the engine was started with chunk
+    reuse and calibrated (``chunk_reuse=False`` rules it out).
+    ``response_metadata["ragcache"]["deadline"]`` says what was chosen, and why.
+
     ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
     the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
 
@@ -73,10 +80,12 @@ class ChatRAGCache(BaseChatOpenAI):
     """The engine that answers; its owner closes it."""
     tokenizer: str | os.PathLike[str] | None = Field(default=None, exclude=True, repr=False)
     """With ``base_url``: a folder, or a name of the hub, with the model's tokenizer, if the server hands out none."""
-    chunk_reuse: bool | dict[str, Any] | None = None
+    chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = None
     """Whether, and how, documents are reused behind others; ``None`` leaves it to the engine."""
     deduplicate: bool = False
     """Whether a document that an earlier message of the conversation shows is referred to, and not sent again."""
+    ttft_slo: float | None = None
+    """By when the first token should come, in seconds; ``None``: whenever it does."""
     stream_usage: bool | None = True
     max_retries: int | None = 0
     """The engine's own client repeats a request that was lost before its first token."""
@@ -87,9 +96,16 @@ class ChatRAGCache(BaseChatOpenAI):
 
     @field_validator("chunk_reuse")
     @classmethod
-    def _check_chunk_reuse(cls, option: bool | dict[str, Any] | None) -> bool | dict[str, Any] | None:
+    def _check_chunk_reuse(
+        cls, option: bool | Literal["store"] | dict[str, Any] | None
+    ) -> bool | Literal["store"] | dict[str, Any] | None:
         read_chunk_reuse(option)
         return option
+
+    @field_validator("ttft_slo", mode="before")
+    @classmethod
+    def _check_ttft_slo(cls, ttft_slo: object) -> float | None:
+        return None if ttft_slo is None else check_ttft_slo(ttft_slo)
 
     def __init__(self, *, engine: Engine | None = None, **settings: Any) -> None:
         given = {alias: settings.pop(name) for name, alias in _ALIASES.items() if name in settings}
@@ -127,8 +143,8 @@ class ChatRAGCache(BaseChatOpenAI):
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         """Return what an answer depends on; LangChain's caches of answers tell requests apart by it."""
-        own: dict[str, Any] = {} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse}
-        own |= {"deduplicate": True} if self.deduplicate else {}
+        own = {"chunk_reuse": self.chunk_reuse, "ttft_slo": self.ttft_slo, "deduplicate": self.deduplicate or None}
+        own = {name: value for name, value in own.items() if value is not None}
         return {**own, **super()._get_invocation_params(stop, **kwargs)}
 
     def _resolve_model_profile(self) -> ModelProfile | None:
@@ -284,11 +300,13 @@ class ChatRAGCache(BaseChatOpenAI):
         kwargs = dict(kwargs)
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
+        ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
         deduplicates = bool(kwargs.pop("deduplicate", self.deduplicate))
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
         check_settings(payload.keys() - {"stream_usage"}, is_chat=True)  # which langchain-openai takes out
-        plan = engine.integration.prompts.plan_chat(
+        plan = engine.integration.deadlines.plan_chat(
             payload["messages"],
+            ttft_slo=ttft_slo,
             documents=documents or None,
             settings=payload,
             chunk_reuse=chunk_reuse,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import adispatch_custom_event, dispatch_custom_event
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric
 
 CANDIDATES_EVENT = "ragcache.candidates"
-"""Custom event of each stage: ``{"query", "stage", "is_final", "doc_ids", "scores"}``.
+"""Custom event of each stage: ``{"query", "stage", "is_final", "doc_ids", "scores", "swaps"}``.
 
 ``scores`` are the larger, the nearer, as LangChain's relevance scores are: ``1 / (1 + squared distance)``, or inner
-products. They are empty where the retriever does not tell them."""
+products. They are empty where the retriever does not tell them. ``swaps`` are what a ``max_score_loss`` has exchanged:
+``{"doc_out", "doc_in", "score_loss"}`` each."""
 SPECULATION_EVENT = "ragcache.speculation"
 """Custom event of each speculation: ``{"query", "event", "stage", "doc_ids", "hidden_search_s", "search_s"}``.
 
@@ -51,6 +53,7 @@ def _named(query: str, event: PipelineEvent, metric: Metric | None) -> tuple[str
     data: dict[str, Any] = {"query": query, "stage": event.stage, "doc_ids": list(event.doc_ids)}
     if event.kind == "stage":
         scores = similarities([float(score) for score in event.scores if not math.isnan(score)], metric)
-        return CANDIDATES_EVENT, {**data, "is_final": event.is_final, "scores": scores}
+        swaps = [asdict(swap) for swap in event.swaps]
+        return CANDIDATES_EVENT, {**data, "is_final": event.is_final, "scores": scores, "swaps": swaps}
     hidden = {"hidden_search_s": event.hidden_search_s, "search_s": event.search_s}
     return SPECULATION_EVENT, {**data, "event": event.kind, **hidden}

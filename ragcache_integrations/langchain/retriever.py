@@ -19,6 +19,7 @@ from ragcache_core.client.ordering.document_order import in_order
 from ragcache_core.client.pipeline.run import Speculator, run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
+from ragcache_core.client.pipeline.swapping import Swapping
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
@@ -30,6 +31,7 @@ from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
+from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.chain import RANK_KEY
 from ragcache_integrations.langchain.documents import to_core, to_langchain
@@ -67,13 +69,17 @@ class RAGCacheRetriever(BaseRetriever):
     ``retriever.invoke(query, filter={"tenant": "a", "year": {"$gte": 2020}})``. A filter that is a function has one
     stage: nothing is prefilled meanwhile. What the retriever does not know is refused.
 
+    With ``max_score_loss=0.02`` a document may give its place to another candidate whose score is at most 2 % below its
+    own, where more of the prompt is cached then; twice as many as are wanted are searched for. The report of the search
+    and the ``ragcache.candidates`` events say each swap.
+
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
         SearchError: a filter on a field that no document has, or on a value of another kind than it has; the compressor
             returns something else than documents.
         ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter, a
             threshold or MMR for a source that is no store; something that cannot be a filter; a ``num_candidates``
-            below ``k``.
+            below ``k``; a ``max_score_loss`` that is no share, or with canonical order, MMR or a compressor.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -105,6 +111,9 @@ class RAGCacheRetriever(BaseRetriever):
     holds their ``relevance_rank`` then, for the prompt's ``relevance_hint``."""
     keep_first: bool = False
     """Whether the best document stays in front in every order."""
+    max_score_loss: float | None = None
+    """The share of a document's score that another one may lack which is shown in its place, because more of the prompt
+    is cached then. By default the best ``k`` are shown, whatever is cached."""
     search_timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """The longest that a search may take; ``None`` waits as long as it takes."""
     speculate: bool = True
@@ -121,6 +130,12 @@ class RAGCacheRetriever(BaseRetriever):
     @model_validator(mode="after")
     def _check_search(self) -> Self:
         self._asked_for({})
+        return self
+
+    @model_validator(mode="after")
+    def _check_max_score_loss(self) -> Self:
+        beside = "a compressor" if self.compressor is not None else "MMR" if self.search_type == "mmr" else None
+        check_max_score_loss(self.max_score_loss, self.document_order, beside=beside)
         return self
 
     @field_validator("filter")
@@ -180,9 +195,24 @@ class RAGCacheRetriever(BaseRetriever):
             if overlap.ahead is not None:
                 engine, speculator, prompt = overlap.engine, overlap.ahead, overlap.prompt or prompt
         is_reranked = self.compressor is not None and k > 0
-        updates = self._updates(query, {**settings, "k": max(k, self.num_candidates)} if is_reranked else settings)
+        num_wanted = k
+        if is_reranked:
+            num_wanted = max(k, self.num_candidates)
+        elif self.max_score_loss is not None and engine is not None:
+            num_wanted = k * CANDIDATES_PER_DOCUMENT
+        updates = self._updates(query, {**settings, "k": num_wanted})
         if is_reranked:
             updates = self._reranking.stages(updates, partial(_compressed, compress))
+        elif self.max_score_loss is not None and engine is not None:
+            swapping = Swapping(
+                engine.integration.ordering,
+                self.max_score_loss,
+                self.document_order,
+                self.keep_first,
+                self._metric(),
+                partial(_static_prefix, prompt),
+            )
+            updates = swapping.stages(updates, k)
         result = await run_pipeline(
             updates,
             None if engine is None else engine.integration.speculation,
@@ -261,9 +291,7 @@ class RAGCacheRetriever(BaseRetriever):
     def _arranged(
         self, engine: Engine | None, prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]
     ) -> Sequence[Document]:
-        prefix = None
-        if self.document_order == "cache_aware" and (prompt := prompt_of()) is not None:
-            prefix = prompt.static_prefix([to_langchain(document) for document in documents], documents)
+        prefix = _static_prefix(prompt_of, documents) if self.document_order == "cache_aware" else None
         ordering = None if engine is None else engine.integration.ordering
         arranged = in_order(ordering, documents, self.document_order, keep_first=self.keep_first, prefix=prefix)
         if list(arranged) == list(documents):
@@ -275,6 +303,13 @@ class RAGCacheRetriever(BaseRetriever):
 def _mmr(search_type: SearchType, settings: Mapping[str, Any]) -> MMR | None:
     given = {name: settings[name] for name in _SETTINGS_OF["mmr"] if name in settings}
     return MMR(**given) if search_type == "mmr" else None
+
+
+def _static_prefix(prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]) -> bytes | None:
+    """Return what names the tokens before the documents; None where no prompt is known."""
+    if (prompt := prompt_of()) is None:
+        return None
+    return prompt.static_prefix([to_langchain(document) for document in documents], documents)
 
 
 async def _compressed(compress: _Compress, documents: Sequence[Document]) -> Sequence[Document]:

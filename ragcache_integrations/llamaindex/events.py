@@ -30,7 +30,8 @@ from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.client.pipeline.run import PipelineEvent
 from ragcache_core.client.stats.cache_summary import CacheSummary, CacheTally
 from ragcache_core.runtime.trace_recorder import TraceRecorder
-from ragcache_core.stats import ChunkReuseStats, DocumentStats, RequestStats
+from ragcache_core.stats import ChunkReuseStats, DeadlineReport, DocumentStats, RequestStats
+from ragcache_core.types import Swap
 
 if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric
@@ -64,6 +65,7 @@ class CacheStatsEvent(BaseEvent):
     num_stored_bytes: int | None = None
     queue_s: float | None = None
     chunk_reuse: ChunkReuseStats | None = None
+    deadline: DeadlineReport | None = None
 
     @classmethod
     def class_name(cls) -> str:
@@ -100,6 +102,7 @@ class RetrievalStageEvent(BaseEvent):
     """What a staged search knew after one stage: a guess, or the answer where ``is_final``.
 
     ``scores`` are those of the nodes: the larger, the nearer. They are empty where the retriever does not tell them.
+    ``swaps`` are what a ``max_score_loss`` has exchanged.
     """
 
     query: str
@@ -107,6 +110,7 @@ class RetrievalStageEvent(BaseEvent):
     is_final: bool
     document_ids: tuple[str, ...]
     scores: tuple[float, ...]
+    swaps: tuple[Swap, ...] = ()
 
     @classmethod
     def class_name(cls) -> str:
@@ -144,7 +148,13 @@ def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Me
         scores = tuple(similarities([float(score) for score in event.scores if not math.isnan(score)], metric))
         dispatcher.event(
             RetrievalStageEvent(
-                query=query, stage=stage, is_final=event.is_final, document_ids=ids, scores=scores, span_id=span_id
+                query=query,
+                stage=stage,
+                is_final=event.is_final,
+                document_ids=ids,
+                scores=scores,
+                swaps=event.swaps,
+                span_id=span_id,
             )
         )
         return

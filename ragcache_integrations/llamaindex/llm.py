@@ -13,7 +13,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -35,6 +35,7 @@ from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.deadline import check_ttft_slo
 from ragcache_core.errors import ConfigError
 from ragcache_core.wire import check_sendable, read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
@@ -46,7 +47,7 @@ DEFAULT_TIMEOUT_S = 600.0
 _SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", "kwargs"}
 """What ``OpenAILike`` takes besides its fields."""
 
-_OURS = {"chunk_reuse", "deduplicate"}
+_OURS = {"chunk_reuse", "deduplicate", "ttft_slo"}
 """Settings of a call that are not sent on."""
 
 _T = TypeVar("_T")
@@ -81,17 +82,26 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     which is approximate; see ``engine.stream()``. ``deduplicate``, of the LLM or of a call, refers to a document that
     the chat shows already (``[shown above: "Zorval was a company ..."]``) instead of sending it again.
 
+    ``ttft_slo``, of the LLM or of a call, is by when the first token should come, in seconds from sending the request.
+    The prompt is shown as it is where that is in time; else with its documents in the order that is cached the
+    furthest, or reused behind others, if the engine was started with chunk reuse and calibrated (``chunk_reuse=False``
+    rules it out). ``additional_kwargs["ragcache"]["deadline"]`` and :class:`CacheStatsEvent` say what was chosen.
+
     Raises:
-        ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` is not what it may be; an argument, here
-            or of a call, that there is not.
+        ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` or ``ttft_slo`` is not what it may be;
+            an argument, here or of a call, that there is not.
         EngineError: the server at that address cannot be used.
     """
 
     api_key: str | None = Field(default=None, exclude=True, repr=False)
-    chunk_reuse: bool | dict[str, Any] | None = Field(
+    chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = Field(
         default=None, description="Whether, and how, documents are reused behind others; None leaves it to the engine."
     )
     answer_cache: AnswerCache | None = Field(default=None, exclude=True, repr=False)
+
+    ttft_slo: float | None = Field(
+        default=None, description="By when the first token should come, in seconds; None: whenever it does."
+    )
 
     deduplicate: bool = Field(
         default=False,
@@ -127,6 +137,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
                 f"additional_kwargs={{'extra_body': {{...}}}}"
             )
         read_chunk_reuse(kwargs.get("chunk_reuse"))
+        if kwargs.get("ttft_slo") is not None:
+            check_ttft_slo(kwargs["ttft_slo"])
         own_tokenizer = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
         if engine is not None and own_tokenizer is not None:
             raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
@@ -288,10 +300,12 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         kwargs = dict(kwargs)
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         deduplicates = bool(kwargs.pop("deduplicate", self.deduplicate))
+        ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
         check_settings(self._get_model_kwargs(**kwargs), is_chat=True)
         own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
-        plan = self._engine.integration.prompts.plan_chat(
+        plan = self._engine.integration.deadlines.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
+            ttft_slo=ttft_slo,
             settings={**self.additional_kwargs, **kwargs, "extra_body": own_body},
             chunk_reuse=chunk_reuse,
             deduplicates=deduplicates,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -26,6 +26,7 @@ from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.deadline import check_ttft_slo
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout
 from ragcache_core.retrieval.threads import in_thread, run_blocking
@@ -78,9 +79,11 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             another kind.
         chunk_reuse: whether, and how, documents are reused behind others than they were computed behind, which is
             approximate; ``None`` leaves it to the LLM.
+        ttft_slo: by when the first token should come, in seconds from asking the LLM; see :class:`RAGCacheLLM`.
 
     Raises:
-        ConfigError: ``search_timeout_s`` is not above 0; ``chunk_reuse`` is not what it may be, or of another LLM.
+        ConfigError: ``search_timeout_s`` is not above 0; ``chunk_reuse`` or ``ttft_slo`` is not what it may be, or of
+            another LLM.
     """
 
     def __init__(
@@ -93,12 +96,19 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         streaming: bool = False,
         speculate_postprocessed: bool = False,
         search_timeout_s: float | None = None,
-        chunk_reuse: bool | dict[str, Any] | None = None,
+        chunk_reuse: bool | Literal["store"] | dict[str, Any] | None = None,
+        ttft_slo: float | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         check_timeout(search_timeout_s)
-        if read_chunk_reuse(chunk_reuse) is not None and not isinstance(llm, RAGCacheLLM):
-            raise ConfigError(f"chunk_reuse is {chunk_reuse!r:.80}, which {type(llm).__name__} cannot do: leave it out")
+        read_chunk_reuse(chunk_reuse)
+        if ttft_slo is not None:
+            check_ttft_slo(ttft_slo)
+        settings: dict[str, Any] = {"chunk_reuse": chunk_reuse, "ttft_slo": ttft_slo}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if settings and not isinstance(llm, RAGCacheLLM):
+            name, value = next(iter(settings.items()))
+            raise ConfigError(f"{name} is {value!r:.80}, which {type(llm).__name__} cannot do: leave it out")
         super().__init__(callback_manager=callback_manager or llm.callback_manager)
         self._retriever = retriever
         self._llm = llm
@@ -107,7 +117,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         self._streaming = streaming
         self._speculate_postprocessed = speculate_postprocessed
         self._search_timeout_s = search_timeout_s
-        self._settings: dict[str, Any] = {} if chunk_reuse is None else {"chunk_reuse": chunk_reuse}
+        self._settings = settings
         self._has_warned = False
         self._bound: BoundPrompt | None = None
 

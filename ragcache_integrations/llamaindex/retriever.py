@@ -29,6 +29,7 @@ from ragcache_core.client.pipeline.stages import (
     check_updates,
     close_stages,
 )
+from ragcache_core.client.pipeline.swapping import Swapping
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
@@ -40,6 +41,7 @@ from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
+from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.filters import where_of
@@ -89,6 +91,9 @@ class RAGCacheRetriever(BaseRetriever):
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order that finds more of them cached.
         keep_first: whether the best node stays in front in every order.
+        max_score_loss: the share of a node's score that another one may lack which is returned in its place, because
+            more of the prompt is cached then. Twice as many nodes are searched for; the report of the search and
+            :class:`RetrievalStageEvent` say each swap. By default the nearest are returned, whatever is cached.
         search_timeout_s: the longest that a search may take; ``None`` waits as long as it takes.
         speculate: whether the engine works ahead during a search.
 
@@ -116,6 +121,7 @@ class RAGCacheRetriever(BaseRetriever):
         prompt: BoundPrompt | None = None,
         document_order: DocumentOrder = "retrieval",
         keep_first: bool = False,
+        max_score_loss: float | None = None,
         search_timeout_s: float | None = DEFAULT_TIMEOUT_S,
         speculate: bool = True,
         callback_manager: CallbackManager | None = None,
@@ -126,6 +132,8 @@ class RAGCacheRetriever(BaseRetriever):
         check_timeout(search_timeout_s)
         if document_order not in DOCUMENT_ORDERS:
             raise ConfigError(f"document_order is {document_order!r}: choose one of {', '.join(DOCUMENT_ORDERS)}")
+        beside = "post-processors" if node_postprocessors else "MMR" if mmr is not None else None
+        check_max_score_loss(max_score_loss, document_order, beside=beside)
         if unknown := kwargs.keys() - _OF_LLAMAINDEX:
             raise ConfigError(
                 f"RAGCacheRetriever knows no {', '.join(sorted(unknown))}: how many nodes is similarity_top_k, which "
@@ -153,6 +161,7 @@ class RAGCacheRetriever(BaseRetriever):
         self._prompt = prompt
         self._document_order = document_order
         self._keep_first = keep_first
+        self._max_score_loss = max_score_loss
         self._history = SettlingHistory()
         self._search_timeout_s = search_timeout_s
         self._speculate = speculate
@@ -192,8 +201,26 @@ class RAGCacheRetriever(BaseRetriever):
                 engine, ask_ahead = overlap.engine, overlap.ahead
             elif overlap.skipped_because is not None:
                 ask_ahead = None
+        if self._postprocessors:
+            updates = self._reranking.stages(
+                self._updates(query, embed, found, self._num_candidates),
+                partial(self._postprocessed, query, found, is_async),
+            )
+        elif self._max_score_loss is None or engine is None:
+            updates = self._updates(query, embed, found, self._similarity_top_k)
+        else:
+            swapping = Swapping(
+                engine.integration.ordering,
+                self._max_score_loss,
+                self._document_order,
+                self._keep_first,
+                metric,
+                partial(_static_prefix, prompt, found),
+            )
+            num_candidates = self._similarity_top_k * CANDIDATES_PER_DOCUMENT
+            updates = swapping.stages(self._updates(query, embed, found, num_candidates), self._similarity_top_k)
         result = await run_pipeline(
-            self._updates(query, embed, found, is_async),
+            updates,
             None if engine is None else engine.integration.speculation,
             _NodesAhead(found, ask_ahead) if ask_ahead is not None and self._speculate else None,
             timeout_s=timeout_s,
@@ -211,14 +238,6 @@ class RAGCacheRetriever(BaseRetriever):
                 told.remember_documents([shown_document(n.node) for n in nodes], query=query.query_str)
         return nodes
 
-    def _updates(
-        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, found: _FoundNodes, is_async: bool
-    ) -> AsyncGenerator[RetrievalUpdate, None]:
-        updates = self._noted(query, embed, found)
-        if not self._postprocessors:
-            return updates
-        return self._reranking.stages(updates, partial(self._postprocessed, query, found, is_async))
-
     async def _postprocessed(
         self, query: QueryBundle, found: _FoundNodes, is_async: bool, documents: Sequence[Document]
     ) -> Sequence[Document]:
@@ -230,10 +249,10 @@ class RAGCacheRetriever(BaseRetriever):
                 nodes = await in_thread(partial(postprocessor.postprocess_nodes, nodes, query_bundle=query))
         return found.changed(documents, nodes)
 
-    async def _noted(
-        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, found: _FoundNodes
+    async def _updates(
+        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, found: _FoundNodes, k: int
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        updates = await self._stages_of(query, embed)
+        updates = await self._stages_of(query, embed, k)
         try:
             check_updates(updates)
             async for update in updates:
@@ -244,9 +263,9 @@ class RAGCacheRetriever(BaseRetriever):
             await close_stages(updates)
 
     async def _stages_of(
-        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None
+        self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, k: int
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        store, k = self._store, self._num_candidates
+        store = self._store
         if not isinstance(store, DocumentStore | ShardedStore):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
@@ -273,12 +292,19 @@ class RAGCacheRetriever(BaseRetriever):
         found: _FoundNodes,
         documents: Sequence[Document],
     ) -> Sequence[Document]:
-        prefix = None
-        if self._document_order == "cache_aware" and (prompt := prompt_of()) is not None:
-            nodes = found.nodes(documents)
-            prefix = prompt.static_prefix(nodes, [shown_document(n.node) for n in nodes])
+        prefix = _static_prefix(prompt_of, found, documents) if self._document_order == "cache_aware" else None
         ordering = None if engine is None else engine.integration.ordering
         return in_order(ordering, documents, self._document_order, keep_first=self._keep_first, prefix=prefix)
+
+
+def _static_prefix(
+    prompt_of: Callable[[], BoundPrompt | None], found: _FoundNodes, documents: Sequence[Document]
+) -> bytes | None:
+    """Return what names the tokens before the documents; None where no prompt is known."""
+    if (prompt := prompt_of()) is None:
+        return None
+    nodes = found.nodes(documents)
+    return prompt.static_prefix(nodes, [shown_document(n.node) for n in nodes])
 
 
 class _FoundNodes:

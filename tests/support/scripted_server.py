@@ -122,6 +122,8 @@ class ScriptedServer:
     """What RAGCache's routes were asked, whether or not they are there: paths without ``/v1/ragcache/``."""
     load: JsonObject | None = None
     """What ``/v1/ragcache/load`` answers, to :data:`IDLE` for example; with ``None`` there is no speculation."""
+    costs: JsonObject | None = None
+    """What ``/v1/ragcache/costs`` answers; with ``None`` there is no route."""
     cached_paths: JsonObject | None = None
     """What ``/v1/ragcache/cached_paths`` answers, whatever was answered before; with ``None`` there is no route."""
     tokenizer: bytes | None = None
@@ -263,6 +265,8 @@ class ScriptedServer:
         self.cache_questions.append(question)
         if question == "load":
             return self.load
+        if question == "costs":
+            return self.costs
         if self.cache is None:
             return None
         return self.cache if question == "stats" else self._figures.get(question.removeprefix("requests/"))

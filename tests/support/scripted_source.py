@@ -31,11 +31,12 @@ EVENTS_OF_A_CHANGE = [
 
 @dataclass(frozen=True)
 class Stage:
-    """Finds ``doc_ids`` as soon as ``once`` holds; or raises ``error`` then."""
+    """Finds ``doc_ids`` as soon as ``once`` holds; or raises ``error`` then. ``scores`` are distances by default."""
 
     doc_ids: str = ""
     once: Callable[[], bool] = lambda: True
     error: Exception | None = None
+    scores: tuple[float, ...] = ()
 
 
 @dataclass
@@ -59,7 +60,8 @@ class ScriptedSource:
                     raise stage.error
                 documents = tuple(DOCUMENTS[doc_id] for doc_id in stage.doc_ids.split())
                 is_final = not self.is_endless and number == len(self.script) - 1
-                yield RetrievalUpdate(documents, tuple(map(float, range(len(documents)))), number, is_final)
+                scores = stage.scores or tuple(map(float, range(len(documents))))
+                yield RetrievalUpdate(documents, scores, number, is_final)
             await asyncio.sleep(self.pause_s)
         finally:
             self.num_open -= 1

@@ -1,11 +1,20 @@
-"""How good answers stay when documents are reused, and what is saved: real engines, one way after another."""
+"""How good answers stay when documents are reused, reordered or exchanged, and what is saved: real engines in turn."""
 
 from ragcache_core.bench.quality.asking import AskedAnswer, answers_of
 from ragcache_core.bench.quality.conversing import conversations_of
 from ragcache_core.bench.quality.questions import Question, read_questions
 from ragcache_core.bench.quality.scores import exact_match, rouge_l
 from ragcache_core.bench.quality.summary import Summary, summarise, summary_table
-from ragcache_core.bench.quality.ways import FULL, NAIVE, PREFIX, REFERRED_TO, SHOWN_AGAIN, Way, chunk_ways
+from ragcache_core.bench.quality.ways import (
+    FULL,
+    NAIVE,
+    PREFIX,
+    REFERRED_TO,
+    SHOWN_AGAIN,
+    Way,
+    chunk_ways,
+    order_ways,
+)
 
 __all__ = [
     "FULL",
@@ -21,6 +30,7 @@ __all__ = [
     "chunk_ways",
     "conversations_of",
     "exact_match",
+    "order_ways",
     "read_questions",
     "rouge_l",
     "summarise",

@@ -27,7 +27,8 @@ class AskedAnswer:
     """An answer, how right it is, and its cost.
 
     ``num_reused_tokens`` were served from chunks, of whose tokens ``num_recomputed_tokens`` more were computed all the
-    same; both 0 where no chunk was reused.
+    same; both 0 where no chunk was reused. ``is_changed``: documents stood in another order than the question's, or
+    were others.
     """
 
     kind: str
@@ -39,6 +40,11 @@ class AskedAnswer:
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
     ttft_s: float | None = None
+    is_changed: bool = False
+
+
+Arrange = Callable[[Question], Sequence[Document]]
+"""Returns the documents that are shown for a question."""
 
 
 def answers_of(
@@ -48,11 +54,14 @@ def answers_of(
     layout: PromptLayout = PromptLayout(),  # noqa: B008 (frozen)
     max_tokens: int = 64,
     reads_alone: bool = False,
+    num_shown: int | None = None,
+    arrange: Arrange | None = None,
     report: Callable[[int], object] = lambda _: None,
 ) -> list[AskedAnswer]:
     """Return the greedy answers, in order; each question waits for the one before it, so that every run is alike.
 
-    With ``reads_alone`` each document is asked about by itself first. ``report`` is told of every question asked.
+    With ``reads_alone`` each document is asked about by itself first. The first ``num_shown`` documents of a question
+    are shown, or those that ``arrange`` returns. ``report`` is told of every question asked.
 
     Raises:
         PromptTooLongError, RequestRejectedError, EngineDiedError, ...
@@ -63,9 +72,11 @@ def answers_of(
             engine.generate(layout.render(tokenizer, [document], text), max_tokens=1)
     answers = []
     for question in questions:
-        prompt = layout.render(tokenizer, question.documents, question.text)
+        best = question.documents[:num_shown]
+        shown = best if arrange is None else tuple(arrange(question))
+        prompt = layout.render(tokenizer, shown, question.text)
         generation = engine.generate(prompt, max_tokens=max_tokens)
-        answers.append(scored(question, generation))
+        answers.append(scored(question, generation, is_changed=shown != best))
         report(1)
     return answers
 
@@ -76,7 +87,7 @@ def _uses(questions: Sequence[Question]) -> list[tuple[Document, str]]:
     return list(found.values())
 
 
-def scored(question: Question, generation: Generation) -> AskedAnswer:
+def scored(question: Question, generation: Generation, *, is_changed: bool = False) -> AskedAnswer:
     """Return an answer with how right it is."""
     stats = generation.stats
     chunks = stats.chunk_reuse
@@ -90,4 +101,5 @@ def scored(question: Question, generation: Generation) -> AskedAnswer:
         num_reused_tokens=chunks.num_reused_tokens if chunks else 0,
         num_recomputed_tokens=chunks.num_recomputed_tokens if chunks else 0,
         ttft_s=stats.ttft_s,
+        is_changed=is_changed,
     )

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,24 @@ _ALL = "all"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, the answers that are right, its documents in the prompt's order, and what kind of question it is."""
+    """A question, the answers that are right, its documents in the prompt's order, and what kind of question it is.
+
+    ``scores`` are parallel to the documents, the larger, the nearer; empty where they are not known.
+    """
 
     text: str
     answers: tuple[str, ...]
     documents: tuple[Document, ...]
     kind: str = _ALL
+    scores: tuple[float, ...] = ()
 
 
 def read_questions(path: Path, corpus: Path | None = None, *, limit: int | None = None) -> list[Question]:
     """Return the questions of a file, one JSON object a line, in the order in which they are asked.
 
     ``documents`` are texts; with ``corpus`` they are names of files below that folder. ``answer`` is a text or a list
-    of texts, each of which is right. ``kind`` may be left out. Of more than ``limit`` questions, those of each kind
-    that come first are taken, as many of one kind as of another.
+    of texts, each of which is right. ``kind`` and ``scores`` may be left out. Of more than ``limit`` questions, those
+    of each kind that come first are taken, as many of one kind as of another.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or has a line that is no question; with its number and an
@@ -73,7 +78,12 @@ def _question(line: str, place: str, corpus: Path | None, texts: dict[str, str])
         raise ConfigError(f"{place}: answers, documents and kind must be texts, as {EXAMPLE}")
     if len(set(documents)) < len(documents):
         raise ConfigError(f"{place}: a document is there twice: leave one out")
-    return Question(text, answers, tuple(_document(item, place, corpus, texts) for item in documents), kind)
+    scores = raw.get("scores", [])
+    is_scored = isinstance(scores, list) and all(type(score) in (int, float) and isfinite(score) for score in scores)
+    if not is_scored or len(scores) not in (0, len(documents)):
+        raise ConfigError(f"{place}: scores must be {len(documents)} numbers, one for each document, or be left out")
+    shown = tuple(_document(item, place, corpus, texts) for item in documents)
+    return Question(text, answers, shown, kind, tuple(map(float, scores)))
 
 
 def _document(item: str, place: str, corpus: Path | None, texts: dict[str, str]) -> Document:
@@ -110,5 +120,8 @@ def to_line(question: Question) -> str:
     """Return the line of a file for :func:`read_questions` without ``corpus``."""
     answer: Any = question.answers[0] if len(question.answers) == 1 else list(question.answers)
     documents = [document.text for document in question.documents]
-    fields = {"question": question.text, "answer": answer, "documents": documents, "kind": question.kind}
+    fields: dict[str, Any] = {"question": question.text, "answer": answer, "documents": documents}
+    if question.scores:
+        fields["scores"] = list(question.scores)
+    fields["kind"] = question.kind
     return json.dumps(fields, ensure_ascii=False)

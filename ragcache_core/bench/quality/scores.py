@@ -1,4 +1,4 @@
-"""How right an answer is: exact match and ROUGE-L F1, both on normalised words."""
+"""How right an answer is: exact match and ROUGE-L F1, both on normalised words; how surely two say the same."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import string
 import unicodedata
 from collections.abc import Sequence
+from math import sqrt
+from statistics import NormalDist
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -34,6 +36,22 @@ def rouge_l(answer: str, expected: Sequence[str]) -> float:
     """
     found = words(answer)
     return max((_f1(found, words(text)) for text in expected), default=0.0)
+
+
+def alike(one: str, other: str) -> bool:
+    """Return whether two answers say the same, word for word."""
+    return words(one) == words(other)
+
+
+def wilson_interval(num_hits: int, num_tries: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share that was observed so often (Wilson, 1927); all there is without tries."""
+    if num_tries == 0:
+        return 0.0, 1.0
+    share, z = num_hits / num_tries, NormalDist().inv_cdf(0.975)
+    middle = share + z * z / (2 * num_tries)
+    width = z * sqrt(share * (1 - share) / num_tries + z * z / (4 * num_tries**2))
+    scale = 1 + z * z / num_tries
+    return max((middle - width) / scale, 0.0), min((middle + width) / scale, 1.0)
 
 
 def _f1(one: Sequence[str], other: Sequence[str]) -> float:

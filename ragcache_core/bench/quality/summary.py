@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ragcache_core.bench.quality.asking import AskedAnswer
+from ragcache_core.bench.quality.scores import alike, wilson_interval
 
 ALL_KINDS = "all"
 
@@ -15,7 +16,9 @@ ALL_KINDS = "all"
 class Summary:
     """The answers of one way to the questions of one kind: means over them, token counts as sums.
 
-    ``recomputed`` is the fraction of the reused chunks' tokens that was computed all the same.
+    ``recomputed`` is the fraction of the reused chunks' tokens that was computed all the same, ``changed`` the share of
+    prompts that showed other documents, or in another order. ``agreement`` is the share of answers that say what those
+    of the way that is compared with say, word for word, with its 95 % interval; ``None`` without one.
     """
 
     way: str
@@ -27,6 +30,9 @@ class Summary:
     num_computed_tokens: int
     recomputed: float
     ttft_s: float | None
+    changed: float = 0.0
+    agreement: float | None = None
+    agreement_interval: tuple[float, float] | None = None
 
     def computed_ratio(self, baseline: Summary) -> float:
         """Return the computed tokens as a share of another way's."""
@@ -37,11 +43,17 @@ class Summary:
         return asdict(self)
 
 
-def summarise(way: str, answers: Sequence[AskedAnswer]) -> list[Summary]:
-    """Return a summary for each kind, in the order in which kinds come, and one of all where there are several."""
+def summarise(
+    way: str, answers: Sequence[AskedAnswer], reference: Sequence[AskedAnswer] | None = None
+) -> list[Summary]:
+    """Return a summary for each kind, in the order in which kinds come, and one of all where there are several.
+
+    ``reference`` are another way's answers to the same questions, which these are compared with.
+    """
+    both = list(zip(answers, reference if reference is not None else [None] * len(answers), strict=True))
     kinds = list(dict.fromkeys(answer.kind for answer in answers))
-    summaries = [_of_kind(way, kind, [answer for answer in answers if answer.kind == kind]) for kind in kinds]
-    return summaries if len(kinds) < 2 else [*summaries, _of_kind(way, ALL_KINDS, answers)]
+    summaries = [_of_kind(way, kind, [pair for pair in both if pair[0].kind == kind]) for kind in kinds]
+    return summaries if len(kinds) < 2 else [*summaries, _of_kind(way, ALL_KINDS, both)]
 
 
 def overall(summaries: Sequence[Summary]) -> Summary:
@@ -49,7 +61,9 @@ def overall(summaries: Sequence[Summary]) -> Summary:
     return summaries[-1]
 
 
-def _of_kind(way: str, kind: str, answers: Sequence[AskedAnswer]) -> Summary:
+def _of_kind(way: str, kind: str, compared: Sequence[tuple[AskedAnswer, AskedAnswer | None]]) -> Summary:
+    answers = [answer for answer, _ in compared]
+    agree = [alike(answer.text, other.text) for answer, other in compared if other is not None]
     num_recomputed = sum(answer.num_recomputed_tokens for answer in answers)
     num_in_chunks = num_recomputed + sum(answer.num_reused_tokens for answer in answers)
     times_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
@@ -63,13 +77,17 @@ def _of_kind(way: str, kind: str, answers: Sequence[AskedAnswer]) -> Summary:
         num_computed_tokens=sum(answer.num_computed_tokens for answer in answers),
         recomputed=num_recomputed / num_in_chunks if num_in_chunks else 0.0,
         ttft_s=statistics.median(times_s) if times_s else None,
+        changed=statistics.fmean(answer.is_changed for answer in answers),
+        agreement=statistics.fmean(agree) if agree else None,
+        agreement_interval=wilson_interval(sum(agree), len(agree)) if agree else None,
     )
 
 
 def summary_table(by_way: Mapping[str, Sequence[Summary]], baseline: str) -> str:
     """Return a table with a row for each kind of question and way; tokens are compared with those of ``baseline``."""
-    line = "{:<12} {:<22} {:>9} {:>8} {:>8} {:>10} {:>11} {:>10} {:>9}"
-    head = ("kind", "way", "questions", "exact", "ROUGE-L", "computed", f"of {baseline}"[:11], "recomputed", "TTFT ms")
+    line = "{:<12} {:<28} {:>9} {:>8} {:>8} {:>10} {:>11} {:>10} {:>9} {:>8} {:>20}"
+    head = ("kind", "way", "questions", "exact", "ROUGE-L", "computed", f"of {baseline}"[:11], "recomputed", "TTFT ms",
+            "changed", "agrees")  # fmt: skip
     expected = {summary.kind: summary for summary in by_way.get(baseline, ())}
     flat = [summary for summaries in by_way.values() for summary in summaries]
     kinds = list(dict.fromkeys(summary.kind for summary in flat))
@@ -89,4 +107,13 @@ def _cells(summary: Summary, baseline: Summary | None) -> tuple[str, ...]:
         "" if baseline is None else f"{summary.computed_ratio(baseline):.1%}",
         f"{summary.recomputed:.1%}" if summary.recomputed else "",
         "" if summary.ttft_s is None else f"{1000 * summary.ttft_s:,.1f}",
+        f"{summary.changed:.1%}" if summary.changed else "",
+        _agreement(summary),
     )
+
+
+def _agreement(summary: Summary) -> str:
+    if summary.agreement is None or summary.agreement_interval is None:
+        return ""
+    low, high = summary.agreement_interval
+    return f"{summary.agreement:.1%} [{low:.0%}, {high:.0%}]"

@@ -1,4 +1,4 @@
-"""``ragcache quality``: what reusing documents costs in answers, and saves in tokens, on one's own model."""
+"""``ragcache quality``: what reusing, reordering or exchanging documents costs in answers, and saves in tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import FiniteRange, check_vllm_args, vllm_args_argument
+from ragcache_core.errors import ConfigError
+from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.types import SelectionName
 
 if TYPE_CHECKING:
+    from ragcache_core.bench.quality import Question
     from ragcache_core.bench.quality.measuring import QualityRun
     from ragcache_core.bench.quality.summary import Summary
     from ragcache_core.bench.quality.ways import Way
@@ -106,15 +109,37 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     cls=Command,
-    short_help="Measure what reusing documents costs in answers.",
+    short_help="Measure what reusing or reordering documents costs in answers.",
     examples=[
         "ragcache quality examples/demo_model --questions questions.jsonl",
         "ragcache quality org/model --questions questions.jsonl --limit 200 --alphas 1.5,2 -- --max-model-len 16384",
         "ragcache quality org/model --questions questions.jsonl --corpus docs/ --selection cache_craft --json",
         "ragcache quality org/model --questions questions.jsonl --deduplicate",
+        "ragcache quality org/model --questions questions.jsonl --document-order cache_aware",
+        "ragcache quality org/model --questions scored.jsonl --documents 4 --max-score-loss 0.02",
     ],
 )
 @click.argument("model")
+@click.option(
+    "--document-order",
+    "document_orders",
+    type=click.Choice([order for order in DOCUMENT_ORDERS if order != "retrieval"]),
+    multiple=True,
+    help="Audit this order of documents instead of their reuse; may be given twice.",
+)
+@click.option(
+    "--max-score-loss",
+    type=FiniteRange(0, max=1, max_open=True),
+    metavar="SHARE",
+    help="Audit documents that take the places of nearly equal ones; the questions have scores, and more documents.",
+)
+@click.option(
+    "--documents",
+    "num_shown",
+    type=click.IntRange(1),
+    metavar="K",
+    help="Of a question's documents the first so many are shown, others may take their places. [default: all]",
+)
 @asking_options
 @click.option(
     "--deduplicate",
@@ -122,17 +147,28 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Ask them as turns of conversations, and compare referring to a document with showing it again.",
 )
 @vllm_args_argument
-def quality(model: str, as_json: bool, deduplicate: bool, **options: Any) -> None:
+def quality(
+    model: str,
+    document_orders: tuple[DocumentOrder, ...],
+    max_score_loss: float | None,
+    num_shown: int | None,
+    as_json: bool,
+    deduplicate: bool,
+    **options: Any,
+) -> None:
     """Answer questions in several ways and compare: how many are right, and how many tokens were computed.
 
     MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: all
     tokens computed; prefixes cached; documents reused as they were computed alone; and documents reused with ever more
     of their tokens computed. The questions are asked one by one, in the file's order, so let them come as they come to
-    you: the same documents in changing company.
+    you: the same documents in changing company. With --document-order or --max-score-loss these are audited instead,
+    against prefixes cached for documents as they are; with --alphas, reuse as well.
 
     With --deduplicate questions that share documents are turns of one conversation, up to four, and later turns are
     compared: the documents shown again, or referred to where the conversation holds them (deduplicate=True of
     ChatRAGCache and RAGCacheLLM).
+
+    The last column says how many answers are those of the first way, word for word, with a 95 % interval.
     """
     from ragcache_core.bench.quality import (
         FULL,
@@ -142,11 +178,18 @@ def quality(model: str, as_json: bool, deduplicate: bool, **options: Any) -> Non
         SHOWN_AGAIN,
         chunk_ways,
         conversations_of,
+        order_ways,
         summary_table,
     )  # fmt: skip
 
-    run, alphas = quality_run(model, options)
-    ways = [FULL, PREFIX, NAIVE, *chunk_ways(options["selection"], alphas, options["max_recompute"])]
+    ways = order_ways(document_orders, max_score_loss)
+    if deduplicate and ways:
+        raise click.UsageError("--deduplicate is audited by itself: leave --document-order and --max-score-loss out.")
+    run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)
+    is_reuse_audited = not ways or options["alphas"] is not None
+    ways = [PREFIX, *ways] if ways else [FULL, PREFIX]
+    if is_reuse_audited:
+        ways += [NAIVE, *chunk_ways(options["selection"], alphas, options["max_recompute"])]
     if deduplicate:
         conversations_of(run.questions)  # refuses questions that share nothing, before an engine starts
         ways = [SHOWN_AGAIN, REFERRED_TO]
@@ -160,11 +203,14 @@ def quality(model: str, as_json: bool, deduplicate: bool, **options: Any) -> Non
     click.echo(summary_table(by_way, SHOWN_AGAIN.name if deduplicate else PREFIX.name))
 
 
-def quality_run(model: str, options: dict[str, Any]) -> tuple[QualityRun, tuple[float, ...]]:
+def quality_run(
+    model: str, options: dict[str, Any], *, num_shown: int | None = None, max_score_loss: float | None = None
+) -> tuple[QualityRun, tuple[float, ...]]:
     """Return what :func:`asking_options` ask for: the run, and the alphas.
 
     Raises:
-        ConfigError: no such questions, or a size that cannot work.
+        ConfigError: no such questions, or a size that cannot work; no question has documents with scores beyond
+            ``num_shown``, to be exchanged with a ``max_score_loss``.
     """
     from ragcache_core.bench.quality import read_questions
     from ragcache_core.bench.quality.measuring import QualityRun
@@ -174,6 +220,8 @@ def quality_run(model: str, options: dict[str, Any]) -> tuple[QualityRun, tuple[
     vllm_args = options["vllm_args"]
     check_vllm_args(vllm_args)
     questions = read_questions(options["questions_path"], options["corpus"], limit=options["limit"])
+    if max_score_loss is not None:
+        _check_candidates(questions, num_shown, options["questions_path"])
     check_model(model)
     sizes = {
         name: options[name] for name in ("kv_cache_bytes", "block_size", "host_bytes") if options[name] is not None
@@ -183,17 +231,32 @@ def quality_run(model: str, options: dict[str, Any]) -> tuple[QualityRun, tuple[
         "max_restarts": 0,  # its successor would have an empty cache
         "extra_args": vllm_args,
     }
-    run = QualityRun(model, questions, CacheConfig(**sizes), options["max_tokens"], launch_options)
+    run = QualityRun(model, questions, CacheConfig(**sizes), options["max_tokens"], launch_options, num_shown)
     return run, options["alphas"] or DEFAULT_ALPHAS[options["selection"]]
 
 
+def _check_candidates(questions: Sequence[Question], num_shown: int | None, path: Path) -> None:
+    if any(not question.scores for question in questions):
+        raise ConfigError(
+            f'the questions {path} have no scores, which --max-score-loss bounds: give each line "scores", a number '
+            "for each of its documents, the best first"
+        )
+    if num_shown is None or all(len(question.documents) <= num_shown for question in questions):
+        raise ConfigError(
+            f"no question of {path} has more documents than are shown, so that none can take another's place: give "
+            "--documents, less than the lines have"
+        )
+
+
 def measured(run: QualityRun, ways: Sequence[Way]) -> Iterator[tuple[Way, list[Summary]]]:
-    """Yield what each way came to, with a progress bar on a terminal."""
+    """Yield what each way came to, compared with the first, with a progress bar on a terminal."""
     from ragcache_core.bench.quality import summarise
 
+    reference = None
     with _progress(len(ways) * len(run.questions)) as begin:
         for way, answers in run.answers(ways, begin=begin):
-            yield way, summarise(way.name, answers)
+            yield way, summarise(way.name, answers, reference)
+            reference = reference or answers
 
 
 @contextmanager

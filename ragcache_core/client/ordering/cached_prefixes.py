@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import httpx
@@ -19,8 +20,12 @@ from ragcache_core.types import DocId
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 """The engine answers between two steps."""
 _ASK_EVERY_S = 1.0
+_NUM_AT_ONCE = 2
+"""Questions of who waits: an answer that is on its way does not know what has just been cached."""
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
+
+_Answer = TypeVar("_Answer")
 
 _logger = logging.getLogger(__name__)
 _all: WeakSet[CachedPrefixes] = WeakSet()
@@ -48,6 +53,10 @@ class CachedPrefixes:
         self._engines: list[CachedPaths] | None = None
         self._lock = threading.Lock()
         self._starting = threading.Lock()
+        self._read = threading.Condition()
+        self._num_read = 0
+        self._num_at_once = 0
+        self._is_wanted = asyncio.Event()
         self._thread: BackgroundLoop | None = None
 
     @property
@@ -56,16 +65,36 @@ class CachedPrefixes:
         return self._engines is not None
 
     def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
-        """Return the order whose prefix is cached the furthest; None where that is not known (yet).
+        """Return the order whose prefix is cached the furthest; None where that is not known (yet)."""
+        return self.look(lambda engines: best_order(engines, documents, prefix=prefix, keep_first=keep_first))
+
+    def look(self, answer: Callable[[Sequence[CachedPaths]], _Answer]) -> _Answer | None:
+        """Return what ``answer`` makes of what each engine has cached; None where that is not known (yet).
 
         Never waits for the server. The first call begins to ask it.
         """
         if self._thread is None:
             self._start()
         with self._lock:
-            if self._engines is None:
-                return None
-            return best_order(self._engines, documents, prefix=prefix, keep_first=keep_first)
+            return None if self._engines is None else answer(self._engines)
+
+    def refresh(self, timeout_s: float) -> bool:
+        """Ask the server now, and return whether it has answered within ``timeout_s`` seconds.
+
+        For who measures: a request need not wait for it.
+        """
+        if self._thread is None:
+            self._start()
+        if (thread := self._thread) is None or self._is_closed:
+            return False
+        with self._read:
+            num_wanted = self._num_read + _NUM_AT_ONCE
+            thread.run(self._hurry())
+            return self._read.wait_for(lambda: self._num_read >= num_wanted, timeout_s)
+
+    async def _hurry(self) -> None:
+        self._num_at_once = _NUM_AT_ONCE
+        self._is_wanted.set()
 
     def close(self) -> None:
         """End the thread and its connection. May be called again."""
@@ -86,7 +115,7 @@ class CachedPrefixes:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                await self._read(client)
+                await self._mirror(client)
             except _NothingToMirrorError as error:
                 _logger.warning("Documents keep the order of retrieval instead of a cache-aware one: %s", error)
                 return
@@ -99,7 +128,7 @@ class CachedPrefixes:
                 self._engines = None
             await asyncio.sleep(pause_s)
 
-    async def _read(self, client: httpx.AsyncClient) -> None:
+    async def _mirror(self, client: httpx.AsyncClient) -> None:
         """Keep a copy of each data-parallel engine's until an answer is missing or makes no sense."""
         cursor, engines = "", list[CachedPaths]()
         while True:
@@ -112,7 +141,19 @@ class CachedPrefixes:
                     paths.apply(each["changes"])
                 if answer["is_complete"]:
                     self._engines = engines
-            await asyncio.sleep(_ASK_EVERY_S if answer["is_complete"] else 0)
+            if answer["is_complete"]:
+                with self._read:
+                    self._num_read += 1
+                    self._read.notify_all()
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until it is time to ask again, or somebody waits for it."""
+        if self._num_at_once == 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._is_wanted.wait(), _ASK_EVERY_S)
+            self._is_wanted.clear()
+        self._num_at_once = max(self._num_at_once - 1, 0)
 
     async def _ask(self, client: httpx.AsyncClient, cursor: str) -> dict[str, Any]:
         response = await client.get(self._url, params={"cursor": cursor} if cursor else None)

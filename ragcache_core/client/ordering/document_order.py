@@ -7,9 +7,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
 from ragcache_core.ordering import DocumentOrder, arrange
+from ragcache_core.swaps import Choice, prefer_cached
 from ragcache_core.types import DocId, Document
 
 _NUM_REMEMBERED = 1024
@@ -93,3 +95,25 @@ class OrderingClient:
             return Arrangement(tuple(documents), False, time.perf_counter() - began_s)
         self._reordered.add(tuple(ids[i] for i in places))
         return Arrangement(tuple(documents[i] for i in places), True, time.perf_counter() - began_s)
+
+    def refresh(self, timeout_s: float = 5.0) -> bool:
+        """Ask the engine now what it has cached, and return whether it has answered in time. For who measures."""
+        return self._cached.refresh(timeout_s)
+
+    def prefer_cached(
+        self,
+        candidates: Sequence[DocId],
+        scores: Sequence[float],
+        k: int,
+        *,
+        max_score_loss: float,
+        order: DocumentOrder,
+        keep_first: bool,
+        prefix: bytes | None,
+    ) -> Choice:
+        """Do :func:`~ragcache_core.swaps.prefer_cached` by what the engine has; without knowing it, choose the best."""
+        asked: dict[str, Any] = {"order": order, "keep_first": keep_first, "prefix": prefix}
+        chosen = self._cached.look(
+            lambda engines: prefer_cached(candidates, scores, k, engines, max_score_loss=max_score_loss, **asked)
+        )
+        return chosen or Choice(tuple(range(min(k, len(candidates)))))

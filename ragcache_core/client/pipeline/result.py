@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.stats import PipelineReport
-from ragcache_core.types import DocId, Document, RetrievalUpdate
+from ragcache_core.types import DocId, Document, RetrievalUpdate, Swap
 
 if TYPE_CHECKING:  # the client does not need the store
     from ragcache_core.retrieval.base import Metric
@@ -19,10 +19,10 @@ class PipelineEvent:
     """Something that happened during a search.
 
     ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``, which are the search's own (see
-    :class:`~ragcache_core.types.RetrievalUpdate`; :func:`similarities`). ``start``, ``cancel``, ``confirm``: a
-    speculation from ``doc_ids``, in the order of the prompt, was sent, given up, or right. ``miss``: the final
-    documents were not those of the speculation that was sent. ``settle``: the answer has ended whose speculation was
-    confirmed. ``search_s`` is the time since the search began.
+    :class:`~ragcache_core.types.RetrievalUpdate`; :func:`similarities`), and ``swaps`` exchanged some. ``start``,
+    ``cancel``, ``confirm``: a speculation from ``doc_ids``, in the order of the prompt, was sent, given up, or right.
+    ``miss``: the final documents were not those of the speculation that was sent. ``settle``: the answer has ended
+    whose speculation was confirmed. ``search_s`` is the time since the search began.
 
     ``hidden_search_s`` is told once, and as the report has it: during how much of the search the answer was on its way.
     Of an answer it is known when that has ended (``settle``; ``None`` where no request joined the speculation: it was
@@ -37,6 +37,7 @@ class PipelineEvent:
     is_final: bool
     hidden_search_s: float | None
     search_s: float
+    swaps: tuple[Swap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,9 @@ class SearchRun:
         search_s = ended_s - self._began_s
         self._num_stages += 1
         self._stage = update.stage
+        ids, is_final = _ids(update.documents), update.is_final
         self._events.append(
-            PipelineEvent("stage", update.stage, _ids(update.documents), update.scores, update.is_final, None, search_s)
+            PipelineEvent("stage", update.stage, ids, update.scores, is_final, None, search_s, update.swaps)
         )
         if update.is_final:
             return await self._finish(update, self._in_prompt_order(update.documents), search_s)
@@ -169,7 +170,7 @@ class SearchRun:
             self._events.append(PipelineEvent(kind, self._stage, _ids(documents), (), True, told_s, search_s))
         report = PipelineReport(
             search_s, unhidden_s, self._num_stages, self._num_started, self._num_cancelled,
-            is_confirmed=speculation is not None, skipped_because=self._why_nothing_started(),
+            is_confirmed=speculation is not None, skipped_because=self._why_nothing_started(), swaps=update.swaps,
         )  # fmt: skip
         return PipelineResult(update, documents, report, speculation, self._began_s)
 

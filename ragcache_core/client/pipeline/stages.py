@@ -64,7 +64,7 @@ async def read_stages(
     try:
         async for update in updates:
             check_stage(update)
-            on_stage(_cut(update, k))
+            on_stage(cut_stage(update, k))
             if update.is_final:
                 return
             await asyncio.sleep(0)  # a source that never waits would keep everything else from running, time-outs too
@@ -89,7 +89,8 @@ async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:
         _logger.warning("a source of stages could not be closed", exc_info=True)
 
 
-def _cut(update: RetrievalUpdate, k: int | None) -> RetrievalUpdate:
+def cut_stage(update: RetrievalUpdate, k: int | None) -> RetrievalUpdate:
+    """Return a stage with every document once, where it stood first, and the first ``k`` of them."""
     first = {document.doc_id: i for i, document in reversed(list(enumerate(update.documents)))}
     kept = sorted(first.values())[:k]
     if len(kept) == len(update.documents):

@@ -13,6 +13,7 @@ from ragcache_core.client.ordering.document_order import RememberedOrders
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments, bind
 from ragcache_core.client.prompts.chat_request import AskedChat, ChatRequest, read_chat
 from ragcache_core.client.prompts.layout_learner import LayoutLearner
+from ragcache_core.client.prompts.rearranging import rearranged
 from ragcache_core.client.prompts.repeated_documents import without_repeats
 from ragcache_core.client.prompts.request_plan import (
     RememberedDocuments,
@@ -164,7 +165,7 @@ class PromptClient:
         check_sendable({**settings, "messages": messages}, "the request")
         searches = self._remembered.searches()
         shown = self._shown(documents, messages)
-        questions = [search.query for search in (*searches, *RETRIEVED.searches()) if search.query]
+        questions = self._questions()
         sent: Sequence[ChatMessage] = without_repeats(messages, shown, questions) if deduplicates else messages
         if isinstance(self._tokenizer, TokenizerUnavailableError):
             return self._unnamed(changed_messages(messages, sent))
@@ -244,6 +245,25 @@ class PromptClient:
         check_prompt_fits(len(token_ids), self._max_model_len)
         segments = segments_in(token_ids, tokenizer, sent, shown, questions)
         return RenderedPrompt(tuple(sent), "", token_ids, segments)
+
+    def rearranged(
+        self, messages: Sequence[ChatMessage], order: Sequence[int], *, documents: Iterable[Document] | None = None
+    ) -> list[ChatMessage] | str:
+        """Return ``messages`` with their documents in another order, which is remembered as one, or why that cannot be.
+
+        ``order`` are places of the documents that :meth:`plan_chat` finds in them.
+        """
+        messages = [as_plain_text(message) for message in messages]
+        if any(message.get("role") == "tool" for message in messages):
+            return "the result of a tool stays as the tool returned it"
+        found = rearranged(messages, self._shown(documents, messages), order, self._questions())
+        if isinstance(found, str):
+            return found
+        self._reordered.add(found.doc_ids)
+        return found.messages
+
+    def _questions(self) -> list[str]:
+        return [search.query for search in (*self._remembered.searches(), *RETRIEVED.searches()) if search.query]
 
     def _tokenizer_at_hand(self) -> PromptTokenizer | None:
         return None if isinstance(self._tokenizer, TokenizerUnavailableError) else self._tokenizer

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ragcache_core.client.prompts.chat_request import AskedChat
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
-from ragcache_core.stats import RequestStats, document_stats
+from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
 from ragcache_core.wire import ChunkReuseOption, encode_kv_transfer_params
 
@@ -21,17 +21,19 @@ class RequestPlan:
 
     ``extra_body`` is merged into the body of the request; ``segments`` and ``num_prompt_tokens`` are unknown (empty,
     ``None``) where the server tokenises the messages itself. ``asked`` is the chat that the request is of, if the model
-    may answer it with the call of a tool.
+    may answer it with the call of a tool. ``deadline`` is that of the request, if it has one.
     """
 
     extra_body: dict[str, Any] = field(default_factory=dict)
     segments: tuple[PromptSegment, ...] = ()
     num_prompt_tokens: int | None = None
     asked: AskedChat | None = None
+    deadline: DeadlineReport | None = None
 
     def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:
         """Return the statistics of the answered request; ``usage`` is the OpenAI protocol's, as the server sent it."""
-        return request_stats(usage, self.segments, ttft_s=ttft_s, total_s=total_s)
+        stats = request_stats(usage, self.segments, ttft_s=ttft_s, total_s=total_s)
+        return stats if self.deadline is None else replace(stats, deadline=self.deadline)
 
 
 def request_stats(

@@ -38,6 +38,8 @@ class CacheSummary:
     ``num_reused_chunks`` documents were reused behind others than they were computed behind, ``num_reused_tokens`` of
     them as they were stored and ``num_recomputed_tokens`` computed anew; their answers are approximate.
 
+    ``num_deadlines`` requests had a ``ttft_slo``, ``num_met_deadlines`` of them their first token by then.
+
     While documents were searched, the engine worked ahead ``num_speculations`` times, ``num_confirmed_speculations`` of
     them with the documents that were found: ``hidden_search_s`` seconds of searching cost no time.
 
@@ -58,6 +60,8 @@ class CacheSummary:
     num_reused_chunks: int = 0
     num_reused_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_deadlines: int = 0
+    num_met_deadlines: int = 0
     num_speculations: int = 0
     num_confirmed_speculations: int = 0
     hidden_search_s: float = 0.0
@@ -96,6 +100,8 @@ class CacheSummary:
             line += f", first token after {self.mean_ttft_s * 1000:,.0f} ms on average"
         if self.num_confirmed_speculations:
             line += f", {self.hidden_search_s:.3f} s of searching hidden"
+        if self.num_deadlines:
+            line += f", {self.num_met_deadlines:,} of {self.num_deadlines:,} deadlines met"
         if self.num_reused_chunks:
             line += f", {self.num_reused_chunks:,} documents reused approximately"
         if self.num_kept_answers:
@@ -128,6 +134,10 @@ class CacheTally:
                 self._sums["num_reused_chunks"] += reuse.num_chunks
                 self._sums["num_reused_tokens"] += reuse.num_reused_tokens
                 self._sums["num_recomputed_tokens"] += reuse.num_recomputed_tokens
+            if stats.deadline is not None:
+                self._sums["num_deadlines"] += 1
+                is_met = stats.ttft_s is not None and stats.ttft_s <= stats.deadline.ttft_slo_s
+                self._sums["num_met_deadlines"] += is_met
             if stats.ttft_s is not None:
                 self._ttft_s.append(stats.ttft_s)
             if stats.queue_s is not None:

@@ -156,7 +156,8 @@ class ChunkReuse(KVConnectorBase_V1):
         wanted = metadata.chunk_reuse
         if not documents or wanted is False or (wanted is None and not self._reuse.is_default):
             return
-        options = self._options(request, wanted or ChunkReuseRequest())
+        asked = wanted if isinstance(wanted, ChunkReuseRequest) else ChunkReuseRequest()
+        options = self._options(request, asked, reuses=wanted != "store")
         if options is None or len(documents) > _MAX_CHUNKS:
             self.scheduling.library.counters.num_refused_requests += 1
             return
@@ -165,7 +166,7 @@ class ChunkReuse(KVConnectorBase_V1):
         doc_ids = [document.doc_id or "" for document in documents]
         self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options, doc_ids)
 
-    def _options(self, request: Request, asked: ChunkReuseRequest) -> ReuseOptions | None:
+    def _options(self, request: Request, asked: ChunkReuseRequest, *, reuses: bool) -> ReuseOptions | None:
         """Return how a request's chunks are reused; None if they cannot be."""
         reuse = self._reuse
         if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
@@ -177,6 +178,7 @@ class ChunkReuse(KVConnectorBase_V1):
             selection=reuse.selection if asked.selection is None else asked.selection,
             alpha=alpha,
             max_recompute=reuse.max_recompute if asked.max_recompute is None else asked.max_recompute,
+            reuses=reuses,
         )
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -29,12 +29,14 @@ class ChunkPlans:
 
     def preload(self, request_id: str, request: ReuseState) -> None:
         """Have read what a request that will wait may reuse and lies on disk alone (Cache-Craft §3.5)."""
-        stored = self._stored(request, 0)
+        stored = self._stored(request, 0) if request.options.reuses else {}
         if len(self._on_host(stored)) < len(stored):
             self.plan(request_id, request, 0)
 
     def plan(self, request_id: str, request: ReuseState, num_exact: int) -> ReusePlan | None:
         """Return a plan whose chunks are pinned for the request; None if it reuses nothing."""
+        if not request.options.reuses:
+            return None
         end = len(request.token_ids) - 1
         stored = self._stored(request, num_exact)
         for candidates in (stored, self._on_host(stored)):

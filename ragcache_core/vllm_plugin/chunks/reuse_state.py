@@ -17,12 +17,16 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, Ca
 
 @dataclass(frozen=True, slots=True)
 class ReuseOptions:
-    """How a request's chunks are reused, with everything that was left open decided."""
+    """How a request's chunks are reused, with everything that was left open decided.
+
+    One that reuses none is answered exactly; its chunks are kept all the same.
+    """
 
     selection: str
     alpha: float
     max_recompute: float
     is_focused: bool = True
+    reuses: bool = True
 
 
 @dataclass(slots=True)

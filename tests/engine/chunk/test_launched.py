@@ -14,15 +14,18 @@ import numpy as np
 import pytest
 
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats, SegmentKind
+from ragcache_core.chunk import AlphaPoint
 from ragcache_core.client import Engine
 from ragcache_core.config import ChunkReuse
 from ragcache_core.vllm_plugin.chunks.page_layout import pack_token_ids
+from ragcache_integrations.langchain import ChatRAGCache
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+from tests.support.measured import measured
 from tests.support.waiting import until
 
 _LAYOUT = PromptLayout()
 _WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
-_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefgpqrs"}
+_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefgpqrstuvw"}
 _QUESTION = "Who founded Zorval?"
 _THIRD: dict[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}
 _NOTHING: dict[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
@@ -40,7 +43,9 @@ def _launch(directory: Path) -> Iterator[Engine]:
         chunk_reuse=ChunkReuse(share=1.0, is_default=False),
     )
     settings = {**ENGINE_ARGS, "cache": cache}
-    with Engine.launch(str(DEMO_MODEL), log_path=directory.with_suffix(".log"), **settings) as running:
+    with measured(DEMO_MODEL, directory.with_name("measured"), [AlphaPoint(1.7, 0.98, 0.3)]):
+        running = Engine.launch(str(DEMO_MODEL), log_path=directory.with_suffix(".log"), **settings)
+    with running:
         yield running
 
 
@@ -104,6 +109,28 @@ def test_a_request_for_a_quality_that_nobody_measured_is_answered_exactly_and_co
     assert before is not None
     assert after is not None
     assert after.num_refused_requests == before.num_refused_requests + 1
+
+
+def test_a_deadline_has_documents_reused_that_exact_answers_have_stored(launched: Engine) -> None:
+    llm = ChatRAGCache(engine=launched, temperature=0, max_tokens=8)
+
+    def ask(names: str, ttft_slo: float) -> Any:
+        documents = [_DOCUMENTS[name] for name in names]
+        launched.remember_documents(documents, _LAYOUT.document_text)
+        messages = [dict(message) for message in _LAYOUT.messages(documents, _QUESTION)]
+        assert launched.integration.ordering.refresh()
+        return llm.invoke(messages, ttft_slo=ttft_slo).response_metadata["ragcache"]
+
+    exact = [ask(names, 100.0) for names in ("tu", "vw")]
+    late = ask("wuvt", 0.001)
+    exact.append(ask("wuvt", 100.0))
+    assert [stats["deadline"]["choice"] for stats in exact] == ["exact"] * 3
+    assert [stats["chunk_reuse"] for stats in exact] == [None] * 3
+    assert late["deadline"]["choice"] == "chunk_reuse"
+    assert late["chunk_reuse"]["num_chunks"] > 0
+    as_it_is, *_, reused = late["deadline"]["options"]
+    assert (reused["alpha"], reused["quality"]) == (1.7, 0.98)
+    assert reused["ttft_s"] < as_it_is["ttft_s"] == late["deadline"]["exact_ttft_s"]
 
 
 def _chunks(engine: Engine) -> Any:

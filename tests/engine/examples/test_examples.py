@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import changing_documents, demo, document_order, speculative_rag, tiers
+from examples import changing_documents, deadline, demo, document_order, near_equals, speculative_rag, tiers
 from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
@@ -52,7 +52,7 @@ def key_of_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_example_is_tested() -> None:
     scripts = {p.stem for p in (ROOT / "examples").glob("*.py")} - {"__init__", "_shared", "demo"}
-    assert scripts == {*EXAMPLES, "changing_documents", "document_order"}
+    assert scripts == {*EXAMPLES, "changing_documents", "deadline", "document_order", "near_equals"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -157,6 +157,29 @@ def test_the_fused_pair_prints_what_happened_to_each_speculation(
     num_started, num_cancelled = events.count("  start"), events.count("  cancel")
     assert events.count("  confirm") == num_started - num_cancelled >= 4
     assert events.count("  miss") + events.count("  confirm") <= 6  # on a busy machine a search may end too soon
+
+
+def test_each_deadline_gets_the_least_deviation_that_is_predicted_to_meet_it(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deadline.main(["--url", engine.base_url, "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["choice"] for row in rows] == ["exact", "document_order", "document_order"]
+    assert [row["is_in_time"] for row in rows] == [True, True, False]
+    assert all(row["predicted_ms"] <= row["exact_ms"] for row in rows)
+    assert len({row["answer"] for row in rows}) == 1
+    assert "nothing is predicted to meet" in rows[-1]["why"]
+
+
+def test_nearly_equal_documents_that_are_cached_are_shown_and_told(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near_equals.main(["--url", engine.base_url, "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    swaps = [swap for row in rows for swap in row["swaps"]]
+    assert swaps
+    assert all(0.0 <= swap["score_loss"] <= near_equals.MAX_SCORE_LOSS for swap in swaps)
+    assert sum(row["is_right"] for row in rows) >= 0.9 * len(rows)
 
 
 @pytest.mark.benchmark

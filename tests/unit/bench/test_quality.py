@@ -22,6 +22,7 @@ from ragcache_core.bench.quality import (
     chunk_ways,
     conversations_of,
     exact_match,
+    order_ways,
     read_questions,
     rouge_l,
     summarise,
@@ -29,7 +30,7 @@ from ragcache_core.bench.quality import (
 )
 from ragcache_core.bench.quality.conversing import MAX_TURNS, answers_in_conversations
 from ragcache_core.bench.quality.questions import to_line
-from ragcache_core.bench.quality.scores import longest_common, words
+from ragcache_core.bench.quality.scores import longest_common, wilson_interval, words
 from ragcache_core.client.generation import Generation, Prompt
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.config import CacheConfig
@@ -101,6 +102,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [document.text for document in read.documents] == ["Zor is.", "Mel is."]
 
 
+def test_scores_are_read_where_they_are_written(tmp_path: Path) -> None:
+    question = Question("Who?", ("a",), (Document("1", "Zor is."), Document("2", "Mel is.")), "two", (0.9, 0.8))
+    scored, plain = read_questions(written(tmp_path / "q.jsonl", to_line(question), LINE))
+    assert (scored.scores, plain.scores) == ((0.9, 0.8), ())
+
+
 def test_the_same_text_is_the_same_document_in_every_question(tmp_path: Path) -> None:
     other = {**LINE, "documents": ["Mel is.", "Kel is."]}
     one, two = read_questions(written(tmp_path / "q.jsonl", LINE, other))
@@ -126,6 +133,10 @@ def test_documents_may_be_files_of_a_folder(tmp_path: Path) -> None:
         ({**LINE, "kind": 3}, "must be texts"),
         ({**LINE, "documents": ["a", "a"]}, "there twice"),
         ({**LINE, "documents": [" "]}, "a document without text"),
+        ({**LINE, "scores": [0.9]}, "line 2: scores must be 2 numbers"),
+        ({**LINE, "scores": [0.9, "0.8"]}, "scores must be 2 numbers"),
+        ({**LINE, "scores": [0.9, float("nan")]}, "scores must be 2 numbers"),
+        ({**LINE, "scores": 0.9}, "scores must be 2 numbers"),
     ],
 )
 def test_a_line_that_is_no_question_is_refused_with_its_number(tmp_path: Path, line: object, message: str) -> None:
@@ -165,6 +176,17 @@ def test_ways_come_by_alpha_each_once() -> None:
     ways = chunk_ways("whole_chunks", [2.0, 1, 2])
     assert [way.name for way in ways] == ["whole_chunks 1", "whole_chunks 2"]
     assert [way.chunks.alpha for way in ways if way.chunks] == [1.0, 2.0]
+
+
+def test_orders_and_nearly_equal_documents_are_audited_alone_and_together() -> None:
+    ways = order_ways(["cache_aware", "canonical", "cache_aware"], 0.02)
+    assert [way.name for way in ways] == [
+        *("canonical", "cache_aware", "score loss 0.02", "cache_aware, score loss 0.02")
+    ]
+    sizes = CacheConfig(host_bytes="64MiB")
+    caches = [way.cache(sizes) for way in ways]
+    assert caches == [None, sizes, sizes, sizes], "only what is cached needs an engine that tells it"
+    assert order_ways([], None) == []
 
 
 class Reader:
@@ -228,6 +250,42 @@ def test_later_turns_are_asked_with_all_that_was_said_and_refer_where_they_are_t
         prompts[way.name] = [shown for shown, _ in reader.asked]
     assert prompts["shown again"] == [["A", "B"], ["A", "B", "B", "C"], ["A", "B", "B", "C", "A"]]
     assert prompts["referred to"] == [["A", "B"], ["A", "B", "C"], ["A", "B", "C"]]
+
+
+def test_what_is_shown_is_what_was_arranged_of_more(demo_model: str) -> None:
+    documents = tuple(Document(name, f"{name} is a city.") for name in ("Zorval", "Melvi", "Kelsa"))
+    reader = Reader(ModelTokenizer(demo_model))
+    for arrange, shown in (
+        (None, ["Zorval", "Melvi"]),
+        (lambda question: question.documents[:2], ["Zorval", "Melvi"]),
+        (lambda question: question.documents[::-2], ["Kelsa", "Zorval"]),
+    ):
+        (answered,) = answers_of(reader, [Question("Who?", ("x",), documents)], num_shown=2, arrange=arrange)
+        assert reader.asked[-1][0] == shown
+        assert answered.is_changed == (shown != ["Zorval", "Melvi"])
+
+
+@pytest.mark.parametrize(
+    ("hits", "tries", "low", "high"),
+    [(10, 10, 0.7225, 1.0), (0, 10, 0.0, 0.2775), (50, 100, 0.4038, 0.5962), (1, 1, 0.2065, 1.0), (0, 0, 0.0, 1.0)],
+)
+def test_the_interval_of_a_share_is_wilsons(hits: int, tries: int, low: float, high: float) -> None:
+    assert wilson_interval(hits, tries) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_agreement_is_with_the_answers_to_the_same_questions_kind_by_kind() -> None:
+    def said(kind: str, text: str, *, is_changed: bool = False) -> AskedAnswer:
+        return AskedAnswer(kind, text, True, 1.0, 100, 50, is_changed=is_changed)
+
+    reference = [said("a", "The Sun."), said("b", "moon"), said("b", "mars")]
+    answers = [said("a", "sun"), said("b", "moon", is_changed=True), said("b", "venus", is_changed=True)]
+    of_a, of_b, of_all = summarise("other", answers, reference)
+    assert [of_a.agreement, of_b.agreement, of_all.agreement] == [1.0, 0.5, pytest.approx(2 / 3)]
+    assert of_b.agreement_interval == wilson_interval(1, 2)
+    assert [of_a.changed, of_b.changed] == [0.0, 1.0]
+    row = summary_table({"other": [of_b]}, "other").splitlines()[1]
+    assert "50.0% [9%, 91%]" in row
+    assert summarise("first", reference)[0].agreement is None
 
 
 def answer(kind: str, *, is_exact: bool = True, computed: int = 10, reused: int = 0, again: int = 0) -> AskedAnswer:

@@ -91,6 +91,57 @@ def test_quality_compares_turns_that_refer_with_turns_that_show_again(
     assert len(runs) == 1
 
 
+def scored(tmp_path: Path, **line: object) -> str:
+    path = tmp_path / "scored.jsonl"
+    asked = {**LINE, "documents": ["Zorval is.", "Mel is.", "Kel is."], "scores": [0.9, 0.8, 0.79], **line}
+    path.write_text(json.dumps(asked), encoding="utf-8")
+    return str(path)
+
+
+def test_orders_and_nearly_equal_documents_are_audited_in_place_of_reuse(
+    runs: list[QualityRun], demo_model: str, tmp_path: Path
+) -> None:
+    asked = ["--document-order", "cache_aware", "--max-score-loss", "0.02", "--documents", "2"]
+    result = run("quality", demo_model, "--questions", scored(tmp_path), *asked, "--json")
+    assert result.exit_code == 0, result.output
+    summaries = json.loads(result.stdout)["summaries"]
+    ways = ["prefix caching", "cache_aware", "score loss 0.02", "cache_aware, score loss 0.02"]
+    assert [summary["way"] for summary in summaries] == ways
+    assert [summary["agreement"] for summary in summaries] == [None, 1.0, 1.0, 1.0]
+    assert runs[0].num_shown == 2
+    both = run("quality", demo_model, "--questions", scored(tmp_path), "--document-order", "canonical", "--alphas", "2")
+    for way in ("prefix caching", "canonical", "naive reuse", "whole_chunks 2"):
+        assert way in both.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "message"),
+    [
+        ({"scores": []}, ["--documents", "2"], "have no scores"),
+        ({}, [], "give --documents"),
+        ({}, ["--documents", "3"], "no question of"),
+    ],
+)
+def test_questions_that_leave_nothing_to_exchange_are_refused_before_anything_is_launched(
+    runs: list[QualityRun], demo_model: str, tmp_path: Path, line: dict[str, object], arguments: list[str], message: str
+) -> None:
+    path = scored(tmp_path, **line)
+    result = run("quality", demo_model, "--questions", path, "--max-score-loss", "0.02", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not runs
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--max-score-loss", "1"], ["--max-score-loss", "nan"], ["--document-order", "best"]]
+)
+def test_an_audit_that_cannot_be_is_wrong_usage(
+    runs: list[QualityRun], demo_model: str, questions: str, wrong: list[str]
+) -> None:
+    assert run("quality", demo_model, "--questions", questions, *wrong).exit_code == 2
+    assert not runs
+
+
 def test_what_was_calibrated_is_kept_and_chooses_the_cheapest_alpha(
     runs: list[QualityRun], demo_model: str, questions: str
 ) -> None:

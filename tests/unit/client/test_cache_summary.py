@@ -1,12 +1,13 @@
 """Both frameworks' handlers say the same in one line."""
 
+from dataclasses import replace
 from uuid import uuid4
 
 from langchain_core.messages import AIMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 
 from ragcache_core.client.stats.cache_summary import CacheSummary
-from ragcache_core.stats import DocumentStats, RequestStats
+from ragcache_core.stats import DeadlineReport, DocumentStats, RequestStats
 from ragcache_integrations.langchain import CacheStatsCallbackHandler
 from ragcache_integrations.langchain.events import SPECULATION_EVENT
 from ragcache_integrations.llamaindex import CacheStatsEvent, CacheStatsEventHandler
@@ -55,3 +56,12 @@ def test_a_line_says_nothing_of_what_did_not_happen() -> None:
     assert str(summary) == (
         "1 request, 0 of 10 prompt tokens cached (0%), 2 documents reused approximately, 1 unfinished"
     )
+
+
+def test_deadlines_are_met_by_first_tokens_that_came_in_time() -> None:
+    events = CacheStatsEventHandler()
+    for stats, ttft_slo_s in ((FIRST, 0.08), (FIRST, 0.07), (AGAIN, 1.0), (replace(AGAIN, ttft_s=None), 1.0)):
+        report = DeadlineReport(ttft_slo_s, "exact", None, "")
+        events.handle(CacheStatsEvent.from_stats(replace(stats, deadline=report), model="any", span_id=None))
+    assert (events.summary().num_met_deadlines, events.summary().num_deadlines) == (2, 4)
+    assert ", 2 of 4 deadlines met" in str(events)

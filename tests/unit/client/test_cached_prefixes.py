@@ -177,6 +177,22 @@ def test_what_changes_is_followed() -> None:
         until(lambda: door.ids(A, B, C) == "bac")
 
 
+def test_who_waits_for_an_answer_gets_one_that_knows_what_has_just_been_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 60.0)
+    with serving() as server, door_to(server) as door:
+        for doc_id in "bc":
+            server.tell(**{doc_id: 50, "x": 5})
+            assert door.refresh()
+            assert door.ids(A, B, C)[0] == doc_id
+            server.tell(**{doc_id: 0})
+        server.close()
+        assert not door.refresh(timeout_s=0.05)
+        door.cached.close()
+        assert not door.refresh(timeout_s=0.05)
+
+
 def test_of_several_engines_the_order_that_one_of_them_has_counts() -> None:
     """What the one has of `a` is no use to the other, which has `b` behind it: together they would be the longest."""
     first = [PathChange(P, ("a",), 40), PathChange(P, ("c",), 50)]

@@ -79,6 +79,7 @@ def test_a_toml_file_has_a_table_for_it(tmp_path: Path) -> None:
     [
         (None, None, None),
         (False, False, False),
+        ("store", "store", "store"),
         (True, True, ChunkReuseRequest()),
         ({}, True, ChunkReuseRequest()),
         (ChunkReuseRequest(alpha=2.0), {"alpha": 2.0}, ChunkReuseRequest(alpha=2.0)),
@@ -98,7 +99,7 @@ def test_what_a_request_says_arrives(option: ChunkReuseOption, on_the_wire: obje
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (0, "must be true, false, or a mapping of quality, selection"),
+        (0, "must be true, false, 'store', or a mapping of quality, selection"),
         ("yes", "must be true, false"),
         ([], "must be true, false"),
         ({"qualty": 1}, "a mapping of quality, selection"),

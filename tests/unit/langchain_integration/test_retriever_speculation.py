@@ -148,7 +148,7 @@ async def test_stages_and_prefills_are_events_in_order(
     assert {data["query"] for _, data in events.seen} == {QUESTION}
     stage, confirm = events.seen[-2], events.seen[-1]
     assert stage[0] == "ragcache.candidates"
-    assert set(stage[1]) == {"query", "stage", "doc_ids", "is_final", "scores"}
+    assert set(stage[1]) == {"query", "stage", "doc_ids", "is_final", "scores", "swaps"}
     assert confirm[0] == "ragcache.speculation"
     assert set(confirm[1]) == {"query", "stage", "doc_ids", "event", "hidden_search_s", "search_s"}
     assert 0 < confirm[1]["hidden_search_s"] < confirm[1]["search_s"]

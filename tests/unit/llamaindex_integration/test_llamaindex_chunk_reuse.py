@@ -25,7 +25,7 @@ REUSE = {
 
 
 @every_way
-@pytest.mark.parametrize("option", [None, True, False, {"alpha": 2.0}])
+@pytest.mark.parametrize("option", [None, True, False, "store", {"alpha": 2.0}])
 async def test_an_llm_says_how_chunks_are_reused_in_every_way_to_ask(
     ask: Ask, scripted: Engine, server: ScriptedServer, option: Any
 ) -> None:

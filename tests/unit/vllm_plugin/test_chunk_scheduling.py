@@ -6,6 +6,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -139,6 +140,17 @@ def test_a_request_of_which_nothing_is_stored_is_prefilled_and_its_chunks_are_ca
     (variant,) = stored[_KEYS["b"]]
     assert variant.statistics.prefix == (_KEYS["a"],)
     assert variant.statistics.prefix_lengths == (40,)
+
+
+def test_a_request_that_only_stores_reuses_nothing_and_has_its_new_chunks_captured() -> None:
+    bench = Bench()
+    bench.store("a")
+    tokens = bench.arrive("r", "ba", replace(_HALF, reuses=False))
+    assert bench.scheduling.offer("r", 0) == 0, "one of its documents is stored"
+    bench.scheduling.compute("r", 0)
+    bench.step(r=(0, len(tokens)))
+    bench.scheduling.on_finished("r")
+    assert bench.scheduling.library.stored().keys() == {_KEYS["a"], _KEYS["b"]}
 
 
 def test_a_chunk_is_captured_once_a_chunked_prefill_has_reached_its_end() -> None:

@@ -1,0 +1,158 @@
+"""Plans a chat request so that its first token comes in time."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ragcache_core.client.deadline.routes import DeadlineRoutes, EngineCosts
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.prompts.client import PromptClient
+from ragcache_core.client.prompts.request_plan import RequestPlan
+from ragcache_core.client.request_scope import current_scope
+from ragcache_core.deadline import MeasuredReuse, PromptOption, check_ttft_slo, choose, options_of, unplanned
+from ragcache_core.errors import ConfigError
+from ragcache_core.prompt import ChatMessage
+from ragcache_core.stats import DeadlineReport
+from ragcache_core.types import Document
+from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
+
+_NUM_REMEMBERED = 256
+_UNKNOWN_PROMPT = "the server lays this prompt out, so that nothing of it is known here"
+_REFERRED_TO = "documents that the conversation shows already are referred to where they stand"
+_NOT_WANTED = "the request rules it out: chunk_reuse=False"
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """What was chosen; ``messages`` are those of another order."""
+
+    option: PromptOption
+    report: DeadlineReport
+    messages: list[ChatMessage] | None
+
+
+class DeadlineClient:
+    """Plans requests of one engine. May be used by any thread."""
+
+    def __init__(self, prompts: PromptClient, cached: CachedPrefixes, routes: DeadlineRoutes) -> None:
+        """``cached`` is what the engine has."""
+        self._prompts = prompts
+        self._cached = cached
+        self._routes = routes
+        self._decided: OrderedDict[tuple[object, bytes], _Decision] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def plan_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        ttft_slo: float | None = None,
+        documents: Iterable[Document] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        chunk_reuse: ChunkReuseOption = None,
+        deduplicates: bool = False,
+    ) -> RequestPlan:
+        """Do ``PromptClient.plan_chat``; with a ``ttft_slo`` in seconds so that the first token comes in time.
+
+        Asks the engine what it has to do, for 0.1 s at most. In the scope of a question the same prompt is planned
+        once, so that the request is the one that was sent ahead of it.
+
+        Raises:
+            ConfigError: ``ttft_slo`` is no positive number, or ``chunk_reuse`` says how documents are reused, which the
+                deadline decides.
+        """
+        documents = None if documents is None else list(documents)
+        planned = partial(self._prompts.plan_chat, documents=documents, settings=settings, deduplicates=deduplicates)
+        if ttft_slo is None:
+            return planned(messages, chunk_reuse=chunk_reuse)
+        ttft_slo_s = check_ttft_slo(ttft_slo)
+        wish = read_chunk_reuse(chunk_reuse)
+        if wish:
+            raise ConfigError(
+                f"chunk_reuse is {chunk_reuse!r:.80} beside ttft_slo {ttft_slo_s:g}, which decides whether documents "
+                "are reused: leave chunk_reuse out, or set it to False to rule it out"
+            )
+        costs = self._routes.costs()
+        exactly: ChunkReuseOption = None  # where there is no reuse, the request is what it is without a deadline
+        if isinstance(costs.reuse, MeasuredReuse):
+            exactly = "store" if costs.reuse.points else False  # to be chosen from when there is less time
+        plan = planned(messages, chunk_reuse=wish if wish is not None else exactly)
+        why_not = costs.prefill if _token_ids(plan) is not None else _UNKNOWN_PROMPT
+        if isinstance(why_not, str):
+            return replace(plan, deadline=unplanned(ttft_slo_s, why_not))
+        key = current_scope(), _digest(plan, ttft_slo_s, rules_out_reuse=wish is False)
+        decision = self._remembered(key)
+        if decision is None:
+            movable = None if deduplicates else messages
+            decision = self._decide(ttft_slo_s, movable, documents, plan, costs, rules_out_reuse=wish is False)
+            self._remember(key, decision)
+        if decision.option.alpha is not None:
+            plan = planned(messages, chunk_reuse={"alpha": decision.option.alpha})
+        elif decision.messages is not None:
+            plan = planned(decision.messages, chunk_reuse=wish if wish is not None else exactly)
+            plan = replace(plan, extra_body={"messages": decision.messages, **plan.extra_body})
+        return replace(plan, deadline=decision.report)
+
+    def _decide(
+        self,
+        ttft_slo_s: float,
+        messages: Sequence[ChatMessage] | None,
+        documents: Sequence[Document] | None,
+        plan: RequestPlan,
+        costs: EngineCosts,
+        *,
+        rules_out_reuse: bool,
+    ) -> _Decision:
+        assert not isinstance(costs.prefill, str)
+        token_ids = _token_ids(plan)
+        assert token_ids is not None
+        reuse = _NOT_WANTED if rules_out_reuse else costs.reuse
+        ways = self._cached.look(  # of several engines it goes to the one that has most of it
+            lambda engines: min(
+                (options_of(token_ids, plan.segments, cached, reuse) for cached in engines),
+                key=lambda ways: ways.options[0].num_new_tokens,
+            )
+        )
+        ways = ways or options_of(token_ids, plan.segments, None, reuse)
+        queue_s = self._routes.queue_s()
+        option, report = choose(ttft_slo_s, ways, costs.prefill, queue_s)
+        if option.order is None:
+            return _Decision(option, report, None)
+        moved: list[ChatMessage] | str = _REFERRED_TO
+        if messages is not None:
+            moved = self._prompts.rearranged(messages, option.order, documents=documents)
+        if isinstance(moved, str):
+            option, report = choose(ttft_slo_s, ways.without_order(moved), costs.prefill, queue_s)
+            return _Decision(option, report, None)
+        return _Decision(option, report, moved)
+
+    def _remembered(self, key: tuple[object, bytes]) -> _Decision | None:
+        with self._lock:
+            return None if key[0] is None else self._decided.get(key)
+
+    def _remember(self, key: tuple[object, bytes], decision: _Decision) -> None:
+        if key[0] is None:
+            return
+        with self._lock:
+            self._decided[key] = decision
+            while len(self._decided) > _NUM_REMEMBERED:
+                self._decided.popitem(last=False)
+
+
+def _token_ids(plan: RequestPlan) -> list[int] | None:
+    """Return the tokens that are sent with a request; None where the server makes them itself."""
+    found: list[int] | None = plan.extra_body.get("kv_transfer_params", {}).get("prompt_token_ids")
+    return found
+
+
+def _digest(plan: RequestPlan, ttft_slo_s: float, *, rules_out_reuse: bool) -> bytes:
+    """Return what names a prompt and what is asked of it."""
+    token_ids = array("q", _token_ids(plan) or ())
+    return hashlib.sha256(f"{ttft_slo_s} {rules_out_reuse} ".encode() + token_ids.tobytes()).digest()

@@ -1,0 +1,185 @@
+"""A request with a deadline: what its engine says decides what is sent, and what is said of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ragcache_core import Document
+from ragcache_core.chunk import chunk_spans
+from ragcache_core.client import Engine, RequestPlan
+from ragcache_core.client.request_scope import request_scope
+from ragcache_core.errors import ConfigError
+from ragcache_core.ordering import PathChange, chunk_change, static_prefix_digest
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.types import SegmentKind
+from tests.support.cached_orders import all_cached
+from tests.support.scripted_server import IDLE, ScriptedServer
+from tests.support.waiting import until
+
+SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
+MOON = Document("moon", "The moon goes around the earth once in a month, and it has no light.")
+CHAT = [{"role": "user", "content": f"{SUN.text}\n\n{MOON.text}\n\nWhat is the sun?"}]
+TIMES = PrefillCostModel((0, 1000), (1, 1001), ((0.001, 1.001), (0.001, 1.001)))  # a millisecond for each new token
+MEASURED = {"prefill": TIMES.to_dict(), "chunk_reuse": None}
+POINTS = [{"alpha": 1.7, "quality": 0.98, "recomputed": 0.25, "num_questions": 100}]
+CALIBRATED = {**MEASURED, "chunk_reuse": {"alpha": 1.7, "points": POINTS}}
+
+
+@pytest.fixture
+def server(demo_model: str) -> Iterator[ScriptedServer]:
+    with ScriptedServer(api_key="secret", root=demo_model, costs=MEASURED, load=IDLE) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server: ScriptedServer) -> Iterator[Engine]:
+    with Engine.connect(server.url, api_key="secret") as connected:
+        yield connected
+
+
+def planned(engine: Engine, ttft_slo: Any, **asked: Any) -> RequestPlan:
+    return engine.integration.deadlines.plan_chat(CHAT, ttft_slo=ttft_slo, documents=[SUN, MOON], **asked)
+
+
+def content(plan: RequestPlan) -> str:
+    return str(plan.extra_body.get("messages", CHAT)[0]["content"])
+
+
+def know_cached(server: ScriptedServer, engine: Engine, order: str = "", *, stores_chunks: bool = False) -> None:
+    """Have the engine say that the documents are cached in ``order``, or each is stored for reuse."""
+    plan = engine.integration.prompts.plan_chat(CHAT, documents=[SUN, MOON])
+    token_ids = plan.extra_body["kv_transfer_params"]["prompt_token_ids"]
+    prefix = static_prefix_digest(token_ids, plan.segments)
+    documents = {s.doc_id or "": s for s in plan.segments if s.kind is SegmentKind.DOCUMENT}
+    assert prefix is not None
+    changes, num_tokens, ids = [], documents["sun"].start, order.split()
+    for i, doc_id in enumerate(ids):
+        num_tokens += documents[doc_id].num_tokens
+        changes.append(PathChange(prefix, tuple(ids[: i + 1]), num_tokens))
+    if stores_chunks:
+        spans = chunk_spans(token_ids, [(s.start, s.text_end or s.end) for s in documents.values()])
+        changes += [chunk_change(span.key, span.num_tokens) for span in spans]
+    server.cached_paths = all_cached(changes)
+    engine.arrange_documents([], "cache_aware")  # begins to ask
+    mirror = engine._cached_prefixes
+    assert until(lambda: mirror.is_current)
+
+
+def test_a_prompt_in_time_is_sent_as_it_would_be_without_a_deadline(engine: Engine) -> None:
+    plan = planned(engine, 5.0)
+    assert plan.extra_body == planned(engine, None).extra_body
+    assert plan.deadline is not None
+    assert (plan.deadline.choice, plan.deadline.is_in_time, plan.deadline.queue_s) == ("exact", True, None)
+    assert planned(engine, None).deadline is None
+
+
+def test_documents_are_shown_in_the_cached_order_where_only_that_is_in_time(
+    engine: Engine, server: ScriptedServer
+) -> None:
+    know_cached(server, engine, "moon sun")
+    late = planned(engine, 5.0).deadline
+    assert late is not None
+    exact_s, order_s = (option.ttft_s for option in late.options)
+    plan = planned(engine, (exact_s + order_s) / 2)
+    assert content(plan) == f"{MOON.text}\n\n{SUN.text}\n\nWhat is the sun?"
+    assert plan.deadline is not None
+    assert (plan.deadline.choice, plan.deadline.exact_ttft_s) == ("document_order", exact_s)
+    params = plan.extra_body["kv_transfer_params"]["ragcache"]
+    assert [d["id"] for d in params["documents"]] == ["moon", "sun"]
+    assert params["reordered"]
+
+
+def test_numbered_documents_keep_their_places_and_the_report_says_why(engine: Engine, server: ScriptedServer) -> None:
+    know_cached(server, engine, "moon sun")
+    numbered = [{"role": "user", "content": f"{SUN.text}\n\n2. {MOON.text}\n\nWhat is the sun?"}]
+    asked = {"ttft_slo": 0.001, "documents": [SUN, MOON]}
+    plan = engine.integration.deadlines.plan_chat(numbered, **asked)  # type: ignore[arg-type]
+    assert "messages" not in plan.extra_body
+    assert plan.deadline is not None
+    assert (plan.deadline.choice, plan.deadline.is_in_time) == ("exact", False)
+    assert "a number" in plan.deadline.left_out["document_order"]
+
+
+def test_documents_are_reused_where_that_was_calibrated_and_nothing_less_is_in_time(
+    engine: Engine, server: ScriptedServer
+) -> None:
+    server.costs = CALIBRATED
+    know_cached(server, engine, stores_chunks=True)
+    ample = planned(engine, 5.0)
+    assert ample.extra_body["kv_transfer_params"]["ragcache"]["chunk_reuse"] == "store"  # exact, and for later
+    plan = planned(engine, 0.001)
+    assert plan.extra_body["kv_transfer_params"]["ragcache"]["chunk_reuse"] == {"alpha": 1.7}
+    assert plan.deadline is not None
+    assert plan.deadline.options[-1].quality == 0.98
+    ruled_out = planned(engine, 0.001, chunk_reuse=False)
+    assert ruled_out.extra_body["kv_transfer_params"]["ragcache"]["chunk_reuse"] is False
+    assert ruled_out.deadline is not None
+    assert "chunk_reuse=False" in ruled_out.deadline.left_out["chunk_reuse"]
+
+
+def test_an_engine_that_reuses_by_default_and_was_not_calibrated_is_told_not_to(
+    engine: Engine, server: ScriptedServer
+) -> None:
+    server.costs = {**CALIBRATED, "chunk_reuse": {"alpha": 1.7, "points": []}}
+    assert planned(engine, 5.0).extra_body["kv_transfer_params"]["ragcache"]["chunk_reuse"] is False
+
+
+def test_what_the_engine_has_to_do_for_others_is_asked_each_time(engine: Engine, server: ScriptedServer) -> None:
+    for queue_s in (0.0, 0.7):
+        server.load = {**IDLE, "pending_prefill_s": queue_s}
+        plan = planned(engine, 5.0)
+        assert plan.deadline is not None
+        assert plan.deadline.queue_s == queue_s
+    assert server.cache_questions.count("costs") == 1
+
+
+@pytest.mark.parametrize(
+    ("costs", "why"),
+    [
+        (None, "runs without RAGCache"),
+        ({"prefill": None, "chunk_reuse": None}, "ragcache profile"),
+        ({"something": "else"}, "did not say"),
+        ({"prefill": {"format": 99}, "chunk_reuse": None}, "did not say"),
+    ],
+)
+def test_without_measured_times_the_prompt_is_sent_as_it_is(
+    engine: Engine, server: ScriptedServer, costs: Any, why: str
+) -> None:
+    server.costs = costs
+    plan = planned(engine, 0.001)
+    assert plan.extra_body == planned(engine, None).extra_body
+    assert plan.deadline is not None
+    assert (plan.deadline.choice, plan.deadline.is_in_time) == ("exact", None)
+    assert why in plan.deadline.why
+
+
+def test_a_prompt_that_the_server_lays_out_is_sent_as_it_is(engine: Engine) -> None:
+    plan = planned(engine, 0.001, settings={"tools": [{}]})
+    assert plan.num_prompt_tokens is None
+    assert plan.deadline is not None
+    assert "the server lays this prompt out" in plan.deadline.why
+
+
+@pytest.mark.parametrize("wrong", [0, -0.5, "soon"])
+def test_a_deadline_that_is_none_asks_nobody(engine: Engine, server: ScriptedServer, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="ttft_slo is"):
+        planned(engine, wrong)
+    assert "costs" not in server.cache_questions
+
+
+def test_who_says_how_documents_are_reused_cannot_leave_it_to_a_deadline(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="leave chunk_reuse out"):
+        planned(engine, 1.0, chunk_reuse={"alpha": 2.0})
+
+
+def test_in_the_scope_of_a_question_a_prompt_is_planned_once(engine: Engine, server: ScriptedServer) -> None:
+    scope = object()
+    with request_scope(scope):
+        ahead = planned(engine, 5.0)
+        server.load = {**IDLE, "pending_prefill_s": 9.0}
+        assert planned(engine, 5.0) == ahead
+    with request_scope(object()):
+        assert planned(engine, 5.0).deadline != ahead.deadline
