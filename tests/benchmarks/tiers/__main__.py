@@ -14,6 +14,7 @@ from tests.benchmarks.tiers.exactness import measure_exactness
 from tests.benchmarks.tiers.group_share import measure_share_by_groups
 from tests.benchmarks.tiers.hit_share import measure_share, measure_share_by_policy, measure_swap_out
 from tests.benchmarks.tiers.idle_overhead import measure_idle, measure_idle_large
+from tests.benchmarks.tiers.mixed import measure_mixed
 from tests.benchmarks.tiers.policies import LOSS_ALLOWED, measure_policies
 from tests.benchmarks.tiers.store import measure_index, measure_killpoints
 from tests.benchmarks.tiers.tree import measure_decisions
@@ -27,6 +28,11 @@ GOALS: dict[str, Goal] = {
     "exact_preemptions": Goal(">", 0),
     "exact_chunked_prefills": Goal(">", 0),
     "exact_restarts": Goal(">", 0),
+    "mixed_requests": Goal(">=", 500),
+    "mixed_mismatches": Goal("=", 0),
+    "mixed_host_hits": Goal(">", 0),
+    "mixed_disk_hits": Goal(">", 0),
+    "mixed_forgotten_blocks": Goal(">", 0),
     "cached_share_ratio": Goal(">=", 1.4),
     "cached_share_ratio_gpt_oss": Goal(">=", 1.3),
     "cached_share_ratio_gemma_3": Goal(">=", 1.3),
@@ -50,6 +56,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "killpoints": measure_killpoints,
     "policies": measure_policies,
     "exactness": measure_exactness,
+    "mixed": measure_mixed,
     "share": measure_share,
     "share-by-groups": measure_share_by_groups,
     "share-by-policy": measure_share_by_policy,

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,23 +93,25 @@ def test_a_file_that_an_engine_records_into_is_not_taken_by_another(path: Path) 
 
 
 def test_nobody_waits_for_a_disk_that_does_not_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = TraceRecorder(path)
+    recorder, is_asked_for, goes_on = TraceRecorder(path), threading.Event(), threading.Event()
 
     class Stuck:
         def write(self, line: bytes) -> None:
-            time.sleep(2.0)
+            is_asked_for.set()
+            goes_on.wait(60.0)
             raise OSError(28, "No space left on device")
 
         def close(self) -> None: ...
 
     monkeypatch.setattr(recorder, "_file", Stuck())
-    began_s = time.thread_time()
     with ThreadPoolExecutor(4) as threads:
         for key in range(1000):
             threads.submit(recorder.begin, key)
             threads.submit(recorder.end, key, [("d", 1)], 1, 1)
-    assert time.thread_time() - began_s < 1.0
+    assert is_asked_for.wait(60.0), "all have ended, and the disk has not answered"
+    assert not goes_on.is_set()
     assert recorder._thread.is_alive(), "it is only the thread that waits"
+    goes_on.set()
     recorder.close()
 
 
