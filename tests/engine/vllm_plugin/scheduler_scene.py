@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -44,6 +45,8 @@ _block_hasher = get_request_block_hasher(BLOCK, sha256)
 
 _BYTES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 FULL = FullAttentionSpec(**_BYTES)
+LATENT = MLAAttentionSpec(**{**_BYTES, "head_size": 2})
+"""As DeepSeek's latent attention has it: one vector for keys and values."""
 WINDOW = SlidingWindowSpec(**_BYTES, sliding_window=64)
 STATE = MambaSpec(block_size=BLOCK, shapes=((16,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 """One state of a request that runs, kept where a step ends with a block: as of a gated delta net."""

@@ -35,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_offload.base import get_offload_block_hash
@@ -57,6 +58,8 @@ ANSWER = 5
 _WINDOW = 40
 _ATTENTION: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(**_ATTENTION)
+LATENT = MLAAttentionSpec(**{**_ATTENTION, "head_size": 16})
+"""As DeepSeek's latent attention has it: one vector for keys and values."""
 WINDOW = SlidingWindowSpec(**_ATTENTION, sliding_window=_WINDOW)
 STATE = MambaSpec(block_size=BLOCK, shapes=((BLOCK_BYTES // 4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 """As of a gated delta net: kept where a step ends with a block."""

@@ -21,7 +21,7 @@ from ragcache_core.policy import PrefillCostModel
 from ragcache_core.profiles.prefill import Profile, save_profile
 from ragcache_core.types import Tier
 from ragcache_core.wire import KEY
-from tests.engine.vllm_plugin.storing_scene import FULL, STATE, WINDOW, Steps, host_scheduler, request
+from tests.engine.vllm_plugin.storing_scene import FULL, LATENT, STATE, WINDOW, Steps, host_scheduler, request
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -218,7 +218,9 @@ def test_what_is_computed_faster_than_it_was_read_lately_is_a_miss(
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
 @pytest.mark.parametrize(
-    "groups", [(FULL,), (FULL, WINDOW), (STATE, WINDOW, FULL)], ids=["full attention", "windows", "states and windows"]
+    "groups",
+    [(FULL,), (LATENT,), (FULL, WINDOW), (STATE, WINDOW, FULL)],
+    ids=["full attention", "latent attention", "windows", "states and windows"],
 )
 def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
     tmp_path: Path, groups: tuple[KVCacheSpec, ...], is_async: bool, monkeypatch: pytest.MonkeyPatch

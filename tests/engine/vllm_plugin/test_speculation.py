@@ -11,7 +11,7 @@ from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
 from ragcache_core.types import Tier
-from tests.engine.vllm_plugin.scheduler_scene import FULL, STATE, WINDOW, Stage
+from tests.engine.vllm_plugin.scheduler_scene import FULL, LATENT, STATE, WINDOW, Stage
 
 KINDS: dict[str, dict[str, Any]] = {
     "cpu": {},
@@ -282,10 +282,11 @@ def test_a_speculation_that_gave_way_and_is_confirmed_finds_what_it_had() -> Non
     "kind",
     [
         *KINDS.values(),
+        {"groups": (LATENT,)},
         {"groups": (STATE, STATE, FULL)},
         {"groups": (STATE, WINDOW, FULL), "is_async": True, "is_gpu": True},
     ],
-    ids=[*KINDS, "states", "states and windows"],
+    ids=[*KINDS, "latent attention", "states", "states and windows"],
 )
 def test_whatever_happens_every_answer_is_right_and_nothing_is_left(kind: dict[str, Any]) -> None:
     num_hit_tokens = num_preempted = 0
