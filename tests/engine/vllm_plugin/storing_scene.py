@@ -283,11 +283,11 @@ class Steps:
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             groups = self.scheduler.kv_cache_config.kv_cache_groups
             for number, (group, blocks) in enumerate(zip(groups, tables, strict=True)):
-                held = [_content(number, tokens[: min(end, (i + 1) * BLOCK)]) for i in range(-(-end // BLOCK))]
+                held = [content(number, tokens[: min(end, (i + 1) * BLOCK)]) for i in range(-(-end // BLOCK))]
                 if isinstance(group.kv_cache_spec, MambaSpec):
                     if first:
                         before = self._engine.get(blocks[(first - 1) // BLOCK])
-                        assert before == _content(number, tokens[:first]), f"{name} goes on from another state"
+                        assert before == content(number, tokens[:first]), f"{name} goes on from another state"
                     self._engine[blocks[len(held) - 1]] = held[-1]
                     continue
                 seen = max(first - _WINDOW + 1, 0) if isinstance(group.kv_cache_spec, SlidingWindowSpec) else 0
@@ -307,13 +307,13 @@ class Steps:
         for key in keys:
             if (chunk := tier._policy._chunks.get(key)) is not None:  # a reset may have dropped it
                 stored = self._host.read(chunk.chunk_id)
-                said = _content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
+                said = content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
                 assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
         complete(keys, *context, **success)
 
 
-def _content(group: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+def content(group: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
     """Return what stands for a block: whose layers it is of, and the tokens up to its end."""
     return (-group, *tokens)
 

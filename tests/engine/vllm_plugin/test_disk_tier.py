@@ -377,6 +377,7 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
     manager = SimpleNamespace(secondary_tiers=[disk], has_pending_work=lambda: disk.newest_store is not None)
     engine = _offloading(manager)
     engine._waits_for, engine._waits_since_s = None, 0.0
+    engine._prefetched, engine._prefetcher = set(), None
     engine.controller = SimpleNamespace(forgetting=SimpleNamespace(sweep=lambda: None))
     asked = []
     for clock[0], disk.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):

@@ -27,7 +27,7 @@ from ragcache_core.vllm_plugin.offload import spec
 from ragcache_core.wire import RequestMetadata
 from tests.engine.vllm_plugin.disk_scene import Opening, failing, payload
 from tests.engine.vllm_plugin.disk_scene import Scene as TierScene
-from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, host_scheduler, request
+from tests.engine.vllm_plugin.storing_scene import BLOCK, Steps, content, host_scheduler, request
 from tests.support.waiting import until
 
 
@@ -103,7 +103,7 @@ class Scene:
         """Return what the KV of a prompt's blocks looks like in memory and on disk, from the document ``of`` on."""
         words = tuple(prompt("x", documents).prompt_token_ids)
         ends = range((first_block(documents, of) + 1) * BLOCK, len(words) + 1, BLOCK)
-        numbers = [self.steps._host.numbers.get(words[:end]) for end in ends]
+        numbers = [self.steps._host.numbers.get(content(0, words[:end])) for end in ends]
         return [np.full(64, number, np.int64).tobytes() for number in numbers if number is not None]
 
     def files(self) -> bytes:
@@ -196,7 +196,7 @@ def test_a_running_request_keeps_what_it_has_and_leaves_nothing_when_it_ends(tmp
         assert running.num_output_tokens == 40
         it.settle()
         words = tuple(running.prompt_token_ids)
-        own = [it.steps._host.numbers.get(words[:end]) for end in range(8 * BLOCK, len(words), BLOCK)]
+        own = [it.steps._host.numbers.get(content(0, words[:end])) for end in range(8 * BLOCK, len(words), BLOCK)]
         files, memory = it.files(), it.host_memory()
         for number in own:
             assert number is None or np.full(64, number, np.int64).tobytes() not in files + memory

@@ -146,7 +146,15 @@ def begin(received: Received) -> Begin:
 
         engine_client = SimpleNamespace(
             engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async),
-            model_config=SimpleNamespace(max_model_len=2048, is_multimodal_model=False, multimodal_config=None),
+            model_config=SimpleNamespace(
+                max_model_len=2048,
+                is_multimodal_model=False,
+                multimodal_config=None,
+                generation_config="auto",
+                override_generation_config={},
+                hf_config=SimpleNamespace(model_type="llama"),
+                get_diff_sampling_param=dict,
+            ),
             vllm_config=SimpleNamespace(
                 kv_transfer_config=None,
                 ec_transfer_config=None,
@@ -274,6 +282,7 @@ def test_the_load_is_that_of_the_last_step_over_all_engines(received: Received) 
     assert received.load() is None
     Server()
     assert received.load() == {
+        "reads_ahead": False,
         "num_pending_prefills": 0,
         "pending_prefill_s": 0.0,
         "max_prefill_bs": 4,
