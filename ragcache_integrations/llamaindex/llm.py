@@ -271,8 +271,9 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         """Return a chat as the cache of answers knows it; ``None`` without one, and for what may call tools."""
         if self.answer_cache is None or kwargs.get("tools"):
             return None
-        chunk_reuse = kwargs.get("chunk_reuse", self.chunk_reuse)
-        settings = [self._get_model_kwargs(**{n: v for n, v in kwargs.items() if n != "chunk_reuse"}), chunk_reuse]
+        ours = {name: kwargs.get(name, getattr(self, name)) for name in sorted(_OURS)}
+        body = self._get_model_kwargs(**{name: value for name, value in kwargs.items() if name not in _OURS})
+        settings = [{**body, "extra_body": self._own_body(kwargs)}, ours]
         sent = to_openai_message_dicts(messages, model=self.model)
         return AskedChat(self.answer_cache, sent, settings, self.model)  # type: ignore[arg-type]
 
@@ -302,7 +303,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         deduplicates = bool(kwargs.pop("deduplicate", self.deduplicate))
         ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
         check_settings(self._get_model_kwargs(**kwargs), is_chat=True)
-        own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        own_body = self._own_body(kwargs)
         plan = self._engine.integration.deadlines.plan_chat(
             to_openai_message_dicts(messages, model=self.model),  # type: ignore[arg-type]
             ttft_slo=ttft_slo,
@@ -315,11 +316,14 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return MeasuredRequest(self._engine, plan, body, self.model)
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
-        own_body = merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
+        own_body = self._own_body(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in _OURS}  # no documents are known here
         check_settings(self._get_model_kwargs(**kwargs), is_chat=False)
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
         return MeasuredRequest(self._engine, RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
+
+    def _own_body(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))
 
     def _get_model_kwargs(self, **kwargs: Any) -> dict[str, Any]:
         kwargs.pop("use_chat_completions", None)  # LlamaIndex's own switch, which it would send on

@@ -125,6 +125,25 @@ def test_tenants_with_a_salt_of_their_own_share_no_answers(
     assert len(server.requests) == len(answers) == 4
 
 
+def test_a_salt_of_the_llm_counts_beside_a_body_of_the_call(
+    scripted: Engine, answers: AnswerCache, server: ScriptedServer
+) -> None:
+    for salt in ("a", "b"):
+        settings = {"extra_body": {"cache_salt": salt}}
+        llm = RAGCacheLLM(scripted, answer_cache=answers, additional_kwargs=settings)
+        llm.complete(QUESTION, extra_body={"top_k": 1})
+    assert [request.body["cache_salt"] for request in server.requests] == ["a", "b"]
+
+
+def test_what_the_llm_is_set_to_counts_as_what_a_call_says(
+    scripted: Engine, answers: AnswerCache, server: ScriptedServer
+) -> None:
+    for settings in ({}, {"deduplicate": True}, {"ttft_slo": 0.5}):
+        RAGCacheLLM(scripted, answer_cache=answers, **settings).complete(QUESTION)
+        RAGCacheLLM(scripted, answer_cache=answers).complete(QUESTION, **settings)
+    assert len(server.requests) == len(answers) == 3
+
+
 def test_chats_with_tools_and_other_settings_are_asked(
     llm: RAGCacheLLM, answers: AnswerCache, server: ScriptedServer
 ) -> None:
