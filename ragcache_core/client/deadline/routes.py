@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,13 @@ from ragcache_core.deadline import MeasuredReuse
 from ragcache_core.policy import PrefillCostModel
 
 _COSTS_TIMEOUT_S = 2.0
+_COSTS_AGAIN_S = 60.0
+"""Who did not say what an engine takes is not waited for again any sooner."""
 _LOAD_TIMEOUT_S = 0.1
 """Asking is a part of what the user waits for."""
 
 _NO_REUSE = "the engine was started without chunk reuse"
+_NOT_SAID = "the server did not say what its engine takes"
 _logger = logging.getLogger(__name__)
 
 
@@ -44,9 +48,12 @@ class DeadlineRoutes:
         self._http = http
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._costs: EngineCosts | None = None
+        self._ask_again_at_s = 0.0
 
     def costs(self) -> EngineCosts:
-        """Return what was measured of the engine's model. Never fails; an answer is kept."""
+        """Return what was measured of the engine's model. Never fails; an answer is kept, none for a minute."""
+        if self._costs is None and time.monotonic() < self._ask_again_at_s:
+            return EngineCosts(_NOT_SAID, _NOT_SAID)
         if self._costs is None:
             try:
                 response = self._get("costs", _COSTS_TIMEOUT_S)
@@ -57,8 +64,8 @@ class DeadlineRoutes:
                     self._costs = _read_costs(response.raise_for_status().json())
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 _logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
-                why = "the server did not say what its engine takes"
-                return EngineCosts(why, why)
+                self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
+                return EngineCosts(_NOT_SAID, _NOT_SAID)
         return self._costs
 
     def queue_s(self) -> float | None:

@@ -154,6 +154,8 @@ def test_without_measured_times_the_prompt_is_sent_as_it_is(
     assert plan.deadline is not None
     assert (plan.deadline.choice, plan.deadline.is_in_time) == ("exact", None)
     assert why in plan.deadline.why
+    planned(engine, 0.001)
+    assert server.cache_questions.count("costs") == 1, "who says nothing keeps every request waiting"
 
 
 def test_a_prompt_that_the_server_lays_out_is_sent_as_it_is(engine: Engine) -> None:
