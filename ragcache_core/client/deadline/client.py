@@ -96,8 +96,9 @@ class DeadlineClient:
         if decision.option.alpha is not None:
             plan = planned(messages, chunk_reuse={"alpha": decision.option.alpha})
         elif decision.messages is not None:
-            plan = planned(decision.messages, chunk_reuse=wish if wish is not None else exactly)
-            plan = replace(plan, extra_body={"messages": decision.messages, **plan.extra_body})
+            moved = planned(decision.messages, chunk_reuse=wish if wish is not None else exactly)
+            moved = replace(moved, extra_body={"messages": decision.messages, **moved.extra_body})
+            plan = replace(moved, asked=plan.asked)  # the chat goes on with the messages that it holds
         return replace(plan, deadline=decision.report)
 
     def _decide(

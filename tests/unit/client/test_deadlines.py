@@ -10,12 +10,14 @@ import pytest
 from ragcache_core import Document
 from ragcache_core.chunk import chunk_spans
 from ragcache_core.client import Engine, RequestPlan
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.request_scope import request_scope
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import PathChange, chunk_change, static_prefix_digest
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import SegmentKind
 from tests.support.cached_orders import all_cached
+from tests.support.chat_templates import ids_of
 from tests.support.scripted_server import IDLE, ScriptedServer
 from tests.support.waiting import until
 
@@ -48,9 +50,11 @@ def content(plan: RequestPlan) -> str:
     return str(plan.extra_body.get("messages", CHAT)[0]["content"])
 
 
-def know_cached(server: ScriptedServer, engine: Engine, order: str = "", *, stores_chunks: bool = False) -> None:
+def know_cached(
+    server: ScriptedServer, engine: Engine, order: str = "", *, stores_chunks: bool = False, **asked: Any
+) -> None:
     """Have the engine say that the documents are cached in ``order``, or each is stored for reuse."""
-    plan = engine.integration.prompts.plan_chat(CHAT, documents=[SUN, MOON])
+    plan = engine.integration.prompts.plan_chat(CHAT, documents=[SUN, MOON], **asked)
     token_ids = plan.extra_body["kv_transfer_params"]["prompt_token_ids"]
     prefix = static_prefix_digest(token_ids, plan.segments)
     documents = {s.doc_id or "": s for s in plan.segments if s.kind is SegmentKind.DOCUMENT}
@@ -90,6 +94,18 @@ def test_documents_are_shown_in_the_cached_order_where_only_that_is_in_time(
     params = plan.extra_body["kv_transfer_params"]["ragcache"]
     assert [d["id"] for d in params["documents"]] == ["moon", "sun"]
     assert params["reordered"]
+
+
+def test_an_agent_goes_on_with_the_messages_that_it_holds_whatever_was_sent(
+    engine: Engine, server: ScriptedServer, demo_model: str
+) -> None:
+    server.tokenize = ids_of(ModelTokenizer(demo_model))
+    settings = {"tools": [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]}
+    know_cached(server, engine, "moon sun", settings=settings)
+    plan = planned(engine, 0.001, settings=settings)
+    assert content(plan).startswith(MOON.text)
+    assert plan.asked is not None
+    assert plan.asked.messages[0]["content"] == CHAT[0]["content"]
 
 
 def test_numbered_documents_keep_their_places_and_the_report_says_why(engine: Engine, server: ScriptedServer) -> None:
