@@ -250,8 +250,9 @@ class RAGCacheRetriever(BaseRetriever):
                     f"takes {', '.join(known)}"
                 )
             settings |= {name: value for name, value in named.items() if value is not None}
-        if settings["k"] < 0:
-            raise ConfigError(f"k is {settings['k']}: ask for 0 documents or more")
+        k = settings["k"]
+        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+            raise ConfigError(f"k is {k!r:.80}: give a whole number of documents, 0 or more")
         as_where(settings["filter"])
         _mmr(self.search_type, settings)
         threshold = settings.get("score_threshold")

@@ -105,6 +105,14 @@ def test_the_number_of_documents_has_the_names_that_users_know(store: StagedFAIS
     assert len(RAGCacheRetriever(store=store).invoke("Mel", top_k=1)) == 1
 
 
+@pytest.mark.parametrize("k", ["3", 2.5, True, -1])
+def test_a_number_of_documents_that_is_none_is_refused(store: StagedFAISS, k: Any) -> None:
+    with pytest.raises(ConfigError, match=r"k is .*: give a whole number of documents"):
+        RAGCacheRetriever(store=store).invoke("Mel", k=k)
+    with pytest.raises(ValueError, match=r"k is .*: give a whole number of documents"):
+        RAGCacheRetriever(store=store, search_kwargs={"k": k})
+
+
 @pytest.mark.parametrize(
     "unknown",
     [
