@@ -35,7 +35,7 @@ from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
-from ragcache_core.deadline import check_ttft_slo
+from ragcache_core.deadline import check_ttft_slo, unplanned
 from ragcache_core.errors import ConfigError
 from ragcache_core.wire import check_sendable, read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
@@ -49,6 +49,8 @@ _SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", 
 
 _OURS = {"chunk_reuse", "deduplicate", "ttft_slo"}
 """Settings of a call that are not sent on."""
+
+_NOT_CHAT = "it goes to the completions endpoint, where no documents are known"
 
 _T = TypeVar("_T")
 
@@ -317,10 +319,13 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body = self._own_body(kwargs)
+        ttft_slo = kwargs.get("ttft_slo", self.ttft_slo)
+        deadline = None if ttft_slo is None else unplanned(check_ttft_slo(ttft_slo), _NOT_CHAT)
         kwargs = {name: value for name, value in kwargs.items() if name not in _OURS}  # no documents are known here
         check_settings(self._get_model_kwargs(**kwargs), is_chat=False)
         check_sendable({**self.additional_kwargs, **kwargs}, "the request")
-        return MeasuredRequest(self._engine, RequestPlan(), {**kwargs, "extra_body": own_body}, self.model)
+        plan = RequestPlan(deadline=deadline)
+        return MeasuredRequest(self._engine, plan, {**kwargs, "extra_body": own_body}, self.model)
 
     def _own_body(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return merge_bodies(self.additional_kwargs.get("extra_body"), kwargs.get("extra_body"))

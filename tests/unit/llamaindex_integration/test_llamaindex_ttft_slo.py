@@ -47,6 +47,7 @@ def test_a_deadline_is_refused_when_it_is_none(scripted: Engine, llm: RAGCacheLL
         lambda: RAGCacheLLM(scripted, ttft_slo=0),
         lambda: RAGCacheQueryEngine(None, llm, ttft_slo=0),  # type: ignore[arg-type]  # refused before it is looked at
         lambda: llm.chat(MESSAGES, ttft_slo=0),
+        lambda: llm.complete("What is the sun?", use_chat_completions=False, ttft_slo=0),
     ):
         with pytest.raises(ConfigError, match="ttft_slo is 0"):
             make()
@@ -63,3 +64,10 @@ async def test_a_query_engine_joins_what_it_asked_ahead_with_the_same_deadline(
     (seen,) = generations()
     assert seen.speculation is not None
     assert response.metadata["ragcache"]["deadline"]["is_in_time"]
+
+
+def test_a_completion_is_sent_as_it_is_and_says_why(llm: RAGCacheLLM) -> None:
+    response = llm.complete("What is the sun?", use_chat_completions=False, ttft_slo=5)
+    told = response.additional_kwargs["ragcache"]["deadline"]
+    assert (told["choice"], told["is_in_time"]) == ("exact", None)
+    assert "completions endpoint" in told["why"]
