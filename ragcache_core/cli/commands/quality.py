@@ -185,6 +185,8 @@ def quality(
     ways = order_ways(document_orders, max_score_loss)
     if deduplicate and ways:
         raise click.UsageError("--deduplicate is audited by itself: leave --document-order and --max-score-loss out.")
+    if deduplicate and options["alphas"] is not None:
+        raise click.UsageError("--deduplicate is audited by itself: leave --alphas out, which is for reuse.")
     run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)
     is_reuse_audited = not ways or options["alphas"] is not None
     ways = [PREFIX, *ways] if ways else [FULL, PREFIX]

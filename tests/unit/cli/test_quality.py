@@ -88,6 +88,9 @@ def test_quality_compares_turns_that_refer_with_turns_that_show_again(
     refused = run("quality", demo_model, "--questions", str(alone), "--deduplicate")
     assert refused.exit_code != 0
     assert "no two of the questions share a document" in refused.stderr
+    for also in (["--alphas", "2"], ["--document-order", "canonical"]):
+        ignored = run("quality", demo_model, "--questions", questions, "--deduplicate", *also)
+        assert (ignored.exit_code, f"leave {also[0]}" in ignored.stderr) == (2, True)
     assert len(runs) == 1
 
 
