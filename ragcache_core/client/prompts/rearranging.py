@@ -11,7 +11,7 @@ from ragcache_core.prompt import ChatMessage, locate_documents
 from ragcache_core.types import DocId
 
 _MARK = "\0doc_id\0"
-_SEVERAL = "its documents stand in several messages"
+_SEVERAL = "its documents do not stand in one message of plain text"
 _IRREGULAR = (
     "what stands around its documents differs from one to the next (a number, a source): it would stand around another"
 )
@@ -31,7 +31,7 @@ def rearranged(
     order: Sequence[int],
     questions: Iterable[str] = (),
 ) -> Rearranged | str:
-    """Return ``messages`` of plain text with the documents at the places ``order``, or why that cannot be.
+    """Return ``messages`` with the documents at the places ``order``, or why that cannot be.
 
     ``shown`` are documents (id, text) that they may hold; ``questions`` may quote them. An id that stands before each
     document goes with it. A number or a source does not: an answer may cite it, so nothing is moved then.
@@ -40,7 +40,9 @@ def rearranged(
     found = [
         (i, spans)
         for i, message in enumerate(messages)
-        if message["role"] != "assistant" and (spans := locate_documents(message["content"], shown, questions))
+        if message.get("role") != "assistant"
+        and isinstance(text := message.get("content"), str)
+        and (spans := locate_documents(text, shown, questions))
     ]
     if len(found) != 1:
         return _SEVERAL

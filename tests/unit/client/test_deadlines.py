@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -51,10 +51,16 @@ def content(plan: RequestPlan) -> str:
 
 
 def know_cached(
-    server: ScriptedServer, engine: Engine, order: str = "", *, stores_chunks: bool = False, **asked: Any
+    server: ScriptedServer,
+    engine: Engine,
+    order: str = "",
+    *,
+    stores_chunks: bool = False,
+    chat: Sequence[dict[str, Any]] = CHAT,
+    **asked: Any,
 ) -> None:
     """Have the engine say that the documents are cached in ``order``, or each is stored for reuse."""
-    plan = engine.integration.prompts.plan_chat(CHAT, documents=[SUN, MOON], **asked)
+    plan = engine.integration.prompts.plan_chat(chat, documents=[SUN, MOON], **asked)
     token_ids = plan.extra_body["kv_transfer_params"]["prompt_token_ids"]
     prefix = static_prefix_digest(token_ids, plan.segments)
     documents = {s.doc_id or "": s for s in plan.segments if s.kind is SegmentKind.DOCUMENT}
@@ -106,6 +112,26 @@ def test_an_agent_goes_on_with_the_messages_that_it_holds_whatever_was_sent(
     assert content(plan).startswith(MOON.text)
     assert plan.asked is not None
     assert plan.asked.messages[0]["content"] == CHAT[0]["content"]
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": part} for part in (SUN.text, f"\n\n{MOON.text}")]}],
+        [{"role": "system", "content": None}, *CHAT],
+    ],
+)
+def test_messages_of_several_texts_or_none_are_planned_as_well(
+    engine: Engine, server: ScriptedServer, demo_model: str, chat: list[dict[str, Any]]
+) -> None:
+    server.tokenize = ids_of(ModelTokenizer(demo_model))
+    know_cached(server, engine, "moon sun", chat=chat)
+    plan = engine.integration.deadlines.plan_chat(chat, ttft_slo=0.001, documents=[SUN, MOON])
+    assert plan.deadline is not None
+    if isinstance(chat[0]["content"], list):
+        assert "one message of plain text" in plan.deadline.left_out["document_order"]
+    else:
+        assert plan.deadline.choice == "document_order"
 
 
 def test_numbered_documents_keep_their_places_and_the_report_says_why(engine: Engine, server: ScriptedServer) -> None:

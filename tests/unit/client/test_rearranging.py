@@ -60,7 +60,7 @@ def test_what_may_be_cited_or_says_something_of_its_document_is_not_moved_to_ano
 def test_documents_of_several_turns_stay() -> None:
     chat = [{"role": "user", "content": f"{SUN}\n\n{MOON}\n\nWho?"}, {"role": "assistant", "content": MARS}]
     assert isinstance(rearranged(chat, SHOWN, (1, 0)), Rearranged)  # what an answer says is no document
-    assert "several messages" in str(rearranged([*chat, {"role": "user", "content": MARS}], SHOWN, (1, 0)))
+    assert "one message of plain text" in str(rearranged([*chat, {"role": "user", "content": MARS}], SHOWN, (1, 0)))
 
 
 def test_what_the_question_quotes_is_not_moved() -> None:
