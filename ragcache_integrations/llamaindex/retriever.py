@@ -100,10 +100,12 @@ class RAGCacheRetriever(BaseRetriever):
     Raises:
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
             ``store`` is nothing that can be searched in stages, or an ``embed_model``, ``filters`` or ``mmr`` are given
-            for one that takes none, or ``stages`` for one that has its own; an argument that there is not.
-        SearchError: a filter on a field that no node has, or on a value of another kind than it has.
+            for one that takes none, or ``stages`` for one that has its own; a ``num_candidates`` below
+            ``similarity_top_k``; a ``max_score_loss`` that is no share, or with canonical order, MMR or
+            post-processors; an argument that there is not.
+        SearchError: a filter on a field that no node has, or on a value of another kind than it has; a post-processor
+            returns something else than nodes.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
-        SearchError: a post-processor returns something else than nodes.
     """
 
     def __init__(
