@@ -25,6 +25,7 @@ _OF_SEVERAL = {"in", "nin", "any", "all"}
 _LOOKED_INTO = {"contains", "any", "all"}
 _IN_TEXT = {"text_match", "text_match_insensitive"}
 _COMBINED = ("$and", "$or", "$not")
+_MAX_DEPTH = 64
 _MONGO = {
     **{f"${name}": name for name in _OPERATORS if name not in _IN_TEXT | {"is_empty"}},
     "$neq": "ne",
@@ -153,46 +154,48 @@ Where = FieldCondition | AllOf | AnyOf | Not
 """A filter as an expression. Hashable."""
 
 
-def parse_filter(given: Mapping[str, Any]) -> Where:
+def parse_filter(given: Mapping[str, Any], *, depth: int = 0) -> Where:
     """Return the expression of a filter as LangChain's vector stores write it.
 
     ``{"town": "Aro", "year": {"$gte": 2020, "$lt": 2024}}``, with values or ``$eq $ne $gt $gte $lt $lte $in $nin
     $contains $any $all``, a list for ``$in``, and ``{"$and": [...]}``, ``{"$or": [...]}``, ``{"$not": ...}``. Several
-    entries must all be met.
+    entries must all be met. ``depth`` is how many filters this one stands in.
 
     Raises:
         ConfigError: it is no filter, with what is wrong.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"filter is {given!r:.80}: pass {{'field': value}}, or a function of the metadata")
-    return _joined([part for name, value in given.items() for part in _parsed(name, value)])
+    _check_depth(depth)
+    return _joined([part for name, value in given.items() for part in _parsed(name, value, depth + 1)])
 
 
-def _parsed(name: object, value: Any) -> Iterator[Where]:
+def _parsed(name: object, value: Any, depth: int) -> Iterator[Where]:
     if name in ("$and", "$or"):
         if not isinstance(value, list | tuple) or not value:
             raise ConfigError(f"filter has {name} of {value!r:.80}: give it a list of filters")
-        parts = tuple(parse_filter(part) for part in value)
+        parts = tuple(parse_filter(part, depth=depth) for part in value)
         yield AllOf(parts) if name == "$and" else AnyOf(parts)
     elif name == "$not":
-        yield Not(parse_filter(value))
+        yield Not(parse_filter(value, depth=depth))
     elif not isinstance(name, str) or name.startswith("$"):
         raise ConfigError(
             f"filter has the operator {name!r}: these join filters: {', '.join(_COMBINED)}; these are for a field, "
             f"{{'field': {{'$gt': 3}}}}: {', '.join(_MONGO)}"
         )
     elif isinstance(value, Mapping):
-        yield from _field_parsed(name, value)
+        yield from _field_parsed(name, value, depth)
     else:
         yield FieldCondition(name, "in" if isinstance(value, list | tuple | set) else "eq", value)
 
 
-def _field_parsed(field: str, conditions: Mapping[Any, Any]) -> Iterator[Where]:
+def _field_parsed(field: str, conditions: Mapping[Any, Any], depth: int) -> Iterator[Where]:
+    _check_depth(depth)
     if not conditions:
         raise ConfigError(f"filter {field!r} is {{}}: give a value or operators, {', '.join(_MONGO)}")
     for operator, value in conditions.items():
         if operator == "$not" and isinstance(value, Mapping):
-            yield Not(_joined(list(_field_parsed(field, value))))
+            yield Not(_joined(list(_field_parsed(field, value, depth + 1))))
         elif operator in _MONGO:
             yield FieldCondition(field, _MONGO[operator], value)
         else:
@@ -200,6 +203,11 @@ def _field_parsed(field: str, conditions: Mapping[Any, Any]) -> Iterator[Where]:
                 f"filter {field!r} has the operator {operator!r} with {value!r:.80}: these are known: "
                 f"{', '.join(_MONGO)}"
             )
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise ConfigError(f"filters stand in one another more than {_MAX_DEPTH} deep: join them in fewer $and and $or")
 
 
 def _joined(parts: list[Where]) -> Where:

@@ -159,6 +159,19 @@ def test_what_is_no_filter_is_refused(written: Any, why: str, numbered: Document
         FieldCondition("town", "like", "A")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("of_a_field", [False, True])
+def test_filters_that_stand_in_one_another_without_end_are_refused(of_a_field: bool) -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        inner: dict[str, Any] = {"$gt": 1} if of_a_field else {"number": 1}
+        for _ in range(depth):
+            inner = {"$not": inner} if of_a_field else {"$and": [inner]}
+        return {"number": inner} if of_a_field else inner
+
+    assert matches(parse_filter(nested(60)), {"number": 1}) is not of_a_field
+    with pytest.raises(ConfigError, match="more than 64 deep"):
+        parse_filter(nested(5_000))
+
+
 def test_a_field_of_another_shard_is_known(tmp_path: Path) -> None:
     embedder = TfidfSvdEmbedder(16).fit([d.text for d in make_documents(20)])
     with (
