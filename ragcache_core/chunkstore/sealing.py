@@ -36,7 +36,7 @@ KEY_ENV = "RAGCACHE_DISK_KEY"
 KEY_BYTES = 32
 _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 4, 12, 16
 _SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
-_SEALS_AT_ONCE = 512
+_SEALS_AT_ONCE = 512  # half of what the system takes in one call
 _CURE = "give a line of 32 random bytes in base64, as openssl rand -base64 32 writes it, the key in use first"
 
 
@@ -154,9 +154,7 @@ class SealedSlotFile:
             self._sealing.encrypt_into(nonce, payload, self._whose, sealed)
             view[:] = sealed[: self.chunk_bytes]
             seals.append(memoryview(b"".join((self._sealing_id, nonce, sealed[self.chunk_bytes :]))))
-        for first, run in runs(slots, seals):
-            if os.pwritev(self._seals.fileno(), run, first * _SEAL_BYTES) != len(run) * _SEAL_BYTES:
-                raise OSError(errno.EIO, "not all seals were written")
+        self._write_seals(slots, seals)
         self._slots.write(slots, views)
 
     def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
@@ -172,6 +170,13 @@ class SealedSlotFile:
             sealed[: self.chunk_bytes] = target
             if not self._open(seal, sealed, target):
                 target[:] = bytes(len(target))
+
+    def _write_seals(self, slots: Sequence[int], seals: Sequence[memoryview]) -> None:
+        for first, run in runs(slots, seals):
+            for start in range(0, len(run), _SEALS_AT_ONCE):
+                part = run[start : start + _SEALS_AT_ONCE]
+                if os.pwritev(self._seals.fileno(), part, (first + start) * _SEAL_BYTES) != len(part) * _SEAL_BYTES:
+                    raise OSError(errno.EIO, "not all seals were written")
 
     def _open(self, seal: bytes, sealed: memoryview, target: memoryview) -> bool:
         from cryptography.exceptions import InvalidTag
@@ -198,18 +203,18 @@ class SealedSlotFile:
         """
         end = os.fstat(self._seals.fileno()).st_size
         inside = [slot for slot in slots if slot * _SEAL_BYTES < end]
-        for first, run in runs(inside, [memoryview(bytes(_SEAL_BYTES))] * len(inside)):
-            for start in range(0, len(run), _SEALS_AT_ONCE):
-                os.pwritev(self._seals.fileno(), run[start : start + _SEALS_AT_ONCE], (first + start) * _SEAL_BYTES)
+        self._write_seals(inside, [memoryview(bytes(_SEAL_BYTES))] * len(inside))
         self._slots.erase(slots, on_part)
 
     def truncate(self, num_slots: int) -> None:
-        """Cut the file after that many slots, unless it is shorter.
+        """Cut the files after that many slots, unless they are shorter.
 
         Raises:
             OSError
         """
         self._slots.truncate(num_slots)
+        if os.fstat(self._seals.fileno()).st_size > num_slots * _SEAL_BYTES:
+            self._seals.truncate(num_slots * _SEAL_BYTES)
 
     def close(self) -> None:
         """Close the files. Nothing may be using them."""

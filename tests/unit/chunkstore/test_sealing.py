@@ -136,6 +136,31 @@ def test_a_store_without_a_key_does_not_find_what_is_encrypted(
     assert [read(plain, key) for key in keys(2)] == [None, None]
 
 
+def test_more_sealed_chunks_move_down_at_once_than_the_system_writes_seals_in_a_call(folder: Path) -> None:
+    def opened(num_slots: int) -> ChunkStore:
+        return ChunkStore(folder, IDENTITY, chunk_bytes=4096, capacity_bytes=num_slots * 4096, keys=FIRST)
+
+    names = keys(2200)
+    with opened(2200) as store:
+        store.write_many(writes(names[:1100], 4096))
+        store.write_many(writes(names[1100:], 4096))
+        store.delete_many(names[:1100])
+    with opened(1100) as store:
+        assert (len(store), store.stats.num_missing) == (1100, 0)
+        assert read(store, names[-1]) == payload(names[-1], 4096)
+
+
+def test_a_cleared_or_smaller_store_keeps_no_seals_of_slots_that_it_has_no_more(
+    sealed: Callable[..., ChunkStore],
+) -> None:
+    with sealed() as store:
+        store.write_many(writes(keys(8)))
+    with sealed(num_slots=2) as store:
+        assert (store.path / "chunks.seals").stat().st_size == 2 * 32
+        store.clear()
+        assert (store.path / "chunks.seals").stat().st_size == 0
+
+
 def line(secret: bytes) -> str:
     return base64.b64encode(secret).decode()
 
