@@ -26,6 +26,7 @@ _KEY_NAME = "sealed-with"
 LOCK_NAME = "writer.lock"
 _DIRECTORY_LOCK_NAME = "directory.lock"
 _PATIENCE_S = 60.0
+_KEY_NAME_TEXT = re.compile(r"[0-9a-f]{8}")
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 
 
@@ -163,8 +164,8 @@ def check_key_in_use(folder: Path, keys: Keys) -> None:
     try:
         last = path.read_text(encoding="ascii", errors="replace").strip()
     except FileNotFoundError:
-        last = names[0]
-    if last not in names:
+        last = ""
+    if _KEY_NAME_TEXT.fullmatch(last) and last not in names:  # nonsense, as after a power cut, says nothing
         raise CacheDirectoryError(
             f"{folder} is encrypted with the key {last:.8}, and the keys that were given are {', '.join(names)}: give "
             "that one as a further line, behind the key to use from now on, or delete the folder, which is a cache"

@@ -161,6 +161,19 @@ def test_a_cleared_or_smaller_store_keeps_no_seals_of_slots_that_it_has_no_more(
         assert (store.path / "chunks.seals").stat().st_size == 0
 
 
+@pytest.mark.parametrize("damage", [b"", b"\0" * 8, b"no key's name"])
+def test_a_note_of_the_key_that_says_nonsense_is_no_wrong_key(
+    sealed: Callable[..., ChunkStore], damage: bytes
+) -> None:
+    with sealed() as store:
+        store.write_many(writes(keys(2)))
+    (store.path / "sealed-with").write_bytes(damage)
+    with sealed() as store:
+        assert read(store, b"key 0") == payload(b"key 0")
+    with pytest.raises(CacheDirectoryError, match="is encrypted with the key"):
+        sealed(SECOND)
+
+
 def line(secret: bytes) -> str:
     return base64.b64encode(secret).decode()
 
