@@ -162,9 +162,7 @@ def test_a_cleared_or_smaller_store_keeps_no_seals_of_slots_that_it_has_no_more(
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 8, b"no key's name"])
-def test_a_note_of_the_key_that_says_nonsense_is_no_wrong_key(
-    sealed: Callable[..., ChunkStore], damage: bytes
-) -> None:
+def test_a_note_of_the_key_that_says_nonsense_is_no_wrong_key(sealed: Callable[..., ChunkStore], damage: bytes) -> None:
     with sealed() as store:
         store.write_many(writes(keys(2)))
     (store.path / "sealed-with").write_bytes(damage)

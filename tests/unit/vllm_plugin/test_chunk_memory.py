@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ragcache_core.chunk.types import ChunkStatistics, ChunkVariant, chunk_key
 from ragcache_core.chunkstore import async_store
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheLockedError, CacheTierError, ConfigError
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryReport,
@@ -254,6 +256,20 @@ def test_a_store_of_other_weights_is_not_read(opening: Opening) -> None:
     other = opening(weights="theirs")
     assert other.stored() == ()
     assert read(other, (1,), 5).num_failed == {100: 1}
+
+
+def test_an_engine_that_served_before_comes_back_without_a_disk_that_it_can_no_longer_have(
+    opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening()
+    monkeypatch.setenv(STARTED_AGAIN_ENV, "1")
+    without = opening()
+    assert without.stored() == ()
+    assert without.take_report().is_disk_down
+    assert write(without, (1, 2), 7).num_failed == {0: 1}
+    without.run([ScrubDisk(77)])
+    assert without.take_report() == MemoryReport(num_failed=Counter({77: 1}))
+    assert holds(without, (1, 2), 7)
 
 
 def test_two_engines_do_not_share_a_store(opening: Opening) -> None:

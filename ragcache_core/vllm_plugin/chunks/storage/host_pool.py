@@ -12,6 +12,7 @@ or does not answer in time, is used no more until the next start.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ import torch
 
 from ragcache_core.chunkstore import AsyncStore, Scratch, Transfer
 from ragcache_core.errors import CacheTierError
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
     MemoryCommand,
@@ -54,7 +56,8 @@ class ChunkMemory:
         disk: where chunks outlive the engine; None keeps none there.
 
     Raises:
-        ConfigError: the disk's share holds not a page. CacheTierError: the disk cannot be used.
+        ConfigError: the disk's share holds not a page. CacheTierError: the disk cannot be used, and this engine has not
+            served before, which would go on without it.
     """
 
     def __init__(
@@ -71,8 +74,15 @@ class ChunkMemory:
         self.num_pages = num_pages
         self.page_bytes = page_bytes_of(layers, dtype.itemsize, tokens_per_page)
         self._disk: ChunkDisk | None = None
-        if disk is not None:
-            self._disk = ChunkDisk(disk, page_bytes=self.page_bytes, tokens_per_page=tokens_per_page)
+        self._is_disk_lost = False
+        try:
+            if disk is not None:
+                self._disk = ChunkDisk(disk, page_bytes=self.page_bytes, tokens_per_page=tokens_per_page)
+        except CacheTierError as error:
+            if STARTED_AGAIN_ENV not in os.environ:
+                raise
+            logger.error("RAGCache's disk of chunks is out of service until the next start: %s", error)
+            self._is_disk_lost = True
         num_elements = num_pages * self.page_bytes // dtype.itemsize
         self._arena = torch.empty(num_elements, dtype=dtype)
         self._is_page_locked = pin_memory and _page_lock(self._arena)
@@ -164,7 +174,7 @@ class ChunkMemory:
 
     def take_report(self) -> MemoryReport:
         """Return what has been done since the last report; what takes too long has failed."""
-        is_down = self._store is not None and self._store.why_down() is not None
+        is_down = self._is_disk_lost or (self._store is not None and self._store.why_down() is not None)
         for command_id, transfer in list(self._under_way.items()) if is_down else ():
             if transfer.abandon():
                 self._end(command_id, is_done=False)
