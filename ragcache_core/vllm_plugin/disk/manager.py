@@ -122,12 +122,12 @@ class DiskTier(SecondaryTierManager):
         if self._groups.others:
             self._report.num_other_blocks = lambda: len(self._stored) - self._tree.tiers[Tier.DISK].num_units
         self._controller.add_tier(Tier.DISK, self._report)
-        self._controller.forgetting.add_holder(self)
         try:
             self._restore(store)
         except BaseException:
             self._io.close()
             raise
+        self._controller.forgetting.add_holder(self)
 
     # vLLM's SecondaryTierManager
 

@@ -101,6 +101,10 @@ class TreeCachePolicy(CachePolicy):
         keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
         return [key for key in keys if key in self._chunks]
 
+    def note_leftovers(self) -> None:
+        """Take note that an engine before may have left something in any chunk."""
+        self._written.update(range(self._capacity))
+
     def take_unused(self) -> set[int]:
         """Return, once, the numbers of chunks that were used and hold nothing now."""
         unused = self._written - {chunk.chunk_id for chunk in self._chunks.values()}

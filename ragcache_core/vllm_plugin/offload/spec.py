@@ -105,6 +105,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
             if isinstance(policy, TreeCachePolicy):
                 host.num_other_blocks = lambda: policy.num_other_chunks
                 self._restore_host(manager, policy)
+                if STARTED_AGAIN_ENV in os.environ:
+                    policy.note_leftovers()
                 is_selective = self.controller.tree.policy.is_selective and not manager.secondary_tiers
                 if is_selective or policy.groups.others:
                     SelectiveHostTier.take_over(manager.primary_tier, is_selective=is_selective)
@@ -127,7 +129,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         """Return vLLM's manager, without the disk where an engine that served before can no longer have it."""
         try:
             return super().get_manager()
-        except CacheTierError as error:
+        except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
             if STARTED_AGAIN_ENV not in os.environ:
                 raise
             logger.error("RAGCache's disk tier is out of service until the next start: %s", error)

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragcache_core.chunkstore import slotfile
+from ragcache_core.chunkstore import ChunkStore, slotfile
+from ragcache_core.chunkstore.sealing import KEY_ENV
+from ragcache_core.errors import CacheTierError
+from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, journal_folder, new_engine_id
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups, OtherGroup, offload_key, unit_of
@@ -338,6 +341,23 @@ def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None
     assert left_of(it) == 0
 
 
+@pytest.mark.parametrize("what", ["the index cannot be read", "the key is gone"])
+def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
+    tmp_path: Path, what: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(STARTED_AGAIN_ENV, "1")
+        if what == "the key is gone":
+            patch.setenv(KEY_ENV, "")
+        else:
+            patch.setattr(ChunkStore, "entries", failing(CacheTierError(what)))
+        with engine(tmp_path) as it:
+            it.ask("r", "AB")
+            it.forget("B")
+            left = it.settle()
+            assert [str(tmp_path) in problem for problem in left["problems"]] == [True]
+
+
 def test_an_erasure_that_the_disk_refuses_takes_it_out_of_service(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +443,33 @@ def test_an_engine_after_one_that_was_killed_finds_nothing_of_what_was_forgotten
                 assert after.forget("c")["forgotten"] == ["c"], "the id that was named later"
                 after.settle()
                 assert after.num_resident("C") == 0
+    finally:
+        files.remove()
+
+
+@pytest.mark.parametrize("has_disk", [True, False], ids=["with a disk", "without"])
+def test_what_a_killed_engine_left_in_host_memory_is_overwritten_by_the_next(tmp_path: Path, has_disk: bool) -> None:
+    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=1 << 30)
+    tiers: dict[str, Any] = {"directory": tmp_path, "disk_bytes": "4MiB"} if has_disk else {}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (spec, disk):
+                patch.setattr(module, "kv_identity", lambda config: {"model": "demo", "weights": "5f3a"})
+            with host_scheduler(60, "256KiB", files=files, **tiers) as scheduler:
+                it = Scene(scheduler, tmp_path)
+                it.ask("r", "AB")
+                if not has_disk:
+                    shutil.rmtree(journal_folder(files.engine_id))  # which was not written to the end
+                gone = it.kv_of("AB", "B")
+                assert gone
+                assert all(kv in it.host_memory() for kv in gone)
+            patch.setenv(STARTED_AGAIN_ENV, "1")
+            with host_scheduler(60, "256KiB", files=files, **tiers) as scheduler:
+                after = Scene(scheduler, tmp_path)
+                assert all(kv in after.host_memory() for kv in gone), "it is found no more, and is there"
+                after.forget("B")
+                after.settle()
+                assert not any(kv in after.host_memory() for kv in gone)
     finally:
         files.remove()
 
