@@ -159,7 +159,7 @@ def test_a_call_may_say_how_many_documents_it_wants(make: Any) -> None:
     retriever = make(Stage("moon"))
     assert retriever.invoke(QUESTION, k=7) == retriever.invoke(QUESTION)
     assert [k for _, k in retriever.store.asked] == [7, 2]
-    with pytest.raises(ConfigError, match="k is -1: ask for 0 documents or more"):
+    with pytest.raises(ConfigError, match="k is -1: give a whole number of documents, 0 or more"):
         retriever.invoke(QUESTION, k=-1)
 
 
