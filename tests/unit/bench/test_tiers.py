@@ -112,7 +112,7 @@ def test_the_cheap_parts_write_every_figure_that_has_a_goal(tmp_path: Path) -> N
     output = run(path, *CHEAP[2:])
     report = json.loads(path.read_text())
     assert set(report["parts"]) == set(CHEAP)
-    needs_engine = {key for key in GOALS if key.startswith(("exact", "cached", "disk_ttft", "idle", "swap"))}
+    needs_engine = {key for key in GOALS if key.startswith(("exact", "mixed", "cached", "disk_ttft", "idle", "swap"))}
     assert set(report["goals_not_measured"]) == needs_engine
     assert report["killpoints"] == 5
     assert report["killpoint_lost"] == report["killpoint_wrong"] == 0
