@@ -14,6 +14,7 @@ import pytest
 from ragcache_core import Document, DocumentStore
 from ragcache_core.answers import AnswerCache, AskedPrompt
 from ragcache_core.answers.asked import content_hash
+from ragcache_core.answers.cache import FoundAnswer
 from ragcache_core.errors import ConfigError, StoreCorruptError, StoreError, StoreLockedError
 from ragcache_core.retrieval import PrecomputedEmbedder
 
@@ -39,14 +40,20 @@ def asked(question: str | None = "what at 0", *documents: tuple[str, str], key: 
     return AskedPrompt(f"{key} {documents}", question, tuple((i, content_hash(text)) for i, text in documents))
 
 
+def found(answers: AnswerCache, prompt: AskedPrompt) -> FoundAnswer:
+    answer = answers.find(prompt)
+    assert answer is not None
+    return answer
+
+
 def test_a_near_question_gets_the_answer_and_a_farther_one_does_not() -> None:
     answers = AnswerCache(Angles())
     assert answers.find(asked()) is None
     answers.keep(asked(), "east")
-    same, near = answers.find(asked()), answers.find(asked("what then at 23"))
-    assert (same.answer, same.question, same.similarity) == ("east", "what at 0", 1.0)  # type: ignore[union-attr]
-    assert near.answer == "east"  # type: ignore[union-attr]
-    assert near.similarity == pytest.approx(np.cos(np.radians(23)))  # type: ignore[union-attr]
+    same, near = found(answers, asked()), found(answers, asked("what then at 23"))
+    assert (same.answer, same.question, same.similarity) == ("east", "what at 0", 1.0)
+    assert near.answer == "east"
+    assert near.similarity == pytest.approx(np.cos(np.radians(23)))
     assert answers.find(asked("what at 24")) is None  # its cosine is 0.913
     assert answers.find(asked("what then at 23", key="another")) is None
 
@@ -55,7 +62,7 @@ def test_the_nearest_of_several_wins_and_a_threshold_of_one_takes_equal_question
     answers = AnswerCache(Angles(), threshold=0.9)
     for angle in (0, 20, 40):
         answers.keep(asked(f"what at {angle}"), str(angle))
-    assert answers.find(asked("what at 27")).answer == "20"  # type: ignore[union-attr]
+    assert found(answers, asked("what at 27")).answer == "20"
     strict = AnswerCache(Angles(), threshold=1)
     strict.keep(asked(), "east")
     assert strict.find(asked("what at 1")) is None
@@ -65,7 +72,7 @@ def test_the_nearest_of_several_wins_and_a_threshold_of_one_takes_equal_question
 def test_without_an_embedder_questions_are_compared_by_their_words() -> None:
     answers = AnswerCache()
     answers.keep(asked("Which moon of Saturn has seas of methane?"), "Titan")
-    assert answers.find(asked("which moon of Saturn has the seas of methane")).answer == "Titan"  # type: ignore[union-attr]
+    assert found(answers, asked("which moon of Saturn has the seas of methane")).answer == "Titan"
     assert answers.find(asked("Which moon of Saturn has seas of ethane?")) is None
     assert answers.find(asked("???")) is None
 
@@ -73,7 +80,7 @@ def test_without_an_embedder_questions_are_compared_by_their_words() -> None:
 def test_a_prompt_without_a_question_is_answered_to_itself_alone() -> None:
     answers = AnswerCache(Angles())
     answers.keep(asked(None), "east")
-    assert answers.find(asked(None)).question is None  # type: ignore[union-attr]
+    assert found(answers, asked(None)).question is None
     assert answers.find(asked(None, key="another")) is None
 
 
@@ -82,7 +89,7 @@ def test_a_second_answer_to_the_same_question_takes_the_place_of_the_first() -> 
     answers.keep(asked(), "east")
     answers.keep(asked(), "West")
     assert len(answers) == 1
-    assert answers.find(asked()).answer == "West"  # type: ignore[union-attr]
+    assert found(answers, asked()).answer == "West"
 
 
 def test_the_answer_that_was_longest_not_asked_for_goes_first() -> None:
@@ -148,7 +155,7 @@ def test_answers_outlive_the_process_for_their_owner_alone(tmp_path: Path) -> No
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     assert not any(word in path.read_bytes() for path in files for word in (b"secret", b"zor", b"at 0"))
     with AnswerCache(Angles(), folder=tmp_path / "answers") as answers:
-        assert answers.find(asked("what is at 91", ("mel", "Mel."))).answer == "north"  # type: ignore[union-attr]
+        assert found(answers, asked("what is at 91", ("mel", "Mel."))).answer == "north"
         answers.keep(asked("what at 180"), "west")
         assert len(answers) == 2
 
@@ -164,8 +171,8 @@ def test_another_embedder_compares_the_questions_that_were_kept_anew(tmp_path: P
 
     with AnswerCache(Turned(), folder=tmp_path) as answers:
         assert answers.find(asked("what is at 9")) is None  # 90 degrees now
-        assert answers.find(asked("what is at 1")).answer == "east"  # type: ignore[union-attr]
-        assert answers.find(asked(None, key="whole")).answer == "whole"  # type: ignore[union-attr]
+        assert found(answers, asked("what is at 1")).answer == "east"
+        assert found(answers, asked(None, key="whole")).answer == "whole"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +209,7 @@ def test_a_question_that_cannot_be_embedded_is_a_miss(caplog: pytest.LogCaptureF
     assert answers.find(asked("what is at 1")) is None
     assert "the embedder is gone" in caplog.text
     answers.keep(asked("what is at 2"), "still kept for itself")
-    assert answers.find(asked("what is at 2")).answer == "still kept for itself"  # type: ignore[union-attr]
+    assert found(answers, asked("what is at 2")).answer == "still kept for itself"
     assert answers.find(asked("nothing to compare by")) is None
 
 
