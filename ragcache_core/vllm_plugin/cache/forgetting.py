@@ -11,7 +11,7 @@ the documents of all these ids: to forget one is to forget that KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -91,6 +91,12 @@ class OutOfReach:
         return self.why
 
 
+def why_on_disk(folders: Iterable[object], disk: str = "the disk tier") -> str:
+    """Return why a disk that is out of service may have what was forgotten, and what to do about it."""
+    names = ", ".join(map(str, folders))
+    return f"{disk} is out of service, and may serve it again after the next start: before that, delete {names}"
+
+
 class Forgetting:
     """Forgets documents, and knows what of them is left.
 
@@ -115,10 +121,12 @@ class Forgetting:
         """Have somebody told of what is forgotten."""
         self._holders.append(holder)
 
-    def remove_holder(self, holder: Holder) -> None:
-        """Tell somebody no more who is given up."""
+    def remove_holder(self, holder: Holder, *, why_left: str | None = None) -> None:
+        """Tell somebody no more who is given up; ``why_left`` says what he may still have of all that is forgotten."""
         if holder in self._holders:
             self._holders.remove(holder)
+            if why_left is not None:
+                self.add_holder(OutOfReach(why_left))
 
     def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
         """Give documents up, and return the receipt; see :class:`~ragcache_core.stats.ForgetReceipt`."""

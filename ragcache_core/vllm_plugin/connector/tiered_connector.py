@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from ragcache_core.runtime.shared_memory import empty_region, region_place
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import building
+from ragcache_core.vllm_plugin.cache.forgetting import why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     KVConnectorHandshakeMetadata,
@@ -137,8 +138,8 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         empty_region(engine_id)
         for tier in (Tier.HOST, Tier.DISK):
             self.controller.remove_tier(tier)
-        for holder in (self.scheduler.manager.primary_tier, *self.scheduler.manager.secondary_tiers):
-            self.controller.forgetting.remove_holder(holder)
+        self.controller.forgetting.remove_holder(self.scheduler.manager.primary_tier)
+        self._leave_disks()
         self._prefetcher = None
         self.__class__ = self.without_host()
 
@@ -148,10 +149,16 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         manager = self.scheduler.manager
         for tier in manager.secondary_tiers:
             tier.shutdown()
-            self.controller.forgetting.remove_holder(tier)
+        self._leave_disks()
         manager.secondary_tiers.clear()
         self.controller.remove_tier(Tier.DISK)
         OffloadingConnector.reset_cache(self)
+
+    def _leave_disks(self) -> None:
+        """Have what is forgotten from now on say that the disks may have it from earlier starts."""
+        assert self.controller is not None
+        for tier in self.scheduler.manager.secondary_tiers:
+            self.controller.forgetting.remove_holder(tier, why_left=why_on_disk([tier.path]))
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)

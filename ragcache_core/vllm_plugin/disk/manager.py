@@ -31,7 +31,7 @@ from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
-from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
+from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_on_disk
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of
 from ragcache_core.vllm_plugin.compat import (
     JobResult,
@@ -107,7 +107,7 @@ class DiskTier(SecondaryTierManager):
             keys=load_keys(None if key_file is None else Path(key_file)),
         )
         self._io = DiskIO(store, primary_kv_view)
-        self._path = store.path
+        self.path = store.path
         self._is_enabled = True
         self._stored: set[bytes] = set()
         self._writing: set[bytes] = set()
@@ -213,7 +213,7 @@ class DiskTier(SecondaryTierManager):
                 "RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the engine ends before "
                 "that, delete %s",
                 patience_s,
-                self._path,
+                self.path,
             )
         self._take_in_written()
 
@@ -250,7 +250,7 @@ class DiskTier(SecondaryTierManager):
         self._notice_failure()
         if self._is_enabled or self._is_emptied:
             return None
-        return f"the disk tier is out of service, and may hold it until the next start: delete {self._path}"
+        return why_on_disk([self.path])
 
     @property
     def num_open_jobs(self) -> int:

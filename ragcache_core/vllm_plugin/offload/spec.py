@@ -17,7 +17,7 @@ from ragcache_core.runtime.shared_memory import outlives_engine, sweep_shared_me
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach
+from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach, why_on_disk
 from ragcache_core.vllm_plugin.compat import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -137,9 +137,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
         self.controller.tree.clear_tier(Tier.DISK)
         capacity_bytes = sum(int(tier["capacity_bytes"]) for tier in self.secondary_tier_configs)
         self.controller.add_tier(Tier.DISK, TierReport(capacity_bytes, self.kv_bytes_per_chunk, is_enabled=False))
-        directories = ", ".join(str(tier["directory"]) for tier in self.secondary_tier_configs)
-        why = f"the disk tier is out of service, and may hold it until the next start: delete {directories}"
-        self.controller.forgetting.add_holder(OutOfReach(why))
+        directories = [tier["directory"] for tier in self.secondary_tier_configs]
+        self.controller.forgetting.add_holder(OutOfReach(why_on_disk(directories)))
         self.secondary_tier_configs = []
         return super().get_manager()
 
