@@ -14,10 +14,10 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # vLLM binds a model's threads to a core: those of engines side by side to the same, where they wait for each other.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM binds a model's threads to cores: those of engines side by side to the same, where they wait for each other, and
+# those of one to all, where its server waits for them and tells nothing of a whole answer until it is over.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from ragcache_core.client import Engine
 from ragcache_core.client.speculation.manager import SpeculationManager

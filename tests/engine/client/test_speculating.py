@@ -26,8 +26,8 @@ LAYOUT = PromptLayout()
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}
 """Seconds of work."""
 ATTEMPTS = 12
-"""A server that streams from a CPU tells nothing for seconds now and then, plain vLLM's like ours: then all is over
-before it is seen, and the test begins again."""
+"""A server beside a model on few cores tells nothing for a while now and then: then all is over before it is seen, and
+the test begins again."""
 PATIENCE_S = 30.0
 
 
