@@ -343,7 +343,7 @@ def _summed(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 _COUNTED = (
     *("num_prompt_tokens", "num_output_tokens", "num_prefix_query_tokens", "num_prefix_hit_tokens"),
-    *("num_preemptions", "num_first_tokens", "sum_ttft_s"),
+    *("num_preemptions", "num_first_tokens", "sum_ttft_s", "num_speculative_requests", "num_confirmed_speculations"),
 )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragcache_core._version import __version__
+from ragcache_core.runtime.terminal import columns, plain
 
 if TYPE_CHECKING:
     from ragcache_core.bench.plots import Plot
@@ -45,16 +46,10 @@ class Table:
 
     def text(self) -> str:
         """Return the table as lines, without intervals."""
-        cells = [list(self.heads), *([cell.partition(" [")[0] for cell in row] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = (
-            "  ".join(
-                cell.ljust(width) if i < self.num_names else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        )
-        return "\n".join([self.title, *lines] if self.title else lines)
+        rows = ([cell.partition(" [")[0] for cell in row] for row in self.rows)
+        alignment = "<" * self.num_names + ">" * (len(self.heads) - self.num_names)
+        text = plain(columns(rows, alignment, self.heads))
+        return f"{self.title}\n{text}" if self.title else text
 
     def html(self) -> str:
         """Return the table as HTML, under its title."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Any
 import click
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.terminal import Bar
 
 _PLOT_KINDS = (".png", ".svg", ".html")
 
@@ -26,12 +26,8 @@ def printable(text: str) -> str:
 @contextmanager
 def counting_requests(name: str, num_requests: int) -> Iterator[Callable[[int], object]]:
     """Yield what takes how many more requests are done; a bar on a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=num_requests, desc=name, unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
-        yield bar.update
+    with Bar(name, num_requests, "requests") as bar:
+        yield bar.advance
 
 
 def output_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

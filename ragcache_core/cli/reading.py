@@ -1,64 +1,103 @@
-"""A reading of an engine's counters as lines of text."""
+"""A reading of an engine's counters as tables: coloured, with bars, on a terminal, and plain text elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from ragcache_core.cli.output import printable
+from ragcache_core.runtime.terminal import columns
 from ragcache_core.stats import DocumentUse, EngineStats, TierStats
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _BAR_CELLS = 20
 _DOC_ID_CHARS = 40
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def lines_of(model: str, reading: EngineStats) -> Iterator[str]:
-    """Yield the counters, a table of the tiers, and the hottest documents."""
-    for name, value in _counters(model, reading):
-        yield f"{name:<16} {value}"
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many characters and lines a terminal has: what does not fit is left out, and bars are drawn where they do."""
+
+    width: int
+    height: int
+
+    @property
+    def has_bars(self) -> bool:
+        return self.width >= 90
+
+    @property
+    def has_sizes(self) -> bool:
+        return self.width >= 62
+
+    @property
+    def has_gaps(self) -> bool:
+        return self.height >= 30
+
+
+TEXT = Room(80, 0)
+"""Of a file or a pipe: no bars, and no empty lines but between readings."""
+
+
+def reading_view(model: str, address: str, now: datetime, reading: EngineStats, room: Room) -> RenderableType:
+    """Return the counters, a table of the tiers, and the hottest documents."""
+    from rich.console import Group
+
+    counters = (("server", f"{address}, {now:%Y-%m-%d %H:%M:%S}"), *_counters(model, reading))
+    parts: list[RenderableType] = _named(counters)
     if reading.policy is None:
-        yield "plain vLLM: it runs without RAGCache ('ragcache serve' without --no-cache runs it with)"
-        return
+        parts.append(_line("plain vLLM: it runs without RAGCache ('ragcache serve' without --no-cache runs it with)"))
+        return Group(*parts)
     if reading.tiers:
-        yield ""
-        yield from _aligned(_tier_rows(reading), "<><>>>>")
+        parts += ["", _tiers(reading, room)]
     if reading.hottest_documents:
-        yield ""
-        yield from _aligned(_document_rows(reading.hottest_documents), "<>><")
+        parts += ["", _documents(reading.hottest_documents)]
+    return Group(*parts)
 
 
-def watched_lines(
-    model: str, address: str, now: datetime, reading: EngineStats, last: Interval | None
-) -> Iterator[str]:
-    """Yield a reading beside what was counted since the one before: what matters most fits 64 x 16 characters."""
-    of_last = None if last is None else last.counted
+def watched_view(
+    model: str, address: str, now: datetime, reading: EngineStats, last: Interval | None, room: Room
+) -> RenderableType:
+    """Return a reading beside what was counted since the one before: what matters most fits 64 x 16 characters."""
+    from rich.console import Group
+
     kind = "plain vLLM, without RAGCache" if reading.policy is None else f"policy {reading.policy}"
-    yield f"{now:%H:%M:%S}  {address}"
     load = f"{reading.num_running:,} running, {reading.num_waiting:,} waiting, KV {reading.kv_cache_usage:.0%} full"
-    yield f"{load}; {kind}; {_printable(model)}"
-    yield ""
     seconds = "last reading" if last is None else f"last {last.seconds:.1f} s"
-    yield from _aligned(iter((("", seconds, "since its start"), *_rates(reading, last))), "<>>")
+    gap: list[RenderableType] = [""] if room.has_gaps else []
+    parts = [_line(f"{now:%H:%M:%S}  {address}"), _line(f"{load}; {kind}; {_printable(model)}"), *gap]
+    parts.append(columns(_rates(reading, last), "<>>", ("", seconds, "since start")))
     if reading.tiers:
-        yield ""
-        rows = [("tier", "in use", "full", "evicted/s", "hits now", "hits")]
-        for tier in reading.tiers:
-            evicted, hits = "-", "-"
-            if last is not None and of_last is not None:
-                (counted,) = (each for each in of_last.tiers if each.name == tier.name)
-                evicted = f"{counted.num_evicted_blocks / last.seconds:.3g}"
-                hits = f"{of_last.tier_hit_rate(counted):.1%}"
-            full = f"{tier.usage:.0%}" if tier.is_enabled else "off"
-            used = f"{_size(tier.used_bytes)} of {_size(tier.capacity_bytes)}"
-            rows.append((tier.name, used, full, evicted, hits, f"{reading.tier_hit_rate(tier):.1%}"))
-        yield from _aligned(iter(rows), "<<>>>>")
-    if reading.hottest_documents:
-        yield "hottest: " + ", ".join(_printable(document.doc_id) for document in reading.hottest_documents)
+        parts += [*gap, _watched_tiers(reading, last, room)]
+    if reading.hottest_documents and room.has_gaps:
+        parts += [*gap, _documents(reading.hottest_documents)]
+    elif reading.hottest_documents:
+        hottest = ", ".join(_printable(document.doc_id) for document in reading.hottest_documents)
+        parts.append(_line(f"hottest: {hottest}"))
     if reading.policy is not None:
-        yield ""
-        yield from (f"{name:<16} {value}" for name, value in _cache_counters(reading))
+        parts += [*gap, *_named(_cache_counters(reading))]
+    return Group(*parts)
+
+
+def _watched_tiers(reading: EngineStats, last: Interval | None, room: Room) -> RenderableType:
+    counted = {} if last is None else {tier.name: tier for tier in last.counted.tiers}
+    rows: list[list[RenderableType]] = []
+    for tier in reading.tiers:
+        evicted, hits = "-", "-"
+        if last is not None and tier.name in counted:
+            evicted = f"{counted[tier.name].num_evicted_blocks / last.seconds:.3g}"
+            hits = f"{last.counted.tier_hit_rate(counted[tier.name]):.1%}"
+        used = f"{_size(tier.used_bytes)} of {_size(tier.capacity_bytes)}"
+        full = f"{tier.usage:.0%}" if tier.is_enabled else "off"
+        hit_rate = f"{reading.tier_hit_rate(tier):.1%}"
+        sizes = [used] if room.has_sizes else []
+        rows.append([tier.name, *sizes, *([_bar(tier)] if room.has_bars else []), full, evicted, hits, hit_rate])
+    shown = ["in use"] * room.has_sizes + [""] * room.has_bars
+    return columns(rows, "<" * (1 + len(shown)) + ">>>>", ("tier", *shown, "full", "evicted/s", "hits now", "hits"))
 
 
 def _rates(reading: EngineStats, last: Interval | None) -> Iterator[Sequence[str]]:
@@ -75,6 +114,12 @@ def _rates(reading: EngineStats, last: Interval | None) -> Iterator[Sequence[str
         "-" if of is None or not of.num_prefix_query_tokens else f"{of.cached_share:.1%}" for of in (counted, reading)
     )
     yield "found in a tier", *shares
+    if reading.policy is not None:
+        confirmed = (
+            "-" if of is None else f"{of.num_confirmed_speculations:,} of {of.num_speculative_requests:,}"
+            for of in (counted, reading)
+        )
+        yield "speculations", *confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,41 +196,47 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
 
 
-def _tier_rows(reading: EngineStats) -> Iterator[Sequence[str]]:
-    yield "tier", "in use", "", "blocks", "evicted", "hit tokens", "hit rate"
-    for tier in reading.tiers:
-        yield (
+def _tiers(reading: EngineStats, room: Room) -> RenderableType:
+    rows = (
+        (
             tier.name,
             f"{_size(tier.used_bytes)} of {_size(tier.capacity_bytes)}",
-            _bar(tier) if tier.is_enabled else "switched off: see the log",
+            *([_bar(tier)] if room.has_bars else []),
+            f"{tier.usage:.0%}" if tier.is_enabled else "switched off: see the log",
             f"{tier.num_blocks:,}",
             f"{tier.num_evicted_blocks:,}",
             f"{tier.num_hit_tokens:,}",
             f"{reading.tier_hit_rate(tier):.1%}",
         )
+        for tier in reading.tiers
+    )
+    bar = [""] * room.has_bars
+    heads = ("tier", "in use", *bar, "full", "blocks", "evicted", "hit tokens", "hit rate")
+    return columns(rows, "<>" + "<" * len(bar) + ">>>>>", heads)
 
 
-def _document_rows(documents: Sequence[DocumentUse]) -> Iterator[Sequence[str]]:
-    yield "hottest documents", "uses", "tokens", "in"
-    for document in documents:
-        yield (
-            _printable(document.doc_id),
-            f"{document.frequency:,.4g}",
-            f"{document.num_tokens:,}",
-            ", ".join(document.tiers),
-        )
+def _documents(documents: Sequence[DocumentUse]) -> RenderableType:
+    rows = (
+        (_printable(one.doc_id), f"{one.frequency:,.4g}", f"{one.num_tokens:,}", ", ".join(one.tiers))
+        for one in documents
+    )
+    return columns(rows, "<>><", ("hottest documents", "uses", "tokens", "in"))
 
 
-def _aligned(rows: Iterator[Sequence[str]], alignment: str) -> Iterator[str]:
-    table = list(rows)
-    widths = [max(len(row[i]) for row in table) for i in range(len(alignment))]
-    for row in table:
-        yield "  ".join(f"{cell:{a}{w}}" for cell, a, w in zip(row, alignment, widths, strict=True)).rstrip()
+def _named(values: Iterable[tuple[str, str]]) -> list[RenderableType]:
+    return [_line(f"{name:<16} {value}") for name, value in values]
 
 
-def _bar(tier: TierStats) -> str:
-    num_full = round(min(max(tier.usage, 0.0), 1.0) * _BAR_CELLS)
-    return f"[{'#' * num_full}{'.' * (_BAR_CELLS - num_full)}] {tier.usage:4.0%}"
+def _line(text: str) -> RenderableType:
+    from rich.text import Text
+
+    return Text(printable(text), no_wrap=True, overflow="ellipsis")
+
+
+def _bar(tier: TierStats) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+
+    return ProgressBar(tier.capacity_bytes or 1, min(tier.used_bytes, tier.capacity_bytes), _BAR_CELLS)
 
 
 def _size(num_bytes: int) -> str:

@@ -154,6 +154,8 @@ class ScriptedServer:
     """Whether a stream names its tokens to who asks for them, as vLLM does; see ``rest_of``."""
     defaults: str = "{}"
     """What such a stream says that the server adds to requests."""
+    port: int = 0
+    """Where to listen; 0 is a free one."""
     aborted: list[Seen] = field(default_factory=list)
     """Requests whose client hung up before the end."""
 
@@ -167,7 +169,9 @@ class ScriptedServer:
         self._running: set[int] = set()
         self._connections: set[socket.socket] = set()
         self.counters = dict.fromkeys(("prompt", "output", "query", "hit", "first", "ttft_ms"), 0)
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("_BoundHandler", (_Handler,), {"server_of": self}))
+        self._http = ThreadingHTTPServer(
+            ("127.0.0.1", self.port), type("_BoundHandler", (_Handler,), {"server_of": self})
+        )
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), name="scripted-server")
 

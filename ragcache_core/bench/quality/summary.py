@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ragcache_core.bench.quality.asking import AskedAnswer
 from ragcache_core.bench.quality.scores import alike, wilson_interval
+from ragcache_core.runtime.terminal import columns, plain
 
 ALL_KINDS = "all"
 
@@ -85,15 +86,14 @@ def _of_kind(way: str, kind: str, compared: Sequence[tuple[AskedAnswer, AskedAns
 
 def summary_table(by_way: Mapping[str, Sequence[Summary]], baseline: str) -> str:
     """Return a table with a row for each kind of question and way; tokens are compared with those of ``baseline``."""
-    line = "{:<12} {:<28} {:>9} {:>8} {:>8} {:>10} {:>11} {:>10} {:>9} {:>8} {:>20}"
     head = ("kind", "way", "questions", "exact", "ROUGE-L", "computed", f"of {baseline}"[:11], "recomputed", "TTFT ms",
             "changed", "agrees")  # fmt: skip
     expected = {summary.kind: summary for summary in by_way.get(baseline, ())}
     flat = [summary for summaries in by_way.values() for summary in summaries]
     kinds = list(dict.fromkeys(summary.kind for summary in flat))
     by_kind = sorted(flat, key=lambda summary: kinds.index(summary.kind))  # stable: the ways keep their order
-    rows = [head, *(_cells(summary, expected.get(summary.kind)) for summary in by_kind)]
-    return "\n".join(line.format(*row).rstrip() for row in rows)
+    rows = [_cells(summary, expected.get(summary.kind)) for summary in by_kind]
+    return plain(columns(rows, "<<" + ">" * (len(head) - 2), head))
 
 
 def _cells(summary: Summary, baseline: Summary | None) -> tuple[str, ...]:

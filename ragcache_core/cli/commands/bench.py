@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +13,9 @@ from ragcache_core.cli.commands.paper import paper
 from ragcache_core.cli.commands.trace import WORKLOAD_NAMES
 from ragcache_core.cli.options import api_key_option
 from ragcache_core.cli.output import check_output, check_outputs, require_matplotlib
+from ragcache_core.runtime.terminal import Bar
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from ragcache_core.bench.compare.results import Results
 
 _ENGINES = "no-cache,vllm,vllm-host-lru,vllm-host-arc,ragcache,ragcache-cache-aware"
@@ -186,7 +182,7 @@ def bench(
         click.echo(f"ragcache: warning: {warning}", err=True)
     results = Results.open(output, prepared.facts, machine(), resume=resume)
     try:
-        with _progress() as progress:
+        with _Progress("bench", unit="requests") as progress:
             run_comparison(prepared.comparison, results, prepared.prompts.__getitem__, prepared.open_engine, progress)
     except (KeyboardInterrupt, SystemExit):
         click.echo(f"ragcache: {len(results.runs)} runs are finished: add --resume to go on", err=True)
@@ -253,29 +249,11 @@ def _report(results: Results, html_path: Path | None, *, as_json: bool) -> None:
         click.echo("ragcache: written to " + ", ".join(map(str, paths)), err=True)
 
 
-class _Bar:
-    """A bar of requests, and a line that says which engine is at work."""
-
-    def __init__(self, bar: tqdm[Any]) -> None:
-        self._bar = bar
+class _Progress(Bar):
+    """A bar of requests that says which engine is at work."""
 
     def plan(self, num_requests: int) -> None:
-        self._bar.reset(num_requests)
-
-    def say(self, what: str) -> None:
-        self._bar.set_description_str(what)
-
-    def advance(self) -> None:
-        self._bar.update()
+        self.move_to(0, num_requests)
 
     def announce(self, sentence: str) -> None:
-        with self._bar.external_write_mode():
-            click.echo(f"ragcache: {sentence}", err=True)
-
-
-@contextmanager
-def _progress() -> Iterator[_Bar]:
-    from tqdm import tqdm
-
-    with tqdm(desc="bench", unit="req", leave=False, disable=not sys.stderr.isatty()) as bar:
-        yield _Bar(bar)
+        click.echo(f"ragcache: {sentence}", err=True)

@@ -13,6 +13,7 @@ from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.commands.quality import asking_options, measured, quality_run
 from ragcache_core.cli.options import FiniteRange, vllm_args_argument
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.terminal import columns, plain
 
 if TYPE_CHECKING:
     from ragcache_core.bench.quality.summary import Summary
@@ -96,9 +97,14 @@ def points_of(measured_alphas: Sequence[tuple[float, Summary]], metric: str, ful
 
 
 def _table(points: Sequence[AlphaPoint], summaries: Sequence[Summary], metric: str) -> str:
-    lines = [f"{'alpha':>8} {metric:>12} {'quality':>9} {'recomputed':>11} {'computed tokens':>16}"]
-    for point, summary in zip(points, summaries, strict=True):
-        score = getattr(summary, metric)
-        tokens = summary.num_computed_tokens
-        lines.append(f"{point.alpha:>8g} {score:>12.3f} {point.quality:>9.1%} {point.recomputed:>11.1%} {tokens:>16,}")
-    return "\n".join(lines)
+    rows = (
+        (
+            f"{point.alpha:g}",
+            f"{getattr(summary, metric):.3f}",
+            f"{point.quality:.1%}",
+            f"{point.recomputed:.1%}",
+            f"{summary.num_computed_tokens:,}",
+        )
+        for point, summary in zip(points, summaries, strict=True)
+    )
+    return plain(columns(rows, ">>>>>", ("alpha", metric, "quality", "recomputed", "computed tokens")))

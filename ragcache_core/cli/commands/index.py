@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from ragcache_core.cli.options import (
 )
 from ragcache_core.cli.splitting import choose_splitting, splitting_options
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
+from ragcache_core.runtime.terminal import Bar
 
 if TYPE_CHECKING:
     from ragcache_core.ingest import Changes, FileLimits, FileReading, FoundFiles, Origin, Splitting
@@ -207,8 +207,6 @@ def _gone(origins: Mapping[DocId, Origin], paths: Iterable[Path]) -> list[DocId]
 
 def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad: bool) -> tuple[list[FileReading], int]:
     """Return what all files hold, and how many bad ones were left out."""
-    from tqdm import tqdm
-
     from ragcache_core.ingest import read_files
 
     num_bad = 0
@@ -218,10 +216,13 @@ def _read(files: FoundFiles, splitting: Splitting, limits: FileLimits, skip_bad:
         if not skip_bad:
             raise type(error)(f"{error}, or leave bad documents out (--skip-bad)") from error
         num_bad += 1
-        tqdm.write(f"ragcache: left out: {as_typed(str(error))}", file=sys.stderr)
+        click.echo(f"ragcache: left out: {as_typed(str(error))}", err=True)
 
-    with tqdm(files.files, desc="reading", unit="file", leave=False, disable=not sys.stderr.isatty()) as progress:
-        readings = list(read_files(progress, splitting, on_bad=report, limits=limits))
+    with Bar("reading", len(files.files), "files") as bar:
+        readings = []
+        for reading in read_files(files.files, splitting, on_bad=report, limits=limits):
+            readings.append(reading)
+            bar.advance()
     if not any(reading.documents for reading in readings):
         raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
     return readings, num_bad
@@ -281,20 +282,6 @@ def _check_origins(changes: Changes, origins: Mapping[DocId, Origin], read: Mapp
 def _store(store: DocumentStore, changes: Changes) -> None:
     """Save the changes: what is read in one step, then without the chunks that are left over."""
     documents = [*changes.changed, *changes.new]
-    with _embedding() as report:
-        store.put(documents, progress=report, batch_size=_DOCUMENTS_PER_REPORT)
+    with Bar("embedding", unit="steps") as bar:  # the built-in embedder learns from new documents first: half of it
+        store.put(documents, progress=bar.move_to, batch_size=_DOCUMENTS_PER_REPORT)
     store.delete(changes.left_over)
-
-
-@contextmanager
-def _embedding() -> Iterator[Callable[[int, int], None]]:
-    """Show how far the store is; the built-in embedder learns from new documents first, which is half of it."""
-    from tqdm import tqdm
-
-    with tqdm(desc="embedding", unit="step", leave=False, disable=not sys.stderr.isatty()) as progress:
-
-        def report(num_done: int, total: int) -> None:
-            progress.total = total
-            progress.update(num_done - progress.n)
-
-        yield report

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.commands.sweep import clear_journal, read_finished
 from ragcache_core.cli.output import check_outputs, check_plot, output_option, write_json
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from ragcache_core.runtime.terminal import Bar
 
 _FIGURES = ("13", "15", "17", "18", "19")
 _TABLES = ("2", "3", "4")
@@ -104,7 +98,7 @@ def paper(
         num_seeds, num_requests = 1, num_requests or _QUICK_REQUESTS
     exhibits = []
     try:
-        with _progress() as bar:
+        with _Progress("simulating", unit="requests") as bar:
             runs = PaperRuns(
                 num_seeds=num_seeds,
                 num_requests=num_requests,
@@ -116,10 +110,9 @@ def paper(
             )
             for name, exhibit in zip(names, measure(names, runs), strict=True):
                 exhibits.append(exhibit)
-                bar.say(name)
+                bar.say(f"{name} done")
                 if not as_json:
-                    with bar.cleared():
-                        click.echo((exhibit.markdown() if as_markdown else exhibit.text()) + "\n")
+                    click.echo((exhibit.markdown() if as_markdown else exhibit.text()) + "\n")
                 if output is not None:
                     write_json(to_dict(exhibits, runs), output)
     except (KeyboardInterrupt, SystemExit):
@@ -141,34 +134,8 @@ def paper(
             click.echo(f"ragcache: written to {path}", err=True)
 
 
-class _Bar:
+class _Progress(Bar):
     """A bar of simulated requests, whose length grows as figures say what they need."""
 
-    def __init__(self, bar: tqdm[Any]) -> None:
-        self._bar = bar
-
     def plan(self, num_requests: int) -> None:
-        self._bar.total = (self._bar.total or 0) + num_requests
-        self._bar.refresh()
-
-    def advance(self, num_requests: int) -> None:
-        self._bar.update(num_requests)
-
-    def say(self, what: str) -> None:
-        self._bar.set_description_str(f"{what} done")
-
-    @contextmanager
-    def cleared(self) -> Iterator[None]:
-        """Take the bar away while something else is printed."""
-        with self._bar.external_write_mode():
-            yield
-
-
-@contextmanager
-def _progress() -> Iterator[_Bar]:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=0, desc="simulating", unit="req", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
-        yield _Bar(bar)
+        self.move_to(self.num_done, (self.total or 0) + num_requests)

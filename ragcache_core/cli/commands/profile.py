@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +23,7 @@ from ragcache_core.cli.options import (
     vllm_args_argument,
 )
 from ragcache_core.errors import EngineError
+from ragcache_core.runtime.terminal import Bar, columns, plain
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine
@@ -208,8 +207,8 @@ def _measure(engine: Engine, facts: EngineFacts, grid: Grid, repeats: int) -> tu
     from ragcache_core.client.profiling import asker, measure
 
     rng = random.Random()  # noqa: S311 (tokens that the engine has not seen in an earlier profile)
-    with _progress(grid.num_tokens(repeats)) as report:
-        return measure(asker(engine), grid, facts.token_ids, num_repeats=repeats, rng=rng, report=report)
+    with Bar("profiling", grid.num_tokens(repeats), "tokens") as bar:
+        return measure(asker(engine), grid, facts.token_ids, num_repeats=repeats, rng=rng, report=bar.advance)
 
 
 def _keep(
@@ -257,10 +256,9 @@ def _keep(
 def _table(measurements: Sequence[Measurement]) -> str:
     """Return the medians in milliseconds: a row for each cached length, a column for each new one."""
     median_ms = {(m.num_cached_tokens, m.num_new_tokens): f"{m.median_s * 1000:,.1f}" for m in measurements}
-    rows, columns = (sorted({point[axis] for point in median_ms}) for axis in (0, 1))
-    head = f"{'cached, new: ms':>15}" + "".join(f"{new:>10,}" for new in columns)
-    body = (f"{row:>15,}" + "".join(f"{median_ms.get((row, new), '-'):>10}" for new in columns) for row in rows)
-    return "\n".join([head, *body])
+    cached, new = (sorted({point[axis] for point in median_ms}) for axis in (0, 1))
+    rows = ([f"{row:,}", *(median_ms.get((row, column), "-") for column in new)] for row in cached)
+    return plain(columns(rows, ">" * (len(new) + 1), ["cached, new: ms", *(f"{column:,}" for column in new)]))
 
 
 def _show_plan(grid: Grid, repeats: int, path: Path, as_json: bool) -> None:
@@ -274,13 +272,3 @@ def _show_plan(grid: Grid, repeats: int, path: Path, as_json: bool) -> None:
     click.echo(f"to measure     {num_points} prompts of at most {grid.max_tokens:,} tokens, {repeats} times each")
     click.echo(f"to compute     {num_tokens:,} tokens")
     click.echo(f"to keep in     {path}")
-
-
-@contextmanager
-def _progress(num_tokens: int) -> Iterator[Callable[[int], object]]:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=num_tokens, desc="profiling", unit="tok", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-    ) as bar:
-        yield bar.update

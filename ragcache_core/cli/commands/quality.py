@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,6 +13,7 @@ from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import FiniteRange, check_vllm_args, vllm_args_argument
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
+from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import SelectionName
 
 if TYPE_CHECKING:
@@ -255,20 +255,12 @@ def measured(run: QualityRun, ways: Sequence[Way]) -> Iterator[tuple[Way, list[S
     from ragcache_core.bench.quality import summarise
 
     reference = None
-    with _progress(len(ways) * len(run.questions)) as begin:
+    with Bar("", len(ways) * len(run.questions), "answers") as bar:
+
+        def begin(way: Way) -> Callable[[int], object]:
+            bar.say(way.name)
+            return bar.advance
+
         for way, answers in run.answers(ways, begin=begin):
             yield way, summarise(way.name, answers, reference)
             reference = reference or answers
-
-
-@contextmanager
-def _progress(num_answers: int) -> Iterator[Callable[[Way], Callable[[int], object]]]:
-    from tqdm import tqdm
-
-    with tqdm(total=num_answers, unit="answer", leave=False, disable=not sys.stderr.isatty()) as bar:
-
-        def begin(way: Way) -> Callable[[int], object]:
-            bar.set_description_str(way.name)
-            return bar.update
-
-        yield begin

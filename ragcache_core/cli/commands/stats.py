@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import FiniteRange, api_key_option
-from ragcache_core.cli.reading import Interval, lines_of, watched_lines
+from ragcache_core.cli.reading import TEXT, Interval, Room, reading_view, watched_view
 from ragcache_core.errors import EngineDiedError, EngineTimeoutError, EngineUnreachableError
+from ragcache_core.runtime.terminal import plain
 from ragcache_core.stats import EngineStats
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from ragcache_core.client import Engine
 
 _WATCH_S = 2.0
 _MIN_WATCH_S = 0.1
-
-_Show = Callable[["Engine", EngineStats, Interval | None], None]
-"""Shows a reading of an engine, and what was counted since the one before."""
 
 
 @click.command(
@@ -33,72 +32,148 @@ _Show = Callable[["Engine", EngineStats, Interval | None], None]
     examples=[
         "ragcache stats --url http://127.0.0.1:8000 --api-key KEY",
         "ragcache stats --url http://127.0.0.1:8000 --watch",
-        "ragcache stats --url http://127.0.0.1:8000 --watch 10 --json",
+        "ragcache stats --url http://127.0.0.1:8000 --watch --every 10 --json",
     ],
 )
 @click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
 @api_key_option
+@click.option("--watch", is_flag=True, help="Read again and again, until Ctrl-C.")
 @click.option(
-    "--watch",
-    "watch_s",
+    "--every",
+    "every_s",
     type=FiniteRange(min=_MIN_WATCH_S),
-    is_flag=False,
-    flag_value=_WATCH_S,
-    metavar="[SECONDS]",
-    help=f"Read again every so many seconds, until Ctrl-C. [without a number: {_WATCH_S:g}]",
+    metavar="SECONDS",
+    help=f"How long --watch pauses between two readings. [default: {_WATCH_S:g}]",
 )
-def stats(url: str, api_key: str | None, watch_s: float | None, as_json: bool) -> None:
+def stats(url: str, api_key: str | None, watch: bool, every_s: float | None, as_json: bool) -> None:
     """Print the counters of the server at URL since it started: hit rates, tiers, hottest documents.
 
-    With --watch they are drawn again in place on a terminal, beside rates since the last reading; with --json each
-    reading is one line. Ctrl-C ends the watch with exit status 0.
+    With --watch they fill a terminal, drawn again and again beside rates since the last reading; a server that is
+    started again meanwhile is waited for. Into a file or a pipe they go as plain text, one after the other; with --json
+    each reading is one line, and a server that goes away ends the watch. Ctrl-C ends it with exit status 0.
     """
     from ragcache_core.client import Engine
 
+    if every_s is not None and not watch:
+        raise click.UsageError("--every is the pause between readings of --watch: give --watch as well.")
     try:
         with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
-            if watch_s is not None:
-                _watch(engine, watch_s, _show_json if as_json else _Redrawn() if sys.stdout.isatty() else _show_apart)
+            if watch:
+                _watch(engine, every_s or _WATCH_S, as_json=as_json)
             reading = engine.stats()
             if as_json:
-                _show_json(engine, reading, None)
-                return
-            click.echo(f"{'server':<16} {engine.base_url}, {_now():%Y-%m-%d %H:%M:%S}")
-            click.echo("\n".join(lines_of(engine.model, reading)))
+                _print_json(engine, reading, None)
+            else:
+                _print_once(engine, reading)
     except KeyboardInterrupt:
-        if watch_s is None:
+        if not watch:
             raise
         click.echo("ragcache: stopping", err=True)  # the way to end a watch: no error
 
 
-def _watch(engine: Engine, watch_s: float, show: _Show) -> NoReturn:
-    """Return never: show readings until the server is gone."""
+def _print_once(engine: Engine, reading: EngineStats) -> None:
+    if not sys.stdout.isatty():
+        click.echo(plain(reading_view(engine.model, engine.base_url, _now(), reading, TEXT)))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(reading_view(engine.model, engine.base_url, _now(), reading, Room(*console.size)))
+
+
+def _watch(engine: Engine, every_s: float, *, as_json: bool) -> NoReturn:
+    """Return never: show readings until Ctrl-C. A server that goes away is waited for, but with ``as_json``.
+
+    Raises:
+        EngineUnreachableError: it went away, or was never there.
+    """
     num_readings, before, read_s = 0, None, 0.0
-    while True:
-        try:
-            reading = engine.stats()
-        except (EngineUnreachableError, EngineDiedError, EngineTimeoutError) as error:
-            if not num_readings:
-                raise
-            raise EngineUnreachableError(
-                f"the server at {engine.base_url} went away after reading {num_readings}: start it again with "
-                f"'ragcache serve', then watch it again ({error})"
-            ) from error
-        last_s, read_s = read_s, time.monotonic()
-        show(engine, reading, None if before is None else Interval(reading.since(before), read_s - last_s))
-        num_readings, before = num_readings + 1, reading
-        time.sleep(watch_s)
+    with _Screen() if _draws() and not as_json else _Lines(as_json) as shown:
+        while True:
+            try:
+                reading = engine.stats()
+            except (EngineUnreachableError, EngineDiedError, EngineTimeoutError) as error:
+                if not num_readings:
+                    raise
+                if as_json:
+                    raise EngineUnreachableError(
+                        f"the server at {engine.base_url} went away after reading {num_readings}: start it again with "
+                        f"'ragcache serve', then watch it again ({error})"
+                    ) from error
+                before = None  # who was away may count anew
+                shown.miss(engine)
+            else:
+                last_s, read_s = read_s, time.monotonic()
+                shown.show(
+                    engine, reading, None if before is None else Interval(reading.since(before), read_s - last_s)
+                )
+                num_readings, before = num_readings + 1, reading
+            time.sleep(every_s)
 
 
-def _watched_lines(engine: Engine, reading: EngineStats, last: Interval | None) -> Iterator[str]:
-    return watched_lines(engine.model, engine.base_url, _now(), reading, last)
+class _Lines:
+    """Prints each reading below the one before: as text, or as a line of JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json, self._is_away = as_json, False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def show(self, engine: Engine, reading: EngineStats, last: Interval | None) -> None:
+        self._is_away = False
+        if self._as_json:
+            _print_json(engine, reading, last)
+        else:
+            click.echo(plain(watched_view(engine.model, engine.base_url, _now(), reading, last, TEXT)) + "\n")
+
+    def miss(self, engine: Engine) -> None:
+        if not self._is_away:
+            click.echo(f"ragcache: {_away(engine)}", err=True)
+        self._is_away = True
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
-def _show_apart(engine: Engine, reading: EngineStats, last: Interval | None) -> None:
-    click.echo("\n".join(_watched_lines(engine, reading, last)) + "\n")
+class _Screen:
+    """Draws each reading over the one before, on the whole terminal; the last one is printed in the end."""
+
+    def __enter__(self) -> Self:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console()
+        self._reading: RenderableType = ""
+        self._live = Live(console=self._console, screen=True, auto_refresh=False)
+        self._live.start()
+        return self
+
+    def show(self, engine: Engine, reading: EngineStats, last: Interval | None) -> None:
+        room = Room(*self._console.size)
+        self._reading = watched_view(engine.model, engine.base_url, _now(), reading, last, room)
+        self._live.update(self._reading, refresh=True)
+
+    def miss(self, engine: Engine) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        self._live.update(Group(Text(f"{_now():%H:%M:%S}  {_away(engine)}", "bold"), self._reading), refresh=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._console.print(self._reading)
 
 
-def _show_json(engine: Engine, reading: EngineStats, last: Interval | None) -> None:
+def _draws() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _away(engine: Engine) -> str:
+    return f"the server at {engine.base_url} went away and is waited for; this is what it last said"
+
+
+def _print_json(engine: Engine, reading: EngineStats, last: Interval | None) -> None:
     facts = {"time": _now().isoformat(timespec="seconds"), "url": engine.base_url, "model": engine.model}
     interval = {} if last is None else {"interval": last.to_dict()}
     print_json({**facts, **reading.to_dict(), **interval})
@@ -106,17 +181,3 @@ def _show_json(engine: Engine, reading: EngineStats, last: Interval | None) -> N
 
 def _now() -> datetime:
     return datetime.now().astimezone()
-
-
-class _Redrawn:
-    """Draws each reading over the one before; what does not fit the terminal is left out."""
-
-    def __init__(self) -> None:
-        self._num_lines = 0
-
-    def __call__(self, engine: Engine, reading: EngineStats, last: Interval | None) -> None:
-        size = shutil.get_terminal_size()
-        lines = [line[: size.columns - 1] for line in _watched_lines(engine, reading, last)][: size.lines - 1]
-        over_the_last = f"\x1b[{self._num_lines}A\x1b[J" if self._num_lines else ""
-        click.echo(over_the_last + "\n".join(lines))
-        self._num_lines = len(lines)

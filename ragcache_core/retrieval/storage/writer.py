@@ -37,6 +37,7 @@ from ragcache_core.retrieval.storage.manifest import (
 )
 from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.retrieval.words import pack_words
+from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import DocId, Document
 
 Progress = Callable[[int, int], object]
@@ -285,9 +286,7 @@ def _reporting(progress: bool | Progress, total: int) -> Iterator[Callable[[int]
     if callable(progress):
         yield lambda num_done: progress(num_done, total)
     elif progress:
-        from tqdm import tqdm
-
-        with tqdm(total=total, unit="step") as bar:
-            yield lambda num_done: bar.update(num_done - bar.n)
+        with Bar("embedding", total, "steps", enabled=True, is_kept=True) as bar:
+            yield bar.move_to
     else:
         yield lambda _: None

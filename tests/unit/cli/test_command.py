@@ -135,7 +135,7 @@ def test_what_follows_two_dashes_asks_nothing_of_us() -> None:
     [
         ["ask", "q", "--store", "s", "--model", "m", "--temperature"],
         ["serve", "m", "--startup-timeout"],
-        ["stats", "--url", "http://127.0.0.1:1", "--watch"],
+        ["stats", "--url", "http://127.0.0.1:1", "--watch", "--every"],
     ],
 )
 def test_what_is_no_number_is_wrong_usage_before_anything_is_launched(arguments: list[str], number: str) -> None:

@@ -247,7 +247,7 @@ import sys
 from click.testing import CliRunner
 from ragcache_core.cli import cli
 assert CliRunner().invoke(cli, ["profile", "--help"]).exit_code == 0
-heavy = {"torch", "vllm", "transformers", "openai", "numpy", "httpx", "tqdm"} & set(sys.modules)
+heavy = {"torch", "vllm", "transformers", "openai", "numpy", "httpx", "rich"} & set(sys.modules)
 assert not heavy, heavy
 """
     root = Path(ragcache_core.__file__).parent.parent

@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -23,8 +24,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.cli.reading import lines_of
+from ragcache_core.cli.reading import TEXT, reading_view
 from ragcache_core.client import Engine
+from ragcache_core.runtime.terminal import plain
 from ragcache_core.stats import DocumentUse, EngineStats, TierStats
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 
@@ -58,8 +60,8 @@ def test_the_table_shows_each_tier_with_its_bytes_and_hits(server: ScriptedServe
     assert "speculation      0 of 0 requests confirmed, 0 of 0 tokens wasted" in lines
     header = next(i for i, line in enumerate(lines) if line.startswith("tier "))
     gpu, host, disk = (re.split(r"\s{2,}", line) for line in lines[header + 1 : header + 4])
-    assert gpu == ["gpu", "512.0 MiB of 1.0 GiB", "[##########..........]", "50%", "512", "9", "4,096", "50.0%"]
-    assert host[1:3] == ["6.0 GiB of 8.0 GiB", "[###############.....]"]
+    assert gpu == ["gpu", "512.0 MiB of 1.0 GiB", "50%", "512", "9", "4,096", "50.0%"]
+    assert host[1:3] == ["6.0 GiB of 8.0 GiB", "75%"]
     assert disk[1:3] == ["0 B of 1.0 TiB", "switched off: see the log"]
 
 
@@ -92,15 +94,15 @@ def test_a_document_cannot_steer_the_terminal_and_fits_the_table() -> None:
     use = DocumentUse("\x1b[31mred\n" + "x" * 99, 1.0, 5, ("gpu",))
     tier = TierStats("gpu", 100, 250, 1, 0, 0, is_enabled=True)
     reading = EngineStats(0, 0, 0.0, 0, 0, 0, 0, 0, policy="lru", tiers=(tier,), hottest_documents=(use,))
-    lines = list(lines_of("model", reading))
+    lines = plain(reading_view("model", "http://here", datetime(2026, 1, 1), reading, TEXT)).split("\n")
     assert all(line.isprintable() and len(line) < 100 for line in lines)
     assert any(line.startswith("?[31mred?xxx") for line in lines)
-    assert any(f"[{'#' * 20}] 250%" in line for line in lines)
+    assert any(" 250% " in line for line in lines)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "often", "nan", "inf"])
 def test_an_interval_that_cannot_be_is_wrong_usage(server: ScriptedServer, seconds: str) -> None:
-    assert stats(server, "--watch", seconds).exit_code == 2
+    assert stats(server, "--watch", "--every", seconds).exit_code == 2
 
 
 @pytest.mark.parametrize("key", ["wrong", None])
@@ -141,7 +143,7 @@ def test_a_watch_prints_an_object_per_reading_until_ctrl_c(server: ScriptedServe
         server.counters["prompt"] += 100
 
     pauses.events = [work, work]
-    result = stats(server, "--watch", "0.5", "--json")
+    result = stats(server, "--watch", "--every", "0.5", "--json")
     readings = [json.loads(line) for line in result.stdout.splitlines()]
     assert [reading.get("interval", {}).get("prompt_tokens_per_s") for reading in readings] == [None, 200.0, 200.0]
     assert readings[0]["url"] == server.base_url
@@ -189,6 +191,29 @@ def test_a_server_that_goes_away_ends_the_watch_with_a_cure(server: ScriptedServ
     assert f"the server at {server.base_url} went away after reading 2: start it again with" in result.stderr
 
 
+def test_a_watch_into_a_file_says_once_that_the_server_is_away_and_goes_on(
+    server: ScriptedServer, pauses: Pauses
+) -> None:
+    def start_again() -> None:
+        again.append(ScriptedServer(api_key="secret", root=server.root, cache=THREE_TIERS, port=port).__enter__())
+
+    again: list[ScriptedServer] = []
+    port = int(server.url.rpartition(":")[2])
+    pauses.events = [lambda: leave(server), lambda: None, start_again]
+    try:
+        result = stats(server, "--watch")
+    finally:
+        for each in again:
+            leave(each)
+    assert result.exit_code == 0
+    assert len(re.findall(r"^\d\d:\d\d:\d\d  http", result.stdout, re.MULTILINE)) == 2
+    assert result.stderr.count("went away and is waited for") == 1
+
+
+def test_a_pause_without_a_watch_is_wrong_usage(server: ScriptedServer) -> None:
+    assert "give --watch as well" in stats(server, "--every", "3").stderr
+
+
 def leave(server: ScriptedServer) -> None:
     """Close the port and every connection, as a process that ends does."""
     server.__exit__()
@@ -213,12 +238,12 @@ def test_a_watch_shows_what_happened_since_the_last_reading_within_64_by_16(
 
     server.counters |= {"first": 1, "ttft_ms": 50, "prompt": 8192, "output": 10}
     pauses.events = [work]
-    first, second = re.split(r"\n\n(?=\d\d:\d\d:\d\d)", stats(server, "--watch", "10").stdout)
-    shown = second.splitlines()[:15]
+    first, second = re.split(r"\n\n(?=\d\d:\d\d:\d\d)", stats(server, "--watch", "--every", "10").stdout)
+    shown = second.splitlines()[:14]
     assert all(len(line) < 64 for line in shown if not line.startswith("0 running"))
     assert re.fullmatch(rf"\d\d:\d\d:\d\d  {server.base_url}", shown[0])
     assert shown[1].startswith("0 running, 0 waiting, KV 0% full; policy tournament; ")
-    table = {cells[0]: cells[1:] for line in shown[3:14] if len(cells := re.split(r"\s{2,}", line.strip())) > 1}
+    table = {cells[0]: cells[1:] for line in shown[2:13] if len(cells := re.split(r"\s{2,}", line.strip())) > 1}
     assert table["answers begun"] == ["0.3/s", "4"]
     assert table["prompt tokens"] == ["400/s", "12,192"]
     assert table["output tokens"] == ["9/s", "100"]
@@ -226,8 +251,8 @@ def test_a_watch_shows_what_happened_since_the_last_reading_within_64_by_16(
     assert table["found in a tier"] == ["25.0%", f"{(4096 + 2548) / 10192:.1%}"]
     assert table["host"] == ["6.0 GiB of 8.0 GiB", "75%", "3", "25.0%", "25.0%"]
     assert table["disk"][1] == "off"
-    assert shown[14] == "hottest: mel.txt, zor.md"
-    before = {cells[0]: cells[1:] for line in first.splitlines()[3:9] if len(cells := re.split(r"\s{2,}", line)) > 1}
+    assert shown[13] == "hottest: mel.txt, zor.md"
+    before = {cells[0]: cells[1:] for line in first.splitlines()[2:9] if len(cells := re.split(r"\s{2,}", line)) > 1}
     assert before["answers begun"] == ["-", "1"], "no rate without a reading before"
 
 
@@ -244,31 +269,92 @@ def test_counters_that_began_anew_are_not_subtracted() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(50, 120), (16, 64), (6, 40)])
-def test_a_terminal_is_redrawn_in_place_within_its_size(server: ScriptedServer, rows: int, columns: int) -> None:
+def test_a_watch_fills_a_terminal_within_its_size_and_leaves_the_last_reading(
+    server: ScriptedServer, rows: int, columns: int
+) -> None:
+    with watching(server, rows, columns) as watch:
+        shown = read_until(watch.terminal, lambda text: text.count(HOME) >= 3)
+        os.kill(watch.pid, signal.SIGINT)
+        shown += read_until(watch.terminal, lambda _: False)
+    assert watch.status == 0
+    on_screen, after = shown.split(LEAVE_SCREEN)
+    drawing = shown_lines(max(on_screen.split(HOME), key=len))  # Ctrl-C may have cut another off
+    assert len(drawing) <= rows
+    assert all(len(line) <= columns for line in drawing)
+    assert re.match(r"\d\d:\d\d:\d\d  http", drawing[0])
+    if rows > 6:
+        head = next(i for i, line in enumerate(drawing) if line.startswith("tier "))
+        assert [line.split()[0] for line in drawing[head + 1 : head + 4]] == ["gpu", "host", "disk"]
+        assert any("mel.txt" in line for line in drawing[head + 4 :])
+    assert ("\u2501" in on_screen) == (columns == 120), "bars where there is room"
+    assert any(re.match(r"\d\d:\d\d:\d\d  http", line) for line in shown_lines(after))
+    assert "ragcache: stopping" in after
+    assert SHOW_CURSOR in shown.rpartition(HIDE_CURSOR)[2]
+
+
+def test_colours_are_left_out_where_nobody_wants_them(server: ScriptedServer) -> None:
+    coloured, shown = r"\x1b\[[0-9;]*3[0-9]", {}
+    for wish in ({}, {"NO_COLOR": "1"}):
+        with watching(server, 50, 120, **wish) as watch:
+            shown[bool(wish)] = read_until(watch.terminal, lambda text: text.count(HOME) >= 2)
+    assert re.search(coloured, shown[False])
+    assert not re.search(coloured, shown[True])
+
+
+def test_a_watch_on_a_terminal_waits_for_a_server_that_is_started_again(server: ScriptedServer) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with watching(server, 30, 100) as watch:
+        read_until(watch.terminal, lambda text: HOME in text)
+        leave(server)
+        said = read_until(watch.terminal, lambda text: "went away and is waited for" in text)
+        said += read_until(watch.terminal, lambda text: HOME in text)
+        assert "policy tournament" in said, "what it last said stays"
+        with ScriptedServer(api_key="secret", root=server.root, cache=THREE_TIERS, port=port) as again:
+            again.counters["prompt"] = 123
+            shown = read_until(watch.terminal, lambda text: "last reading" in text and "123" in text)
+            assert "went away" not in shown.rpartition(HOME)[2]
+            os.kill(watch.pid, signal.SIGTERM)
+            read_until(watch.terminal, lambda _: False)
+    assert watch.status == 143
+
+
+HOME, LEAVE_SCREEN = "\x1b[H", "\x1b[?1049l"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+@dataclass
+class Watch:
+    """``ragcache stats --watch`` on a terminal of its own, and with which status it ended."""
+
+    pid: int
+    terminal: int
+    status: int | None = None
+
+
+@contextmanager
+def watching(server: ScriptedServer, rows: int, columns: int, **environment: str) -> Iterator[Watch]:
     pid, terminal = pty.fork()
     if pid == 0:  # the child: its standard streams are the terminal
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         os.chdir(ROOT)
-        arguments = ["stats", "--url", server.url, "--api-key", "secret", "--watch", "0.1"]
+        arguments = ["stats", "--url", server.url, "--api-key", "secret", "--watch", "--every", "0.1"]
         # Not the size of another terminal, which readline writes into what is inherited.
-        environment = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
-        os.execve(sys.executable, [sys.executable, "-m", "ragcache_core", *arguments], environment)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    shown = read_until(terminal, lambda text: text.count("\x1b[J") >= 3)
-    os.kill(pid, signal.SIGINT)
-    shown += read_until(terminal, lambda _: False)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    os.close(terminal)
+        inherited = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS", "NO_COLOR")}
+        wanted = {**inherited, "TERM": "xterm-256color", **environment}
+        os.execve(sys.executable, [sys.executable, "-m", "ragcache_core", *arguments], wanted)
+    watch = Watch(pid, terminal)
+    try:
+        yield watch
+    finally:
+        os.close(terminal)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        watch.status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    _, *redrawn = re.split(r"\x1b\[(?:\d+)A\x1b\[J", shown)
-    num_lines = [int(n) for n in re.findall(r"\x1b\[(\d+)A", shown)]
-    drawing = redrawn[0].splitlines()
-    assert set(num_lines) == {len(drawing)} == {min(len(drawing), rows - 1)}
-    assert re.match(r"\d\d:\d\d:\d\d  http", drawing[0])
-    assert [line.split()[:1] for line in redrawn[1].splitlines()[1:]] == [line.split()[:1] for line in drawing[1:]]
-    assert all(len(line) < columns for line in drawing)
-    assert (len(drawing) == rows - 1) == (rows < 50)
-    if rows == 16:
-        assert drawing[-1] == "hottest: mel.txt, zor.md"
+
+def shown_lines(text: str) -> list[str]:
+    """Return the lines of what a terminal is told, without colours and other orders."""
+    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()]
 
 
 def read_until(terminal: int, is_enough: Callable[[str], bool]) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from ragcache_core import ChunkReuseStats, ChunkStats, Document, PromptLayout
-from ragcache_core.cli.reading import lines_of
+from ragcache_core.cli.reading import TEXT, reading_view
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.terminal import plain
+from ragcache_core.stats import EngineStats
 from tests.support.asking_ahead import warm
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 from tests.support.waiting import until
@@ -38,6 +41,10 @@ def server(demo_model: str) -> Iterator[ScriptedServer]:
 def engine(server: ScriptedServer) -> Iterator[Engine]:
     with Engine.connect(server.url, api_key="secret") as connected:
         yield connected
+
+
+def lines_of(reading: EngineStats) -> list[str]:
+    return plain(reading_view("m", "http://here", datetime(2026, 1, 1), reading, TEXT)).split("\n")
 
 
 def prompts(engine: Engine) -> list[Any]:
@@ -104,12 +111,12 @@ def test_an_answer_says_what_was_reused_and_counts_what_was_computed_for_it(
 
 def test_the_engine_says_which_chunks_it_keeps(engine: Engine, server: ScriptedServer) -> None:
     assert engine.stats().chunks is None
-    assert "chunk" not in "".join(line for line in lines_of("m", engine.stats()) if "disk chunks" not in line)
+    assert "chunk" not in "".join(line for line in lines_of(engine.stats()) if "disk chunks" not in line)
     server.cache = {**THREE_TIERS, "chunks": CHUNKS}
     reading = engine.stats()
     assert reading.chunks == ChunkStats(**CHUNKS)  # type: ignore[arg-type]  # as the engine sends them: numbers and a truth
     assert reading.to_dict()["chunks"] == CHUNKS
-    lines = list(lines_of("m", reading))
+    lines = lines_of(reading)
     assert "chunk reuse      5 chunks of 2 requests: 900 tokens reused, 300 computed anew; 12 requests refused" in lines
     assert (
         "stored chunks    3 chunks, 4 variants; 1,500 of 8,000 tokens in host memory, 2,500 of 9,000 on disk "

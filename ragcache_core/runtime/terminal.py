@@ -1,0 +1,115 @@
+"""What people see while they wait, and tables of text: drawn with rich, which is imported when it is needed."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.progress import Progress, TaskID
+    from rich.table import Table
+
+_BAR_CELLS = 24
+_REDRAWN_PER_S = 4  # it takes the time of what is measured meanwhile
+_ENDLESS = 100_000
+
+
+class Bar:
+    """A bar on standard error that counts ``unit`` of what is done; a context manager.
+
+    It is drawn where standard error is a terminal, unless ``enabled`` says otherwise, and taken away in the end, unless
+    it ``is_kept``. What is written to the terminal meanwhile stands above it. Elsewhere nothing is written.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int | None = None,
+        unit: str = "",
+        *,
+        enabled: bool | None = None,
+        is_kept: bool = False,
+        has_remaining: bool = True,
+    ) -> None:
+        self.what, self.total, self.num_done = what, total, 0
+        self._unit, self._is_kept, self._has_remaining = unit, is_kept, has_remaining
+        self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._drawn: tuple[Progress, TaskID] | None = None
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
+            progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(_BAR_CELLS),
+                MofNCompleteColumn(),
+                TextColumn(self._unit, markup=False),
+                TimeElapsedColumn(),
+                *((TextColumn("left"), TimeRemainingColumn(compact=True)) if self._has_remaining else ()),
+                console=Console(stderr=True),
+                transient=not self._is_kept,
+                refresh_per_second=_REDRAWN_PER_S,
+                redirect_stdout=sys.stdout.isatty(),  # a file or pipe gets what is written to it
+            )
+            progress.start()
+            self._drawn = progress, progress.add_task(self.what, total=self.total)
+        return self
+
+    def advance(self, num_done: int = 1) -> None:
+        """Count so many more."""
+        self.move_to(self.num_done + num_done)
+
+    def move_to(self, num_done: int, total: int | None = None) -> None:
+        """Set how many are done, and of how many where that is known now."""
+        self.num_done = num_done
+        self.total = self.total if total is None else total
+        if self._drawn is not None:
+            progress, task = self._drawn
+            progress.update(task, completed=num_done, total=self.total)
+
+    def say(self, what: str) -> None:
+        """Say what is going on."""
+        self.what = what
+        if self._drawn is not None:
+            progress, task = self._drawn
+            progress.update(task, description=what)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._drawn is not None:
+            self._drawn[0].stop()
+            self._drawn = None
+
+
+def columns(rows: Iterable[Sequence[RenderableType]], alignment: str, heads: Sequence[str] = ()) -> Table:
+    """Return a table without lines; ``alignment`` has ``<`` or ``>`` for each column. Strings in it are no markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(heads), header_style="bold")
+    for side, head in zip(alignment, heads or [""] * len(alignment), strict=True):
+        table.add_column(Text(head), justify="left" if side == "<" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
+
+
+def plain(drawn: RenderableType) -> str:
+    """Return text without colours and trailing blanks, in lines as long as they get."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=_ENDLESS, color_system=None, force_terminal=False).print(drawn)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))

@@ -1,0 +1,71 @@
+"""Bars and tables: what a terminal is shown, and that a file gets plain text or nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+
+import pytest
+
+from ragcache_core.runtime.terminal import Bar, columns, plain
+
+COUNTING = """
+import sys
+from ragcache_core.runtime.terminal import Bar
+with Bar("reading", 3, "files") as bar:
+    for i in range(3):
+        bar.advance()
+        print("to standard output", i, flush=True)
+        print("beside it", i, file=sys.stderr, flush=True)
+    bar.say("read [all]")
+"""
+
+
+def test_nothing_is_drawn_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with Bar("reading", 2, "files") as bar:
+        bar.advance()
+        bar.move_to(2, 4)
+    assert capfd.readouterr() == ("", "")
+    assert (bar.num_done, bar.total) == (2, 4)
+
+
+def test_a_bar_counts_on_a_terminal_and_leaves_nothing_but_what_was_written() -> None:
+    master, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTING], stdout=subprocess.PIPE, stderr=terminal, env=environment, check=True
+    )
+    os.close(terminal)
+    shown = b""
+    while select.select([master], [], [], 0.2)[0]:
+        try:
+            shown += os.read(master, 65536)
+        except OSError:  # all was read, and nobody has the terminal open any more
+            break
+    os.close(master)
+    text = shown.decode()
+    assert done.stdout.decode() == "".join(f"to standard output {i}\n" for i in range(3)), "a pipe gets what is its own"
+    assert "read [all]" in text, "what is said is no markup"
+    assert "3/3" in text
+    assert text.rstrip().endswith("\x1b[2K"), "the bar is taken away"
+    assert [i for i in range(3) if f"beside it {i}" in text] == [0, 1, 2]
+
+
+def test_a_bar_that_is_wanted_in_a_file_is_one_line_without_control_characters() -> None:
+    code = COUNTING.replace('"files")', '"files", enabled=True, is_kept=True)')
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
+    assert "\x1b" not in said
+    assert len(re.findall(r"read \[all\].*3/3 files", said)) == 1
+
+
+def test_columns_are_aligned_by_what_is_shown_and_hold_no_markup() -> None:
+    table = columns([["a[bold]b[/bold]", "1"], ["漢字", "12,345"]], "<>", ("name", "tokens"))
+    assert plain(table).split("\n") == [
+        "name             tokens",
+        "a[bold]b[/bold]       1",
+        "漢字             12,345",
+    ]
