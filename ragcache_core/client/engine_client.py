@@ -39,6 +39,7 @@ from ragcache_core.client.speculation.engine_load import LoadRoute
 from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
 from ragcache_core.client.stats.server_metrics import parse_metrics
+from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.client.warm_imports import importing_requests
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
@@ -84,15 +85,16 @@ class EngineClient:
         self.api_key = api_key
         self._watch = watch
         self._speculations = SpeculationManager(base_url, api_key, watch, resume_greedy=policy.resume_greedy)
-        self._transport = RetryingTransport(watch, self._speculations, policy)
-        self._async_transport = AsyncRetryingTransport(watch, self._speculations, policy)
+        traces = RequestTraces()
+        self._transport = RetryingTransport(watch, self._speculations, policy, traces)
+        self._async_transport = AsyncRetryingTransport(watch, self._speculations, policy, traces)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
         self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)
         self._openai_async = openai.AsyncOpenAI(
             base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
         )
-        self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async)
+        self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces)
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
         self._prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
         self._cached_prefixes = CachedPrefixes(base_url, api_key)

@@ -18,6 +18,8 @@ class Seen:
 
     path: str
     body: JsonObject
+    traceparent: str | None = None
+    """Of which trace it is, in W3C's words."""
 
     @property
     def messages(self) -> Sequence[JsonObject]:

@@ -388,7 +388,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         if not self._is_allowed():
             return
-        request, owner = Seen(self.path, body), self.server_of
+        request, owner = Seen(self.path, body, self.headers.get("traceparent")), self.server_of
         if self.path in ("/v1/chat/completions", "/v1/completions"):
             request_id = next(owner._ids)
             owner._running.add(request_id)

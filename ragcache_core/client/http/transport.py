@@ -22,6 +22,7 @@ import httpx
 from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
 from ragcache_core.client.http.waiting import async_patient_transport, checking, patient_transport
 from ragcache_core.client.speculation.manager import SpeculationManager
+from ragcache_core.client.tracing import RequestTrace, RequestTraces
 from ragcache_core.errors import EngineClosedError, EngineDiedError
 
 _POLL_S = 0.05
@@ -43,23 +44,34 @@ class RetryingTransport(httpx.BaseTransport):
         watch: ServerWatch | None = None,
         speculations: SpeculationManager | None = None,
         policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
+        traces: RequestTraces | None = None,
     ) -> None:
         self._watch = watch
         self._speculations = speculations
         self._policy = policy
+        self._traces = traces or RequestTraces()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per fork
         self._inner: httpx.HTTPTransport | None = self._new_inner()
         _all.add(self)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.read()
+        began_ns = time.time_ns()
         attempt = Attempt(self._watch, request, self._policy)
         is_open = self._inner is not None
         joined = self._speculations.join(request) if is_open and self._speculations is not None else None
-        response = self.open(attempt, attempt.request) if joined is None else joined
+        trace = self._traces.begin(attempt.request, began_ns, joined)
+        try:
+            response = self.open(attempt, attempt.request) if joined is None else joined
+        except BaseException as error:
+            if trace is not None:
+                trace.failed(type(error))
+            raise
         attempt.answered(response)
+        if trace is not None and response.status_code >= 400:
+            trace.refused(response.status_code)
         assert isinstance(response.stream, httpx.SyncByteStream)
-        response.stream = _SyncBody(self, attempt, response.stream)
+        response.stream = _SyncBody(self, attempt, response.stream, trace)
         return response
 
     def open(self, attempt: Attempt, request: httpx.Request, error: Exception | None = None) -> httpx.Response:
@@ -111,23 +123,34 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         watch: ServerWatch | None = None,
         speculations: SpeculationManager | None = None,
         policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
+        traces: RequestTraces | None = None,
     ) -> None:
         self._watch = watch
         self._speculations = speculations
         self._policy = policy
+        self._traces = traces or RequestTraces()
         self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncHTTPTransport] = WeakKeyDictionary()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per event loop
         self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await request.aread()
+        began_ns = time.time_ns()
         attempt = Attempt(self._watch, request, self._policy)
         is_open = not self._closed
         joined = await self._speculations.ajoin(request) if is_open and self._speculations is not None else None
-        response = await self.open(attempt, attempt.request) if joined is None else joined
+        trace = self._traces.begin(attempt.request, began_ns, joined)
+        try:
+            response = await self.open(attempt, attempt.request) if joined is None else joined
+        except BaseException as error:
+            if trace is not None:
+                trace.failed(type(error))
+            raise
         attempt.answered(response)
+        if trace is not None and response.status_code >= 400:
+            trace.refused(response.status_code)
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _AsyncBody(self, attempt, response.stream)
+        response.stream = _AsyncBody(self, attempt, response.stream, trace)
         return response
 
     async def open(self, attempt: Attempt, request: httpx.Request, error: Exception | None = None) -> httpx.Response:
@@ -203,8 +226,10 @@ class _AsyncBegun(httpx.AsyncByteStream):
 class _SyncBody(httpx.SyncByteStream):
     """What the caller gets of an answer: all of it, from several servers if one of them dies."""
 
-    def __init__(self, transport: RetryingTransport, attempt: Attempt, body: httpx.SyncByteStream) -> None:
-        self._transport, self._attempt, self._body = transport, attempt, body
+    def __init__(
+        self, transport: RetryingTransport, attempt: Attempt, body: httpx.SyncByteStream, trace: RequestTrace | None
+    ) -> None:
+        self._transport, self._attempt, self._body, self._trace = transport, attempt, body, trace
 
     def __iter__(self) -> Iterator[bytes]:
         stream = self._attempt.stream
@@ -217,8 +242,12 @@ class _SyncBody(httpx.SyncByteStream):
                     if part is None:
                         break
                     if part := part if stream is None else stream.read(part):
+                        if self._trace is not None:
+                            self._trace.read(part)
                         yield part
                 if stream is None or stream.is_over:
+                    if self._trace is not None:
+                        self._trace.answered()
                     return
                 raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
             except BROKEN as error:
@@ -230,14 +259,22 @@ class _SyncBody(httpx.SyncByteStream):
                 _check_rest(response)
 
     def close(self) -> None:
+        if self._trace is not None:
+            self._trace.closed()
         self._body.close()
 
 
 class _AsyncBody(httpx.AsyncByteStream):
     """What the caller gets of an answer: all of it, from several servers if one of them dies."""
 
-    def __init__(self, transport: AsyncRetryingTransport, attempt: Attempt, body: httpx.AsyncByteStream) -> None:
-        self._transport, self._attempt, self._body = transport, attempt, body
+    def __init__(
+        self,
+        transport: AsyncRetryingTransport,
+        attempt: Attempt,
+        body: httpx.AsyncByteStream,
+        trace: RequestTrace | None,
+    ) -> None:
+        self._transport, self._attempt, self._body, self._trace = transport, attempt, body, trace
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         stream = self._attempt.stream
@@ -250,8 +287,12 @@ class _AsyncBody(httpx.AsyncByteStream):
                     if part is None:
                         break
                     if part := part if stream is None else stream.read(part):
+                        if self._trace is not None:
+                            self._trace.read(part)
                         yield part
                 if stream is None or stream.is_over:
+                    if self._trace is not None:
+                        self._trace.answered()
                     return
                 raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
             except BROKEN as error:
@@ -263,6 +304,8 @@ class _AsyncBody(httpx.AsyncByteStream):
                 _check_rest(response)
 
     async def aclose(self) -> None:
+        if self._trace is not None:
+            self._trace.closed()
         await self._body.aclose()
 
 

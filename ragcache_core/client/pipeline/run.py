@@ -10,6 +10,7 @@ from ragcache_core.client.pipeline.search import SearchRun
 from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.speculation.attempt import Speculator
 from ragcache_core.client.speculation.client import SpeculationClient
+from ragcache_core.client.tracing import search_span
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.types import Document, RetrievalUpdate
 
@@ -55,14 +56,17 @@ async def run_pipeline(
         ConfigError: the time-out is not above 0.
     """
     check_timeout(timeout_s)
-    run = SearchRun(client, speculator, on_event, arrange, history or SettlingHistory(), k)
-    try:
-        result = await run.result(updates, timeout_s)
-        await run.end_tasks()
-    except BaseException:
-        run.abandon()
-        await run.end_tasks()
-        raise
+    with search_span() as trace:
+        run = SearchRun(client, speculator, on_event, arrange, history or SettlingHistory(), k, trace)
+        try:
+            result = await run.result(updates, timeout_s)
+            await run.end_tasks()
+        except BaseException:
+            run.abandon()
+            await run.end_tasks()
+            raise
+        if trace is not None:
+            trace.end(result)
     if timeout_s is not None and result.report.search_s > timeout_s + _LATE_S:  # else it had been timed out
         _logger.warning(
             "A search took %.3g s, beyond its time-out of %g s, because something blocked the event loop: let a source "

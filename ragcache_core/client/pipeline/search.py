@@ -22,6 +22,7 @@ from ragcache_core.client.pipeline.tasks import SearchTasks
 from ragcache_core.client.speculation.attempt import Speculator, StartedSpeculation, Starts
 from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.client.speculation.engine_load import EngineLoad
+from ragcache_core.client.tracing import SearchTrace
 from ragcache_core.speculation import Action, Cancel, Confirm, Generate, SettlingHistory, SpeculativePipeline, Start
 from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
@@ -50,13 +51,14 @@ class SearchRun:
         arrange: Callable[[Sequence[Document]], Sequence[Document]] | None,
         history: SettlingHistory,
         k: int | None,
+        trace: SearchTrace | None,
     ) -> None:
         self._began_s = time.perf_counter()
         self._tasks: SearchTasks[PipelineResult] = SearchTasks()
         self._client, self._on_event, self._arrange = client, on_event, arrange
         self._starts = None if speculator is None else Starts(speculator)
         self._pipeline: SpeculativePipeline[_Documents] = SpeculativePipeline(max_prefill_bs=0)  # until told
-        self._history = history
+        self._history, self._trace = history, trace
         self._k = k
         self._candidates: list[tuple[int, _Documents]] = []  # what stages named, in the order of the prompt
         self._load: EngineLoad | None = None
@@ -305,6 +307,9 @@ class SearchRun:
 
     async def _tell(self) -> None:
         events, self._events = self._events, []
+        if self._trace is not None:
+            for event in events:
+                self._trace.tell(event)
         if self._on_event is None:
             return
         for event in events:

@@ -30,6 +30,7 @@ from ragcache_core.client.speculation.pending import Claims
 from ragcache_core.client.speculation.request_capture import CapturedRequest, asks_completion, capture, request_key
 from ragcache_core.client.speculation.routes import SpeculationRoutes, marked_request, receive
 from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.client.tracing import SPECULATION_EXTENSION
 from ragcache_core.errors import EngineClosedError
 
 _KEEP_S = 60.0
@@ -80,6 +81,8 @@ class SpeculationManager:
         """
         speculation = Speculation(self, captured, is_claimable=is_claimable, has_documents=has_documents)
         request = marked_request(captured, speculation.id, is_resumed=self._resume_greedy)
+        if speculation.trace is not None:
+            speculation.trace.inject(request)
         with self._lock:
             self._live[speculation] = None
         if is_claimable:
@@ -177,6 +180,8 @@ class SpeculationManager:
         with self._lock:
             self._live.pop(speculation, None)
         self._claims.drop(speculation)
+        if speculation.trace is not None:
+            speculation.trace.forgotten()
 
     # In the background
 
@@ -204,6 +209,8 @@ class SpeculationManager:
     async def _note_wait(self, speculation: Speculation) -> None:
         def note(waited_s: float) -> None:
             speculation.started_s = speculation.sent_s + waited_s
+            if speculation.trace is not None:
+                speculation.trace.admitted(waited_s)
 
         await self._routes.follow_wait(self._transport(), speculation.id, note, is_over=lambda: speculation.is_done)
 
@@ -229,7 +236,8 @@ class SpeculationManager:
 
 def _joined(speculation: Speculation, timeout_s: float | None) -> httpx.Response:
     head, body = speculation.response.head(), BufferedBody(speculation.response, timeout_s, speculation.leave)
-    return httpx.Response(head.status_code, headers=head.headers, stream=body)
+    traced = {} if speculation.trace is None else {SPECULATION_EXTENSION: speculation.trace}
+    return httpx.Response(head.status_code, headers=head.headers, stream=body, extensions=traced)
 
 
 def _closed_error() -> EngineClosedError:

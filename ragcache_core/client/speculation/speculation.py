@@ -14,6 +14,7 @@ import httpx
 
 from ragcache_core.client.http.buffered_response import BufferedResponse
 from ragcache_core.client.speculation.request_capture import CapturedRequest
+from ragcache_core.client.tracing import SpeculationTrace
 
 if TYPE_CHECKING:
     from ragcache_core.client.speculation.manager import SpeculationManager
@@ -55,6 +56,7 @@ class Speculation:
         self._lock = threading.Lock()
         self._is_done = self._is_cancelled = self._is_confirmed = self.is_promised = False
         self._claimer: object | None = None
+        self.trace = SpeculationTrace.begin(has_documents=has_documents, is_claimable=is_claimable)
         self._callbacks: list[Callable[[Speculation], None]] = []
         self._work: Future[None] | None = None
 
@@ -104,6 +106,8 @@ class Speculation:
             if self._is_confirmed or self._is_cancelled or self.error is not None:
                 return
             self._is_confirmed = True
+        if self.trace is not None:
+            self.trace.confirmed()
         self._owner._confirm(self)
 
     def claim(self, claimer: object | None) -> None:
@@ -126,6 +130,8 @@ class Speculation:
             self._is_done, self._is_cancelled = True, is_cancelled
             self.error = None if is_cancelled else error
             callbacks, self._callbacks = self._callbacks, []
+        if self.trace is not None:
+            self.trace.done(error, is_cancelled=is_cancelled)
         self.response.end(error)
         for callback in callbacks:
             try:

@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ragcache_core.client.http.attempt import SENT_ONCE
 from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.errors import EngineError
 from ragcache_core.stats import ChunkReuseStats, EngineStats, RequestStats, series_of
 
@@ -58,13 +59,21 @@ _ALWAYS_SAID = ("policy", "tiers", "hottest_documents")
 class CacheStatsRoutes:
     """Asks one server about requests and about its cache. May be used by any thread and any event loop."""
 
-    def __init__(self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient) -> None:
-        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        http: httpx.Client,
+        http_async: httpx.AsyncClient,
+        traces: RequestTraces | None = None,
+    ) -> None:
+        """``base_url`` ends in ``/v1``; the clients stay their owner's. ``traces``: those of the requests."""
         self._url = f"{base_url}/ragcache"
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._once: dict[str, Any] = {"headers": self._headers, "timeout": _TIMEOUT_S, "extensions": SENT_ONCE}
         self._http = http
         self._http_async = http_async
+        self._traces = traces or RequestTraces()
         self._is_there: bool | None = None
         self._paused_until_s = 0.0
 
@@ -73,25 +82,25 @@ class CacheStatsRoutes:
 
         Asks once, for two seconds at most. Never fails: where the engine does not say, ``stats`` come back as they are.
         """
-        if not self._may_ask(response_id):
-            return stats
-        with self._sparing_the_answer():
-            if self._is_there is None:
-                self._read_stats(self._http.get(f"{self._url}/stats", **self._once))
-            if self._is_there:
-                return _completed(stats, self._http.get(self._request_url(response_id), **self._once))
-        return stats
+        said: httpx.Response | None = None
+        if self._may_ask(response_id):
+            with self._sparing_the_answer():
+                if self._is_there is None:
+                    self._read_stats(self._http.get(f"{self._url}/stats", **self._once))
+                if self._is_there:
+                    said = self._http.get(self._request_url(response_id), **self._once)
+        return self._completed(stats, response_id, said)
 
     async def acomplete(self, stats: RequestStats, response_id: str | None) -> RequestStats:
         """Do :meth:`complete` without blocking the event loop."""
-        if not self._may_ask(response_id):
-            return stats
-        with self._sparing_the_answer():
-            if self._is_there is None:
-                self._read_stats(await self._http_async.get(f"{self._url}/stats", **self._once))
-            if self._is_there:
-                return _completed(stats, await self._http_async.get(self._request_url(response_id), **self._once))
-        return stats
+        said: httpx.Response | None = None
+        if self._may_ask(response_id):
+            with self._sparing_the_answer():
+                if self._is_there is None:
+                    self._read_stats(await self._http_async.get(f"{self._url}/stats", **self._once))
+                if self._is_there:
+                    said = await self._http_async.get(self._request_url(response_id), **self._once)
+        return self._completed(stats, response_id, said)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
         """Return ``stats`` with what the engine says of its cache; plain vLLM's come back as they are.
@@ -112,6 +121,16 @@ class CacheStatsRoutes:
         with translate_errors():
             figures = self._read_stats(await self._http_async.get(f"{self._url}/stats", headers=self._headers))
         return _with_cache(stats, figures)
+
+    def _completed(self, stats: RequestStats, response_id: str | None, said: httpx.Response | None) -> RequestStats:
+        """Return ``stats`` with what the engine ``said`` of the request, and end its trace, if it has one."""
+        ttft_s: float | None = None
+        if said is not None:
+            with self._sparing_the_answer():
+                read = _REQUEST_FIGURES.validate_python(_json(said) or {})
+                stats, ttft_s = _with_figures(stats, read), read.ttft_s
+        self._traces.complete(response_id, stats, ttft_s)
+        return stats
 
     def _may_ask(self, response_id: str | None) -> bool:
         return bool(response_id) and self._is_there is not False and time.monotonic() >= self._paused_until_s
@@ -147,8 +166,7 @@ def _json(response: httpx.Response) -> dict[str, object] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _completed(stats: RequestStats, response: httpx.Response) -> RequestStats:
-    read = _REQUEST_FIGURES.validate_python(_json(response) or {})
+def _with_figures(stats: RequestStats, read: _RequestFigures) -> RequestStats:
     figures: dict[str, Any] = {name: getattr(read, name) for name in _RequestFigures.__dataclass_fields__}
     engine_ttft_s = figures.pop("ttft_s")
     if read.chunk_reuse is not None:  # what was computed for it was handed to vLLM, which takes it for cached
