@@ -338,6 +338,17 @@ class RequestTrace:
             self._span.end(self._end_ns)
 
 
+@contextmanager
+def ended_by_errors(trace: RequestTrace | None) -> Iterator[None]:
+    """End a trace with what is raised."""
+    try:
+        yield
+    except BaseException as error:
+        if trace is not None:
+            trace.failed(type(error))
+        raise
+
+
 class RequestTraces:
     """The traced requests of one engine's handle whose statistics are still to come. May be used by any thread."""
 

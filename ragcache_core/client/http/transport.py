@@ -22,7 +22,7 @@ import httpx
 from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
 from ragcache_core.client.http.waiting import async_patient_transport, checking, patient_transport
 from ragcache_core.client.speculation.manager import SpeculationManager
-from ragcache_core.client.tracing import RequestTrace, RequestTraces
+from ragcache_core.client.tracing import RequestTrace, RequestTraces, ended_by_errors
 from ragcache_core.errors import EngineClosedError, EngineDiedError
 
 _POLL_S = 0.05
@@ -61,12 +61,8 @@ class RetryingTransport(httpx.BaseTransport):
         is_open = self._inner is not None
         joined = self._speculations.join(request) if is_open and self._speculations is not None else None
         trace = self._traces.begin(attempt.request, began_ns, joined)
-        try:
+        with ended_by_errors(trace):
             response = self.open(attempt, attempt.request) if joined is None else joined
-        except BaseException as error:
-            if trace is not None:
-                trace.failed(type(error))
-            raise
         attempt.answered(response)
         if trace is not None and response.status_code >= 400:
             trace.refused(response.status_code)
@@ -140,12 +136,8 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         is_open = not self._closed
         joined = await self._speculations.ajoin(request) if is_open and self._speculations is not None else None
         trace = self._traces.begin(attempt.request, began_ns, joined)
-        try:
+        with ended_by_errors(trace):
             response = await self.open(attempt, attempt.request) if joined is None else joined
-        except BaseException as error:
-            if trace is not None:
-                trace.failed(type(error))
-            raise
         attempt.answered(response)
         if trace is not None and response.status_code >= 400:
             trace.refused(response.status_code)
@@ -251,12 +243,13 @@ class _SyncBody(httpx.SyncByteStream):
                     return
                 raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
             except BROKEN as error:
-                request = self._attempt.rest(error)
-                self._body.close()
-                response = self._transport.open(self._attempt, request, error)
-                assert isinstance(response.stream, httpx.SyncByteStream)
-                self._body = response.stream
-                _check_rest(response)
+                with ended_by_errors(self._trace):
+                    request = self._attempt.rest(error)
+                    self._body.close()
+                    response = self._transport.open(self._attempt, request, error)
+                    assert isinstance(response.stream, httpx.SyncByteStream)
+                    self._body = response.stream
+                    _check_rest(response)
 
     def close(self) -> None:
         if self._trace is not None:
@@ -296,12 +289,13 @@ class _AsyncBody(httpx.AsyncByteStream):
                     return
                 raise httpx.RemoteProtocolError("the engine's answer ended in the middle")
             except BROKEN as error:
-                request = self._attempt.rest(error)
-                await self._body.aclose()
-                response = await self._transport.open(self._attempt, request, error)
-                assert isinstance(response.stream, httpx.AsyncByteStream)
-                self._body = response.stream
-                _check_rest(response)
+                with ended_by_errors(self._trace):
+                    request = self._attempt.rest(error)
+                    await self._body.aclose()
+                    response = await self._transport.open(self._attempt, request, error)
+                    assert isinstance(response.stream, httpx.AsyncByteStream)
+                    self._body = response.stream
+                    _check_rest(response)
 
     async def aclose(self) -> None:
         if self._trace is not None:

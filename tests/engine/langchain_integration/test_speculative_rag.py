@@ -19,6 +19,9 @@ from ragcache_integrations.langchain import (
     prompt_from_layout,
 )
 from tests.engine.search_scene import QUESTION, SlowSource, becomes_idle, documents
+from tests.support.traced import Traced, traced
+
+__all__ = ["traced"]
 
 
 @pytest.fixture
@@ -73,6 +76,29 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(way: str, eng
     after = engine.stats()  # counted in the engine's next step: the plain request made it take one
     assert after.num_speculative_requests == before.num_speculative_requests + 2
     assert after.num_confirmed_speculations == before.num_confirmed_speculations + 1
+    assert becomes_idle(engine)
+
+
+async def test_the_trace_has_the_engines_phases_below_what_was_asked_ahead(
+    engine: Engine, llm: ChatRAGCache, traced: Traced
+) -> None:
+    wrong, right = documents(2), documents(3)
+    with traced.tracer.start_as_current_span("application"):
+        said = await answer(rag_over(engine, llm, wrong, right, right), "ainvoke")
+    stats = said.response_metadata["ragcache"]
+    cancelled, confirmed = await asyncio.to_thread(traced.await_spans, "ragcache.speculation", 2)
+    assert [(span.attributes or {})["ragcache.speculation.outcome"] for span in (cancelled, confirmed)] == [
+        "cancelled", "confirmed",
+    ]  # fmt: skip
+    below = {"ragcache.queue": {}, "ragcache.prefill": {}}
+    assert (traced.tree(cancelled), traced.tree(confirmed)) == ({}, below)
+    assert list(traced.tree()["application"]) == ["ragcache.search", f"chat {engine.model}"]  # type: ignore[call-overload]
+    (queue,), (prefill,) = traced.named("ragcache.queue"), traced.named("ragcache.prefill")
+    assert (queue.end_time or 0) - (queue.start_time or 0) == pytest.approx(stats["queue_s"] * 1e9, abs=1e3)
+    assert (prefill.attributes or {})["ragcache.computed_tokens"] == stats["num_computed_tokens"]
+    assert confirmed.start_time == queue.start_time <= queue.end_time == prefill.start_time < prefill.end_time
+    assert prefill.end_time <= confirmed.end_time
+    assert right[0].text not in traced.texts()
     assert becomes_idle(engine)
 
 
