@@ -55,6 +55,16 @@ def tracer() -> Tracer | None:
     return made
 
 
+def _parent() -> Any:
+    """Return the context that a search or request belongs to; ``None`` is the current one.
+
+    OpenInference keeps the spans of LangChain's runs to itself and makes none of them the current one.
+    """
+    instrumentation = sys.modules.get("openinference.instrumentation.langchain")
+    span = None if instrumentation is None else instrumentation.get_current_span()
+    return None if span is None else _context_of(span)
+
+
 def _context_of(span: Span) -> Any:
     return sys.modules["opentelemetry.trace"].set_span_in_context(span)
 
@@ -126,7 +136,7 @@ def search_span() -> Iterator[SearchTrace | None]:
 
     began_ns = time.time_ns()
     attributes = {"gen_ai.operation.name": "retrieval"}
-    span = made_by.start_span("ragcache.search", attributes=attributes, start_time=began_ns)
+    span = made_by.start_span("ragcache.search", _parent(), attributes=attributes, start_time=began_ns)
     with use_span(span, record_exception=False, set_status_on_exception=False):
         try:
             yield SearchTrace(made_by, span, began_ns)
@@ -226,7 +236,11 @@ class RequestTrace:
         self._tracer, self._owner, self._began_ns = made_by, owner, began_ns
         self._is_streamed = bool(body.get("stream"))
         self._span = made_by.start_span(
-            f"{operation} {body.get('model', '')}", kind=SpanKind.CLIENT, attributes=attributes, start_time=began_ns
+            f"{operation} {body.get('model', '')}",
+            _parent(),
+            kind=SpanKind.CLIENT,
+            attributes=attributes,
+            start_time=began_ns,
         )
         self._ahead: SpeculationTrace | None = None
         self._response_id: str | None = None

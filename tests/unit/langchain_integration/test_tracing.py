@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -108,6 +109,18 @@ async def test_questions_at_the_same_time_are_each_in_their_own_trace(
         assert sorted(span.context.trace_id for span in traced.named(name)) == sorted(traces)
     outers = {span.context.trace_id: span.context.span_id for span in traced.named("application")}
     assert all(span.parent.span_id == outers[span.context.trace_id] for span in traced.named(CHAT))
+
+
+async def test_spans_that_an_instrumentation_keeps_to_itself_are_parents_too(
+    make_rag: Any, traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = traced.tracer.start_span("RunnableSequence")  # OpenInference makes the span of a run the current one nowhere
+    kept = ModuleType("openinference.instrumentation.langchain")
+    kept.get_current_span = lambda: run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kept.__name__, kept)
+    await make_rag(Stage("moon"), Stage("moon sun")).ainvoke(QUESTION)
+    run.end()
+    assert set(traced.tree()["RunnableSequence"]) >= {"ragcache.search", CHAT}  # type: ignore[call-overload]
 
 
 def test_what_fails_is_an_error_without_its_words(llm: ChatRAGCache, server: ScriptedServer, traced: Traced) -> None:
