@@ -122,8 +122,6 @@ class SearchTrace:
                 "ragcache.search.unhidden_s": report.unhidden_search_s,
             }
         )
-        if report.skipped_because is not None:
-            self._span.set_attribute("ragcache.search.skipped_because", report.skipped_because)
 
 
 @contextmanager
