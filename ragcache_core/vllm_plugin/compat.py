@@ -99,6 +99,7 @@ if TYPE_CHECKING:
 _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cached_paths"
 _FORGET, _LEFT = "ragcache_forget", "ragcache_left"
 _PREFETCH = "ragcache_prefetch"
+_TREE, _REQUESTS = "ragcache_tree", "ragcache_requests"
 _OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
 _GAUGES = (
@@ -174,7 +175,9 @@ __all__ = [
     "call_forget",
     "call_left",
     "call_prefetch",
+    "call_recent_requests",
     "call_report",
+    "call_tree_view",
     "connector_of_this_worker",
     "front_end_of",
     "get_block_hash",
@@ -239,6 +242,16 @@ def attach_utilities() -> None:
         begun: dict[str, object] = core.scheduler.prefetch(prompt)
         return begun
 
+    def ragcache_tree(core: EngineCore, limit: int) -> dict[str, object]:
+        view: dict[str, object] = core.scheduler.tree_view(limit)
+        return view
+
+    def ragcache_requests(core: EngineCore, limit: int) -> dict[str, object]:
+        recent: dict[str, object] = core.scheduler.recent_requests(limit)
+        return recent
+
+    setattr(EngineCore, _TREE, ragcache_tree)
+    setattr(EngineCore, _REQUESTS, ragcache_requests)
     setattr(EngineCore, _FORGET, ragcache_forget)
     setattr(EngineCore, _LEFT, ragcache_left)
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
@@ -318,6 +331,18 @@ async def call_prefetch(engine_client: Any, token_ids: list[int], salt: str | No
     """Have what is on disk of a prompt read, as :func:`call_confirm` gets answers."""
     begun: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PREFETCH, token_ids, salt)
     return begun
+
+
+async def call_tree_view(engine_client: Any, limit: int) -> list[dict[str, Any]]:
+    """Return the most used nodes of each engine's tree, as :func:`call_confirm` gets answers."""
+    views: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_TREE, limit)
+    return views
+
+
+async def call_recent_requests(engine_client: Any, limit: int) -> list[dict[str, Any]]:
+    """Return what becomes of each engine's latest requests, as :func:`call_confirm` gets answers."""
+    recent: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_REQUESTS, limit)
+    return recent
 
 
 def front_end_of(vllm_config: Any) -> tuple[int, int]:

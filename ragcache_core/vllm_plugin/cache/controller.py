@@ -19,8 +19,10 @@ from ragcache_core.vllm_plugin.cache.forgetting import Forgetting
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
+from ragcache_core.vllm_plugin.cache.recent_requests import RecentRequests
 from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestState
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
+from ragcache_core.vllm_plugin.cache.tree_view import tree_view
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -120,6 +122,7 @@ class CacheController:
         self._is_dirty = True
         self.retrieved: dict[Key, tuple[float, float]] = {}
         self.document_uses = DocumentUses(self.tree)
+        self._recent = RecentRequests()
         self.leaving: dict[bytes, None] = {}
         self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block)
 
@@ -170,6 +173,7 @@ class CacheController:
         self._requests[request_id] = state
         path = self.tree.insert(self._path_segments(state, keys))
         if path:
+            path[0].is_private = is_salted
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
         self.speculations.on_new_request(state)
@@ -337,12 +341,20 @@ class CacheController:
             if self._chunks is not None:
                 self._chunks.counters.count(reuse)
 
+    def on_load_ended(self, request_id: str, now_s: float) -> None:
+        """Record when what a request has of lower tiers lay in its blocks."""
+        if (state := self._requests.get(request_id)) is not None:
+            state.loaded_s = now_s
+
     def on_approximated(self, request_id: str, first_block: int) -> None:
         """Keep a request's blocks from ``first_block`` on apart: their KV is approximate, no other may use them."""
         self._requests[request_id].first_private = first_block
 
-    def on_finished(self, request_id: str) -> dict[str, object] | None:
-        """Drop a request, release its path, and return its figures; None for one that was not known."""
+    def on_finished(self, request_id: str, now_s: float | None = None) -> dict[str, object] | None:
+        """Drop a request, release its path, and return its figures; None for one that was not known.
+
+        One that ended at a time ``now_s`` is among the :meth:`recent_requests`.
+        """
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
@@ -355,6 +367,8 @@ class CacheController:
         if state.retained is not None:
             self.tree.release(state.retained)
             state.retained = None
+        if now_s is not None:
+            self._recent.add(state, now_s)
         self._finished[request_id] = state.to_dict()
         return self._finished[request_id]
 
@@ -363,6 +377,7 @@ class CacheController:
         self.record_change()
         receipt = self.forgetting.forget(doc_ids)
         self.document_uses.forget(doc_ids)
+        self._recent.forget(doc_ids)
         self.retrieved = {key: worth for key, worth in self.retrieved.items() if self.tree.locate(key) is not None}
         return receipt
 
@@ -454,6 +469,18 @@ class CacheController:
             "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
             "hottest_documents": self.document_uses.hottest(),
             **({} if self._chunks is None else {"chunks": self._chunks.report()}),
+        }
+
+    def tree_view(self, limit: int) -> dict[str, object]:
+        """Return the nodes of the tree that are used most; see :func:`tree_view`."""
+        return tree_view(self.tree, {tier: report.block_bytes for tier, report in sorted(self.tiers.items())}, limit)
+
+    def recent_requests(self, limit: int, now_s: float) -> dict[str, object]:
+        """Return what becomes of the latest requests, and how many are in the engine; see :class:`RecentRequests`."""
+        return {
+            "num_queued": sum(state.admitted_s is None for state in self._requests.values()),
+            "num_running": sum(state.admitted_s is not None for state in self._requests.values()),
+            "requests": self._recent.newest(reversed(self._requests.values()), limit, now_s),
         }
 
     def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:

@@ -56,6 +56,7 @@ class RequestState:
         prefill_s: how long its prefill takes with what is cached of it, as it was when it arrived or was admitted.
         first_private: its first block that no other request may use: its KV is not that of its tokens, or is forgotten.
         has_forgotten: a document was forgotten whose KV it has.
+        loaded_s: when what it has of lower tiers was last copied into its blocks.
         is_queued: it waits for admission, and its prefix is watched and protected.
         watched: the nodes of its path while it is queued.
         num_protected_units: of its path, protected from eviction while it is queued.
@@ -75,6 +76,7 @@ class RequestState:
     num_speculative_tokens: int = 0
     is_confirmed: bool = False
     admitted_s: float | None = None
+    loaded_s: float | None = None
     first_token_s: float | None = None
     preempted_s: float | None = None
     paused_s: float = 0.0

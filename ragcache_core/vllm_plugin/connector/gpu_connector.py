@@ -207,7 +207,7 @@ class DocumentAware:
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self.controller is not None
         self._record(request)
-        figures = self.controller.on_finished(request.request_id)
+        figures = self.controller.on_finished(request.request_id, time.monotonic())
         is_ours = KEY in (request.kv_transfer_params or {})
         delays, params = outcome
         return delays, {**(params or {}), KEY: figures} if is_ours and figures is not None else params

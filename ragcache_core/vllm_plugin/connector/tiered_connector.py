@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.compat import OffloadingConnectorMetadata
@@ -193,6 +194,12 @@ class RAGCacheConnector(DocumentAware, OffloadingConnector):
         for job in metadata.store_jobs.values():
             self.controller.on_stored(job.req_id, len(job.src_spec.block_ids) * self._block_bytes)
         return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        assert self.controller is not None
+        for request_id in connector_output.finished_recving or ():
+            self.controller.on_load_ended(request_id, time.monotonic())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step

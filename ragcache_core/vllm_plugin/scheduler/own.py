@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from copy import copy
 from typing import Any
 
@@ -32,6 +33,16 @@ class _Reporting:
         """Return what is cached by the tree, which knows of no block here."""
         changes: dict[str, object] = self.get_kv_connector().controller.paths.changes(cursor)
         return changes
+
+    def tree_view(self, limit: int) -> dict[str, object]:
+        """Return a tree that knows of no block."""
+        view: dict[str, object] = self.get_kv_connector().controller.tree_view(limit)
+        return view
+
+    def recent_requests(self, limit: int) -> dict[str, object]:
+        """Return what becomes of the latest requests, whose first tokens nobody tells of here."""
+        recent: dict[str, object] = self.get_kv_connector().controller.recent_requests(limit, time.monotonic())
+        return recent
 
 
 def own_scheduler(*args: Any, **kwargs: Any) -> Any:

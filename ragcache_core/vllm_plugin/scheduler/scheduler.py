@@ -170,6 +170,14 @@ class _TreeScheduling:
         """Return which documents are cached after which others, as far as that has changed since ``cursor``."""
         return self._controller.paths.changes(cursor)
 
+    def tree_view(self, limit: int) -> dict[str, object]:
+        """Return the ``limit`` nodes of the knowledge tree that are used most."""
+        return self._controller.tree_view(limit)
+
+    def recent_requests(self, limit: int) -> dict[str, object]:
+        """Return what becomes of the latest ``limit`` requests."""
+        return self._controller.recent_requests(limit, time.monotonic())
+
     def prefetch(self, prompt: Request) -> dict[str, object]:
         """Have what is on disk of a prompt read into host memory before anybody asks it; return how much that is.
 

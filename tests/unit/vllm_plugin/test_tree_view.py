@@ -1,0 +1,116 @@
+"""What the page shows of the tree and of requests: the most used first, bounded, and nothing of salted requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.cache.recent_requests import MAX_REQUESTS
+from ragcache_core.wire import RequestMetadata
+
+from .scene import controller, keys, run, segments
+
+TIERS = {Tier.GPU: TierReport(1000, 10), Tier.HOST: TierReport(1000, 12)}
+
+
+def put(it: CacheController, block_keys: list[bytes], tier: Tier = Tier.GPU) -> None:
+    for key in block_keys:
+        at = it.tree.locate(key)
+        assert at is not None
+        it.tree.add(at.node, 1 << at.unit, tier)
+
+
+def ask(it: CacheController, name: str, *, is_salted: bool = False, mark: str = "", **times: Any) -> None:
+    """Let a request for a document after a prefix come, run and end."""
+    own = [*keys(1, mark), *keys(2, f"{mark}{name}")]
+    parts = segments(("", 4), (name, 12), (None, 14))
+    metadata = RequestMetadata(parts, times.get("speculation"))
+    it.on_new_request(name, metadata, own, 14, 10.0, is_salted=is_salted)
+    put(it, own)
+    it.on_looked_up(name, 4)
+    it.on_admitted(name, own, {Tier.HOST: 4}, 10.5)
+    it.on_load_ended(name, 10.7)
+    it.on_first_token(name, 11.0)
+    it.on_finished(name, 12.0)
+
+
+def view(it: CacheController, limit: int = 100) -> dict[str, Any]:
+    said: dict[str, Any] = it.tree_view(limit)
+    return said
+
+
+def test_the_tree_is_told_from_the_root_on_with_what_each_node_takes_where() -> None:
+    it = controller(tiers=TIERS)
+    for name in ("a", "a", "b"):
+        ask(it, name)
+    put(it, keys(1), Tier.HOST)
+    said = view(it)
+    prefix, first, second = said["nodes"]
+    assert prefix["parent"] is None
+    assert first["parent"] == second["parent"] == prefix["node"]
+    assert [(n["doc_id"], n["num_tokens"], n["num_uses"], n["num_bytes"]) for n in said["nodes"]] == [
+        (None, 4, 3, {"gpu": 10, "host": 12}),
+        ("a", 8, 2, {"gpu": 20}),
+        ("b", 8, 1, {"gpu": 20}),
+    ]
+    assert (said["num_nodes"], said["num_left_out"]) == (3, 0)
+
+
+def test_of_more_nodes_than_are_wanted_the_most_used_are_told_and_the_others_counted() -> None:
+    it = controller(tiers=TIERS)
+    for name in ("a", "b", "b", "c"):
+        ask(it, name)
+    said = view(it, limit=2)
+    assert [n["doc_id"] for n in said["nodes"]] == [None, "b"]
+    assert (said["num_nodes"], said["num_left_out"]) == (4, 2)
+
+
+def test_what_lies_nowhere_is_no_part_of_the_picture() -> None:
+    it = controller(tiers=TIERS)
+    ask(it, "a")
+    it.tree.clear_tier(Tier.GPU)
+    assert view(it) == {"num_nodes": 2, "num_left_out": 2, "nodes": []}
+
+
+def test_what_a_request_with_a_salt_asks_for_is_in_no_picture_and_its_documents_have_no_name() -> None:
+    it = controller(tiers=TIERS)
+    ask(it, "open")
+    ask(it, "secret", is_salted=True, mark="salt")
+    told = str((view(it), it.recent_requests(10, 13.0)))
+    assert "open" in told
+    assert told.count("secret") == 1, "the id of the request itself"
+    assert [n["doc_id"] for n in view(it)["nodes"]] == [None, "open"]
+
+
+def test_a_request_is_told_in_its_times_the_latest_first_and_those_that_run_before() -> None:
+    it = controller(tiers=TIERS)
+    ask(it, "a")
+    it.on_new_request("waits", RequestMetadata(segments((None, 6))), keys(1, "x"), 6, 12.5)
+    said: Any = it.recent_requests(10, 13.0)
+    waits, ended = said["requests"]
+    assert (said["num_queued"], said["num_running"]) == (1, 0)
+    assert (waits["id"], waits["age_s"], waits["queue_s"], waits["total_s"]) == ("waits", 0.5, None, None)
+    assert ended["doc_ids"] == ["a"]
+    assert (ended["queue_s"], round(ended["load_s"], 9), ended["ttft_s"], ended["total_s"]) == (0.5, 0.7, 1.0, 2.0)
+    assert (ended["num_prompt_tokens"], ended["num_gpu_tokens"], ended["num_host_tokens"]) == (14, 4, 4)
+    assert it.recent_requests(1, 13.0)["requests"] == [waits]
+
+
+def test_as_many_requests_are_kept_as_a_page_shows() -> None:
+    it = controller(tiers=TIERS)
+    for number in range(MAX_REQUESTS + 5):
+        ask(it, f"{number}")
+    told: Any = it.recent_requests(10_000, 13.0)["requests"]
+    assert len(told) == MAX_REQUESTS
+    assert told[0]["id"] == f"{MAX_REQUESTS + 4}"
+
+
+def test_a_forgotten_document_has_no_name_in_the_times_of_requests() -> None:
+    it = controller(tiers=TIERS)
+    run(it, "r", segments(("", 4), ("b", 12), (None, 14)), keys(3, "b"))
+    ask(it, "a")
+    it.forget({"a"})
+    (told,) = it.recent_requests(10, 13.0)["requests"]  # type: ignore[attr-defined]
+    assert told["doc_ids"] == []
+    assert told["num_documents"] == 1
