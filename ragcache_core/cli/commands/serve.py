@@ -151,7 +151,7 @@ def serve(
         extra_args=vllm_args,
     )
     with engine:
-        _announce(engine, as_json)
+        _announce(engine, as_json, has_page=cache is not None)
         try:
             _watch(engine)
         except KeyboardInterrupt:  # the way to end a server: no error
@@ -169,10 +169,11 @@ def _flags_of(settings: dict[str, object]) -> list[str]:
     return [param.opts[0] for param in names]
 
 
-def _announce(engine: Engine, as_json: bool) -> None:
+def _announce(engine: Engine, as_json: bool, *, has_page: bool) -> None:
     facts = {
         "url": engine.base_url,
         "api_key": engine.api_key,
+        **({"page": engine.base_url.removesuffix("/v1") + "/ragcache"} if has_page else {}),
         "model": engine.model,
         "max_model_len": engine.max_model_len,
         "log": str(engine.log_path),

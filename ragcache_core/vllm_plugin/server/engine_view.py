@@ -12,7 +12,7 @@ from typing import Any
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.vllm_plugin.server.notifier import Notifier
 from ragcache_core.vllm_plugin.server.series import ENGINE
-from ragcache_core.vllm_plugin.server.several_engines import merged_report
+from ragcache_core.vllm_plugin.server.several_engines import merged_report, response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000
@@ -102,7 +102,7 @@ class Received:
             if (has_room := data.get("has_room")) is not None:
                 self._has_room[engine_index] = has_room
             for request_id, figures in (data.get("requests") or {}).items():
-                self._requests[_response_id(request_id)] = figures
+                self._requests[response_id_of(request_id)] = figures
             while len(self._requests) > self._max_requests:
                 self._requests.popitem(last=False)
             for speculation, waited_s in (data.get("waited_s") or {}).items():
@@ -181,9 +181,3 @@ class Received:
 
 received = Received()
 """Of this process: vLLM makes the metrics, and our routes are another plugin, so they meet here."""
-
-
-def _response_id(request_id: str) -> str:
-    """Return a request's id without the eight random digits that vLLM adds inside."""
-    head, dash, tail = request_id.rpartition("-")
-    return head if dash and len(tail) == 8 else request_id

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
+from ragcache_core.vllm_plugin.server.page.files import FILES, PAGE
 from ragcache_core.wire import HUNG
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ OPEN_PATHS = frozenset(
     {
         *("/health", "/ready", "/ping", "/load", "/version", "/metrics", "/metrics/"),
         *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+        *(*FILES, f"{PAGE}/"),
     }
 )
-"""What answers without the key: whether and how busy the server is, and what it can be asked."""
+"""What answers without the key: whether and how busy the server is, what it can be asked, and a page that asks it."""
 _PROBES = ("/health", "/ping", "/ready")
 _OWN_PREFIX = "/v1/ragcache/"
 _RETRY_AFTER_S = 2

@@ -28,6 +28,7 @@ from ragcache_core.vllm_plugin.compat import (
 from ragcache_core.vllm_plugin.server import document_routes
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
+from ragcache_core.vllm_plugin.server.page.routes import router as page_router
 from ragcache_core.vllm_plugin.server.progress import EngineProgress, hang_timeout_s
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
@@ -205,6 +206,7 @@ class RAGCacheEndpoint:
         app.include_router(router)
         app.include_router(probes)
         app.include_router(document_routes.router)
+        app.include_router(page_router)
         app.add_middleware(RequestBodyCheck)
         app.add_middleware(DefaultsHeader)
         keys = app.state.args.api_key or [envs.VLLM_API_KEY]

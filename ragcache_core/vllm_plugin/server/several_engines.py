@@ -53,6 +53,27 @@ def joined_changes(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def joined_requests(answers: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """Return what engines say of their latest requests as one: each with its ``engine``, those that run first."""
+    requests = [
+        {**request, "engine": engine, "id": response_id_of(request["id"])}
+        for engine, answer in enumerate(answers)
+        for request in answer["requests"]
+    ]
+    requests.sort(key=lambda request: (request["total_s"] is not None, request["age_s"]))
+    return {
+        "num_queued": sum(answer["num_queued"] for answer in answers),
+        "num_running": sum(answer["num_running"] for answer in answers),
+        "requests": requests[:limit],
+    }
+
+
+def response_id_of(request_id: str) -> str:
+    """Return a request's id without the eight random digits that vLLM adds inside."""
+    head, dash, tail = request_id.rpartition("-")
+    return head if dash and len(tail) == 8 else request_id
+
+
 def _merged_use(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {
         "doc_id": one["doc_id"],

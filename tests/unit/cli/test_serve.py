@@ -62,7 +62,11 @@ def test_it_announces_itself_and_ends_cleanly_on_ctrl_c(monkeypatch: pytest.Monk
     engine = FakeEngine([0, 0], KeyboardInterrupt())
     result = run(monkeypatch, engine)
     assert (result.exit_code, engine.num_closed) == (0, 1)
-    assert result.stdout.splitlines()[:2] == ["url            http://127.0.0.1:8000/v1", "api key        key"]
+    assert result.stdout.splitlines()[:3] == [
+        "url            http://127.0.0.1:8000/v1",
+        "api key        key",
+        "page           http://127.0.0.1:8000/ragcache",
+    ]
     assert "ready" in result.stderr
 
 
@@ -83,7 +87,9 @@ def test_a_second_signal_ends_it_at_once(monkeypatch: pytest.MonkeyPatch, again:
 
 def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json").stdout)
-    assert set(announced) == {"url", "api_key", "model", "max_model_len", "log", "pid"}
+    assert set(announced) == {"url", "api_key", "page", "model", "max_model_len", "log", "pid"}
+    announced = json.loads(run(monkeypatch, FakeEngine([], KeyboardInterrupt()), "--json", "--no-cache").stdout)
+    assert "page" not in announced, "plain vLLM has none"
 
 
 def test_a_restart_is_told_once_and_a_final_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

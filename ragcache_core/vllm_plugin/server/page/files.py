@@ -1,0 +1,31 @@
+"""The page's files: plain HTML, CSS and JavaScript, the same for everybody, with nothing of the cache in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = "/ragcache"
+FILES = {
+    PAGE: "index.html",
+    **{f"{PAGE}/{name}": name for name in ("page.css", "page.js", "server.js", "dom.js", "cards.js", "tree.js")},
+    f"{PAGE}/requests.js": "requests.js",
+}
+"""Each path of the page, and the file there. They need no key: what they show comes from routes that do."""
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""Nothing from elsewhere, no script in the page itself, in nobody's frame; a new version shows at once."""
+
+
+def read_page_file(name: str) -> tuple[bytes, str]:
+    """Return a file of the page, and its media type."""
+    path = _FOLDER / name
+    return path.read_bytes(), f"{_TYPES[path.suffix]}; charset=utf-8"

@@ -1,0 +1,337 @@
+"""The page at ``/ragcache`` in a real browser, over the demo model, and over a server that is gone for a while."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from ragcache_core.client import Engine
+from ragcache_core.client.launch.process import free_port
+from ragcache_core.vllm_plugin.server.page import files
+from ragcache_core.vllm_plugin.server.page import routes as page_routes
+from tests.engine.vllm_plugin.test_door import AUTHORIZED, KEY, server
+from tests.support.browser import DESK, PHONE, browser, darken, resize, why_no_browser
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+needs_browser = pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser()))
+EVIL = "<img src=x onerror=\"document.title='read as HTML'\">"
+REPORT: dict[str, Any] = {
+    "policy": "pgdsf",
+    "num_nodes": 1,
+    "num_requests": 1,
+    **dict.fromkeys(("num_reordered_requests", "num_speculative_requests", "num_confirmed_speculations"), 0),
+    **dict.fromkeys(("num_speculative_tokens", "num_wasted_tokens"), 0),
+    "tiers": [],
+    "hottest_documents": [],
+}
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Chrome]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(window: Chrome, engine: Engine) -> Chrome:
+    """The page of the shared engine, in a tab that has no key."""
+    visit(window, engine.base_url.removesuffix("/v1"))
+    return window
+
+
+def visit(window: Chrome, url: str) -> None:
+    resize(window, DESK)
+    darken(window, is_dark=False)
+    window.get(f"{url}/ragcache")
+    window.execute_script("sessionStorage.clear()")
+    window.get(f"{url}/ragcache")
+
+
+def text(window: Chrome, element_id: str) -> str:
+    """Return what an element shows; nothing of what is hidden."""
+    said: str = window.execute_script(
+        "const it = document.getElementById(arguments[0]); return it?.checkVisibility() ? it.innerText : ''", element_id
+    )
+    return said
+
+
+def type_key(window: Chrome, key: str) -> None:
+    assert until(lambda: window.find_element("id", "key").is_displayed(), 10)
+    window.find_element("id", "key").send_keys(f"{key}\n")
+
+
+def sees(window: Chrome, words: str, where: str) -> bool:
+    return until(lambda: words in text(window, where), 15)
+
+
+def sees_node(window: Chrome, label: str) -> bool:
+    """Return whether the tree's picture comes to have a node, perhaps too small for its name."""
+    labels = "return [...document.querySelectorAll('#tree > div')].map((cell) => cell.ariaLabel)"
+    return until(lambda: any(said.startswith(label) for said in window.execute_script(labels)), 15)
+
+
+def ask_about(engine: Engine, *doc_ids: str, first: int, times: int = 12) -> None:
+    """Send a prompt of documents of two blocks each, so often that they are hot; no other test has those tokens."""
+    prompt = [first + i % 50 for i in range(64 * len(doc_ids) + 5)]
+    spans = [{"id": name, "start": 64 * i, "end": 64 * (i + 1)} for i, name in enumerate(doc_ids)]
+    params = {"ragcache": {"version": 1, "documents": spans}}
+    body = {"model": engine.model, "prompt": prompt, "max_tokens": 2, "kv_transfer_params": params}
+    authorized = {"Authorization": f"Bearer {engine.api_key}"}
+    with httpx.Client(headers=authorized, timeout=60) as client:
+        for _ in range(times):
+            client.post(f"{engine.base_url}/completions", json=body).raise_for_status()
+
+
+@needs_browser
+def test_the_page_asks_for_the_key_refuses_a_wrong_one_and_keeps_the_right_one_in_the_tab(
+    page: Chrome, engine: Engine
+) -> None:
+    type_key(page, "wrong")
+    assert sees(page, "refuses this key", "why")
+    assert text(page, "main") == ""
+    type_key(page, "schlüssel")
+    assert sees(page, "of ASCII", "why")
+    type_key(page, str(engine.api_key))
+    assert sees(page, "live", "state")
+    page.refresh()
+    assert sees(page, "live", "state")
+    assert engine.api_key not in page.current_url
+    assert page.execute_script("return [localStorage.length, document.cookie]") == [0, ""]
+    page.find_element("id", "leave").click()
+    assert page.find_element("id", "key").is_displayed()
+    assert page.execute_script("return sessionStorage.length") == 0
+
+
+@needs_browser
+def test_documents_of_a_request_appear_while_one_looks_and_are_text_whatever_they_are_called(
+    page: Chrome, engine: Engine
+) -> None:
+    type_key(page, str(engine.api_key))
+    assert sees(page, "live", "state")
+    page.find_element("id", "size").send_keys("uses")
+    ask_about(engine, "page-a.md", EVIL, first=200)
+    for name in ("page-a.md", EVIL):
+        assert sees(page, name, "hottest")
+        assert sees(page, name, "requests")
+        assert sees_node(page, name)
+    assert page.title == "RAGCache"
+    assert page.execute_script("return document.images.length") == 0
+    assert re.search(r"GPU\s.* of 1.0 GiB", text(page, "tiers"))
+    assert "from the cache" in text(page, "sources")
+    assert re.search(r"GPU\s+\d", text(page, "ttft"))
+    assert re.search(r"running\s+\d", text(page, "queue"))
+    page.find_element("css selector", "#requests summary").click()
+    assert re.search(r"first token after\s+\d", text(page, "requests"))
+    wrong = [line for line in page.get_log("browser") if "401" not in line["message"]]
+    assert wrong == [], "nothing breaks the page's own rules, or is missing"
+
+
+@needs_browser
+def test_the_tree_is_walked_and_zoomed_by_keys(page: Chrome, engine: Engine) -> None:
+    ask_about(engine, "page-b.md", "page-c.md", first=300)
+    type_key(page, str(engine.api_key))
+    assert sees(page, "live", "state")
+    page.find_element("id", "size").send_keys("uses")
+    assert sees_node(page, "page-b.md")
+    cell = page.find_element("xpath", "//*[@id='tree']/div[starts-with(@aria-label, 'page-b.md')]")
+    page.execute_script("arguments[0].focus()", cell)
+    assert "requests, gpu" in text(page, "node")
+    page.switch_to.active_element.send_keys("\ue007")  # Enter
+    assert sees(page, "page-b.md", "crumbs")
+    page.switch_to.active_element.send_keys("\ue014")  # to the right
+    assert text(page, "node").startswith("page-c.md"), "the document behind it"
+    page.switch_to.active_element.send_keys("\ue00c")  # Escape
+    assert until(lambda: "page-b.md" not in text(page, "crumbs"), 5)
+
+
+@needs_browser
+def test_the_page_fits_a_telephone_and_is_dark_where_one_likes_it(page: Chrome, engine: Engine) -> None:
+    type_key(page, str(engine.api_key))
+    assert sees(page, "live", "state")
+    light = page.find_element("tag name", "body").value_of_css_property("background-color")
+    darken(page, is_dark=True)
+    assert page.find_element("tag name", "body").value_of_css_property("background-color") != light
+    for size in (DESK, PHONE):
+        resize(page, size)
+        wide, shown = page.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide <= shown == size[0]
+
+
+def test_what_the_page_is_told_needs_the_key_and_has_a_limit(engine: Engine) -> None:
+    ask_about(engine, "page-e.md", first=400, times=3)
+    authorized = {"Authorization": f"Bearer {engine.api_key}"}
+    for what in ("tree", "requests"):
+        url = f"{engine.base_url}/ragcache/{what}"
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(f"{url}?limit=100000", headers=authorized).status_code == 400
+        assert httpx.get(f"{url}?limit=0", headers=authorized).status_code == 400
+    (tree,) = httpx.get(f"{engine.base_url}/ragcache/tree?limit=1000", headers=authorized).json()["engines"]
+    (node,) = (node for node in tree["nodes"] if node["doc_id"] == "page-e.md")
+    assert (node["num_tokens"], node["num_uses"]) == (64, 3)
+    assert node["num_bytes"]["gpu"] > 0
+    latest = httpx.get(f"{engine.base_url}/ragcache/requests?limit=1", headers=authorized).json()
+    assert (latest["num_queued"], latest["num_running"]) == (0, 0)
+    (request,) = latest["requests"]
+    assert (request["doc_ids"], request["num_prompt_tokens"], request["engine"]) == (["page-e.md"], 69, 0)
+    assert 0 <= request["queue_s"] < request["ttft_s"] <= request["total_s"] <= request["age_s"]
+
+
+# Without an engine
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """The server, behind which an engine has one node in its tree."""
+    made = server(monkeypatch, "--api-key", KEY)
+    told_of_one_engine(made, monkeypatch, "before.md")
+    return made
+
+
+def told_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: str) -> None:
+    """Have each of as many engines as ``doc_ids`` tell of one document."""
+
+    async def call_tree(_: object, limit: int) -> list[dict[str, Any]]:
+        node = {"node": 1, "parent": None, "num_tokens": 32, "num_uses": 1, "num_bytes": {"gpu": 9}}
+        return [{"num_nodes": 1, "num_left_out": 0, "nodes": [{**node, "doc_id": doc_id}]} for doc_id in doc_ids]
+
+    async def call_requests(_: object, limit: int) -> list[dict[str, Any]]:
+        return [{"num_queued": 0, "num_running": 0, "requests": []} for _ in doc_ids]
+
+    app.state.ragcache_engine_client = None
+    monkeypatch.setattr(page_routes, "call_tree_view", call_tree)
+    monkeypatch.setattr(page_routes, "call_recent_requests", call_requests)
+    report = {**REPORT, "num_requests": len(doc_ids[0])}
+    monkeypatch.setattr(page_routes.received, "engine", lambda: report)
+    load = {"num_pending_prefills": 0, "pending_prefill_s": 0.0, "is_speculative": False, "has_room": False}
+    monkeypatch.setattr(page_routes.received, "load", lambda: load)
+
+
+@contextmanager
+def serving(app: FastAPI, port: int) -> Iterator[None]:
+    running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    try:
+        assert until(lambda: running.started, 10)
+        yield
+    finally:
+        running.should_exit = running.force_exit = True
+        thread.join()
+
+
+def test_the_page_is_open_says_nothing_of_the_cache_and_takes_nothing_from_elsewhere(app: FastAPI) -> None:
+    client = TestClient(app)
+    for path, name in files.FILES.items():
+        answer = client.get(path)
+        assert answer.status_code == 200, path
+        assert "before.md" not in answer.text
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|\beval\b|style=", answer.text), name
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    html = client.get("/ragcache").text
+    assert not re.search(r"\son\w+=|<script>|<style", html)
+    assert client.get("/ragcache/", follow_redirects=False).headers["location"].endswith("/ragcache")
+    assert client.get("/ragcache/other.js").status_code == 401
+    on_disk = {path.name for path in Path(files.__file__).parent.iterdir() if path.suffix in (".html", ".css", ".js")}
+    assert on_disk == set(files.FILES.values())
+
+
+def test_a_server_behind_a_prefix_has_the_page_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = TestClient(server(monkeypatch, "--api-key", KEY, "--root-path", "/llm"))
+    for prefix in ("", "/llm"):
+        assert client.get(f"{prefix}/ragcache/page.js").status_code == 200
+
+
+def test_a_server_without_ragcache_has_no_tree(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_routes.received, "engine", lambda: None)
+    for what in ("tree", "requests"):
+        answer = TestClient(app).get(f"/v1/ragcache/{what}", headers=AUTHORIZED)
+        assert answer.status_code == 404
+        assert "without RAGCache" in answer.text
+
+
+@needs_browser
+def test_the_page_says_that_the_server_is_gone_and_goes_on_with_the_next_one(
+    app: FastAPI, window: Chrome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port("127.0.0.1")
+    with serving(app, port):
+        visit(window, f"http://127.0.0.1:{port}")
+        type_key(window, KEY)
+        assert sees(window, "before.md", "tree")
+    assert sees(window, "trying again", "state")
+    assert "before.md" in text(window, "tree"), "what is known stays"
+    told_of_one_engine(app, monkeypatch, "after.md")
+    with serving(app, port):
+        assert sees(window, "after.md", "tree")
+        assert sees(window, "live", "state")
+        assert "before.md" not in text(window, "main")
+
+
+@needs_browser
+def test_of_several_engines_one_tree_is_shown_and_chosen(
+    app: FastAPI, window: Chrome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_of_one_engine(app, monkeypatch, "first.md", "second.md")
+    port = free_port("127.0.0.1")
+    with serving(app, port):
+        visit(window, f"http://127.0.0.1:{port}")
+        type_key(window, KEY)
+        assert sees(window, "first.md", "tree")
+        window.find_element("id", "engine").send_keys("1")
+        assert sees(window, "second.md", "tree")
+        assert "first.md" not in text(window, "tree")
+
+
+@needs_browser
+def test_nothing_is_asked_while_the_page_is_paused_or_nobody_looks(
+    app: FastAPI, window: Chrome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(page_routes.received, "load", counting(asked, page_routes.received.load))
+    port = free_port("127.0.0.1")
+    with serving(app, port):
+        visit(window, f"http://127.0.0.1:{port}")
+        type_key(window, KEY)
+        assert sees(window, "live", "state")
+        assert until(lambda: len(asked) > 2, 10)
+        window.find_element("id", "pause").click()
+        assert rests(asked)
+        window.find_element("id", "pause").click()
+        before = len(asked)
+        assert until(lambda: len(asked) > before + 1, 10)
+        mine = window.current_window_handle
+        window.switch_to.new_window("tab")  # the page's own tab is hidden now
+        assert rests(asked)
+        window.close()
+        window.switch_to.window(mine)
+
+
+def counting(asked: list[float], answer: Callable[[], Any]) -> Callable[[], Any]:
+    def counted() -> Any:
+        asked.append(time.monotonic())
+        return answer()
+
+    return counted
+
+
+def rests(asked: list[float]) -> bool:
+    """Return whether nothing is asked for more than two seconds, after a moment for what is under way."""
+    time.sleep(0.5)
+    before = len(asked)
+    time.sleep(2.2)
+    return len(asked) == before
