@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -52,7 +52,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-test test-quick test-engine test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-parallel test-benchmarks test-install bench bench-tiers bench-pipeline bench-compare bench-chunks pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -114,6 +114,9 @@ bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and cos
 
 bench-compare: $(READY) ## put real engines under the same load, ours beside vLLM's; writes build/bench-compare.* (hours)
 	$(VENV)/bin/ragcache bench --html build/bench-compare.html --resume $(ARGS)
+
+pictures: $(READY) ## take the pictures of the page at /ragcache for the documentation; needs Chromium
+	$(VENV)/bin/python -m tests.support.page_pictures
 
 gpu-check: ## check and time kernels and, where vLLM is installed, engines on this machine's GPU; writes build/gpu-check.json
 	@if $(PYTHON) -c 'from importlib.util import find_spec; exit(not (find_spec("vllm") and find_spec("ragcache_core.client")))' 2>/dev/null; \
