@@ -12,6 +12,7 @@ import click
 
 from ragcache_core.config import Bytes, CacheConfig, PolicyName, QueueOrder
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.environment import API_KEY_ENV
 
 if TYPE_CHECKING:
     from ragcache_core.retrieval import DocumentStore
@@ -38,7 +39,7 @@ embedder_option = click.option(
     help="What turns texts into vectors; minilm needs the extra of that name. [default: the store's own; builtin]",
 )
 api_key_option = click.option(
-    "--api-key", envvar="RAGCACHE_API_KEY", show_envvar=True, metavar="KEY", help="The server's API key."
+    "--api-key", envvar=API_KEY_ENV, show_envvar=True, metavar="KEY", help="The server's API key."
 )
 tokenizer_option = click.option(
     "--tokenizer",

@@ -1,7 +1,11 @@
-"""The environment variables that a launcher and its server share."""
+"""The environment variables that a launcher and its server share, and those that name a server to the frameworks."""
 
 from __future__ import annotations
 
+BASE_URL_ENV = "RAGCACHE_BASE_URL"
+"""Where the server is that a chat model or an LLM joins to which nobody gave an engine or an address."""
+API_KEY_ENV = "RAGCACHE_API_KEY"
+"""The server's key; of a server that is joined, or that ``ragcache serve`` starts."""
 CPU_KV_CACHE_BYTES_ENV = "RAGCACHE_CPU_KV_CACHE_BYTES"
 """Tells the server how much KV memory to take where it runs on a CPU and nobody said how much: vLLM would take 92 % of
 the machine's memory, and refuse to start where less is free."""

@@ -27,14 +27,13 @@ from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.deadline import check_ttft_slo
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.stats import STATS_KEY, RequestStats
 from ragcache_core.types import Document
 from ragcache_core.wire import read_chunk_reuse
 from ragcache_integrations.langchain.documents import to_core
 from ragcache_integrations.langchain.retrieved import CURE
 
-BASE_URL_ENV = "RAGCACHE_BASE_URL"
-API_KEY_ENV = "RAGCACHE_API_KEY"
 DOCUMENTS_KEY = "ragcache_documents"
 """Key of a human message's ``additional_kwargs`` for the documents that its text holds."""
 

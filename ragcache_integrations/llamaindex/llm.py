@@ -37,6 +37,7 @@ from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.deadline import check_ttft_slo, unplanned
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.environment import API_KEY_ENV, BASE_URL_ENV
 from ragcache_core.wire import check_sendable, read_chunk_reuse
 from ragcache_integrations.llamaindex._requests import MeasuredRequest
 from ragcache_integrations.llamaindex._streams import OpenStreams
@@ -63,9 +64,10 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         engine = Engine.launch("Qwen/Qwen3-0.6B")
         llm = RAGCacheLLM(engine=engine, temperature=0)
 
-    Without an engine it connects to the server at ``api_base`` (or ``base_url``); :meth:`close` then closes that
-    connection. An engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``; what
-    it does not know is refused. ``additional_kwargs`` are sent with every request.
+    Without an engine it connects to the server at ``api_base`` (or ``base_url``), by default ``RAGCACHE_BASE_URL`` of
+    the environment, with ``api_key``, by default ``RAGCACHE_API_KEY``; :meth:`close` then closes that connection. An
+    engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``; what it does not
+    know is refused. ``additional_kwargs`` are sent with every request.
 
     The engine is told which documents a prompt shows: nodes that any retriever of LlamaIndex's returned lately in this
     process, found by their text. Whose prompts show none is told so once.
@@ -128,8 +130,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         address = api_base or base_url
-        if (engine is None) == (address is None):
-            raise ConfigError("RAGCacheLLM needs an engine or the api_base of a server, and not both")
+        if engine is not None and address:
+            raise ConfigError("engine= and api_base= were both given: pass the engine, or the address of one")
         if isinstance(engine, str):
             raise ConfigError(f"engine is {engine!r:.80}: pass Engine.launch(...), or api_base= with an address")
         if unknown := sorted(kwargs.keys() - _SETTINGS - type(self).model_fields.keys()):
@@ -146,7 +148,10 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
             raise ConfigError("engine= and tokenizer= were both given: pass tokenizer= to Engine.connect")
         owns_engine = engine is None
         if engine is None:
-            engine = Engine.connect(str(address), api_key=api_key, tokenizer=own_tokenizer)
+            if not (address := address or os.environ.get(BASE_URL_ENV)):
+                raise ConfigError(f"no engine: pass engine=Engine.launch(...), or api_base=, or set {BASE_URL_ENV}")
+            key = os.environ.get(API_KEY_ENV) if api_key is None else api_key
+            engine = Engine.connect(address, api_key=key, tokenizer=own_tokenizer)
         super().__init__(
             **{
                 "context_window": engine.max_model_len,

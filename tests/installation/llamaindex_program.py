@@ -1,7 +1,6 @@
 """A LlamaIndex application whose engine runs elsewhere, in an environment with the extra ``llamaindex`` alone."""
 
 import json
-import os
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
@@ -21,8 +20,7 @@ class Shelf(BaseRetriever):
         return [NodeWithScore(node=TextNode(id_=name, text=text), score=1.0) for name, text in TEXTS.items()]
 
 
-address = {"api_base": os.environ["RAGCACHE_BASE_URL"], "api_key": os.environ["RAGCACHE_API_KEY"]}
-llm = RAGCacheLLM(**address, temperature=0, max_tokens=4)
+llm = RAGCacheLLM(temperature=0, max_tokens=4)  # RAGCACHE_BASE_URL
 response = RAGCacheQueryEngine(Shelf(), llm).query("Who founded Zorval?")
 assert str(response)
 found = response.metadata["ragcache"]["documents"]

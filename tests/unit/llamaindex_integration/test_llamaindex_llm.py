@@ -59,11 +59,27 @@ async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, 
     assert llm.engine is scripted
 
 
-async def test_needs_an_engine_or_an_address_and_not_both(scripted: Engine) -> None:
-    with pytest.raises(ConfigError, match="not both"):
+async def test_needs_an_engine_or_an_address_and_not_both(scripted: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAGCACHE_BASE_URL", raising=False)
+    with pytest.raises(ConfigError, match="or set RAGCACHE_BASE_URL"):
         RAGCacheLLM()
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="both given"):
         RAGCacheLLM(scripted, api_base=scripted.base_url)
+
+
+async def test_joins_the_server_that_the_environment_names_if_nobody_names_another(
+    server: ScriptedServer, scripted: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGCACHE_BASE_URL", server.base_url)
+    monkeypatch.setenv("RAGCACHE_API_KEY", "the-key")
+    llm = RAGCacheLLM()
+    assert (llm.engine.base_url, llm.engine.api_key) == (server.base_url, "the-key")
+    llm.close()
+    monkeypatch.setenv("RAGCACHE_BASE_URL", "http://127.0.0.1:1/v1")
+    assert RAGCacheLLM(scripted).engine is scripted
+    other = RAGCacheLLM(api_base=server.base_url, api_key="another")
+    assert other.engine.api_key == "another"
+    other.close()
 
 
 async def test_connects_by_itself_to_an_address_and_closes_only_that(server: ScriptedServer, scripted: Engine) -> None:
