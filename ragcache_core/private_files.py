@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -41,18 +43,54 @@ def make_private(path: Path) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that is its owner's alone, and the parents that are missing; one that is there is left as it is.
+    """Make a folder that is its owner's alone, and so the parents that are missing; one that is there is left as it is.
 
     Raises:
         OSError: also where anybody may make it, as in /tmp, and somebody else has who is not root.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir(FOLDER_MODE)
-        folder.chmod(FOLDER_MODE)
-    except FileExistsError:
-        if not folder.is_dir():
-            raise
+    make_folders(folder)
     parent = folder.parent.stat().st_mode
     if parent & stat.S_IWOTH and (folder.is_symlink() or folder.lstat().st_uid not in (os.geteuid(), _ROOT)):
         raise PermissionError(f"{folder} is another user's, in a folder that everybody may write to")
+
+
+def make_folders(folder: Path) -> None:
+    """Make a folder and the parents that are missing, each its owner's alone; what is there is left as it is.
+
+    Raises:
+        OSError
+    """
+    for path in (*reversed(folder.parents), folder):
+        if not path.is_dir():
+            try:
+                path.mkdir(FOLDER_MODE)
+                path.chmod(FOLDER_MODE)
+            except FileExistsError:
+                if not path.is_dir():  # else somebody else was faster
+                    raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Give a file that takes the place of ``path`` at the end of the block, on disk by then, and its owner's alone.
+
+    What was there before stays until then, and when the block raises. A pipe or a terminal is written to as it is.
+
+    Raises:
+        OSError: the disk is full, or the folder is not there or cannot be written to.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with open(temporary, "wb", opener=open_private) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragcache_core._version import __version__
+from ragcache_core.private_files import make_folders, replacing
 from ragcache_core.runtime.terminal import columns, plain
 
 if TYPE_CHECKING:
@@ -111,21 +110,20 @@ class Report:
         """
         from ragcache_core.bench.plots import beside
 
-        if path.suffix == ".html":
-            text = self.html()
-        else:
-            picture = beside(self.title, self.plots, "\n".join((" ".join(self.lead), *self.warnings)))
-            if path.suffix == ".png":
-                return _replace(path, picture.save_png)
-            text = picture.svg()
-        return _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        make_folders(path.parent)
+        picture = beside(self.title, self.plots, "\n".join((" ".join(self.lead), *self.warnings)))
+        if path.suffix == ".png":
+            picture.save_png(path)
+            return
+        with replacing(path) as file:
+            file.write((self.html() if path.suffix == ".html" else picture.svg()).encode())
 
     def save_each(self, path: Path, names: Iterable[str]) -> list[Path]:
         """Write every plot as PNG beside ``path``, with its name from ``names``, and return where they are."""
         images = []
         for name, plot in zip(names, self.plots, strict=True):
             images.append(path.with_name(f"{path.stem}-{name}.png"))
-            _replace(images[-1], replace(plot, note=" ".join(self.lead)).save_png)
+            replace(plot, note=" ".join(self.lead)).save_png(images[-1])
         return images
 
 
@@ -155,18 +153,3 @@ def _cell(text: str) -> str:
 def _inline(plot: Plot) -> str:
     svg = plot.svg()
     return svg[svg.index("<svg") :]
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to be replaced
-        write(path)
-        return
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise

@@ -12,12 +12,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.private_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,11 +109,10 @@ class Plot:
         Raises:
             ConfigError: matplotlib is not installed. OSError: the file cannot be written.
         """
-        image = io.BytesIO()
-        self._write(image, "png")
-        Path(path).write_bytes(image.getvalue())
+        with replacing(Path(path)) as file:
+            self._write(file, "png")
 
-    def _write(self, stream: io.StringIO | io.BytesIO, file_format: str) -> None:
+    def _write(self, stream: io.StringIO | IO[bytes], file_format: str) -> None:
         try:
             import matplotlib
         except ImportError as error:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.private_files import make_folders, replacing
 from ragcache_core.runtime.terminal import Bar
 
 _PLOT_KINDS = (".png", ".svg", ".html")
@@ -106,14 +107,6 @@ def check_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
 
 def write_json(data: Mapping[str, object], path: Path) -> None:
     """Write a JSON file, and its folder; what was there before stays until the new one is whole."""
-    text = json.dumps(data, indent=2) + "\n"
-    if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to be replaced
-        path.write_text(text, encoding="utf-8")
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    make_folders(path.parent)
+    with replacing(path) as file:
+        file.write(json.dumps(data, indent=2).encode() + b"\n")

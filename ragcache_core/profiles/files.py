@@ -7,14 +7,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import platformdirs
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.private_files import make_private_folder
+from ragcache_core.private_files import make_private_folder, replacing
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _SAMPLE_BYTES = 1 << 16
@@ -60,18 +59,8 @@ def write_json(data: Mapping[str, object], path: Path) -> None:
         OSError: the disk is full, or the folder cannot be written to.
     """
     make_private_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(json.dumps(data, indent=1).encode() + b"\n")
 
 
 def read_json(path: Path, read: Callable[[object], _Kept], what: str, cure: str) -> _Kept:

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ragcache_core.errors import EngineStartError
-from ragcache_core.private_files import FOLDER_MODE
+from ragcache_core.private_files import FILE_MODE, FOLDER_MODE
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where vLLM looks for its regions)
 _ENGINE_ID = r"ragcache-(?P<namespace>\d+)-(?P<pid>\d+)-(?P<started>\d+)-[0-9a-f]+"
@@ -60,6 +60,7 @@ class EngineFiles:
         for suffix in [""] if num_replicas == 1 else [f"_dp{i}" for i in range(num_replicas)]:
             if host_bytes:
                 file = self._memory[_region(engine_id + suffix, folder)] = os.memfd_create(engine_id + suffix)
+                os.fchmod(file, FILE_MODE)
                 os.ftruncate(file, host_bytes)
 
     def prepare(self) -> None:

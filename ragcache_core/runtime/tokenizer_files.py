@@ -15,6 +15,7 @@ from typing import Any, Self
 import platformdirs
 
 from ragcache_core.errors import TokenizerUnavailableError
+from ragcache_core.private_files import make_folders
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -92,7 +93,7 @@ def keep(data: bytes) -> None:
     """Keep what a server handed out, for the next client of this user. Where that cannot be, it is fetched again."""
     path = _kept(sha256_of(data))
     with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(path.parent)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:  # 0600
             written = Path(file.name)
             try:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragcache_core._version import __version__
 from ragcache_core.errors import ConfigError
+from ragcache_core.private_files import make_folders, open_private
 from ragcache_core.sim.options import BELADY, SimulationOptions
 from ragcache_core.sim.traces.trace import Trace, read_trace
 
@@ -92,8 +93,8 @@ class Journal:
 
     def append(self, run: FinishedRun) -> None:
         """Add a run; it is on disk when this returns."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
+        make_folders(self.path.parent)
+        with open(self.path, "a+b", opener=open_private) as file:
             line = json.dumps(run.to_dict()).encode() + b"\n"
             file.write(line if self._ends_with_a_line() else b"\n" + line)
             file.flush()

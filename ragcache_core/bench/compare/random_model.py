@@ -18,6 +18,7 @@ import numpy as np
 import platformdirs
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.private_files import FOLDER_MODE, make_folders
 
 _VERSION = 1
 """Part of a model's name: what is made otherwise must not be taken for what was made before."""
@@ -76,10 +77,10 @@ def random_model(shape: ModelShape = ModelShape(), folder: Path | None = None) -
     path = folder / f"random-llama-{shape.num_parameters / 1e6:.0f}m-{digest}"
     if path.is_dir():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
         made = Path(making) / path.name
-        made.mkdir()
+        made.mkdir(FOLDER_MODE)
         _write(shape, made)
         try:
             made.rename(path)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ragcache_core.bench.compare.sessions import Run
 from ragcache_core.errors import ConfigError
+from ragcache_core.private_files import make_folders, replacing
 
 VERSION = 1
 _THEN = ", then "
@@ -97,15 +96,9 @@ class Results:
         Raises:
             OSError: the disk is full, or the folder cannot be written to.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
-        try:
-            temporary.write_text(json.dumps(self.to_dict()) + "\n", encoding="utf-8")
-            temporary.replace(self.path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        make_folders(self.path.parent)
+        with replacing(self.path) as file:
+            file.write(json.dumps(self.to_dict()).encode() + b"\n")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""

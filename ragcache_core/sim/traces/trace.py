@@ -14,11 +14,9 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import le
@@ -29,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ragcache_core.errors import ConfigError, TraceError
+from ragcache_core.private_files import replacing
 from ragcache_core.sim.traces.request import (
     EXAMPLE,
     LEAST_TOKENS,
@@ -201,29 +200,17 @@ def write_trace(trace: Trace, path: Path | str, *, progress: Callable[[int], obj
         TraceError: the disk is full, or the folder cannot be written to.
     """
     path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():  # a pipe, a terminal: nothing to be replaced
-        with path.open("wb") as file:
-            write_lines(trace, file, progress=progress)
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with temporary.open("wb") as file:
+        with replacing(path) as file:
             if path.suffix == ".gz":
                 with gzip.GzipFile("", "wb", compresslevel=5, fileobj=file, mtime=0) as packed:
                     write_lines(trace, packed, progress=progress)
             else:
                 write_lines(trace, file, progress=progress)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise TraceError(
-                f"the trace cannot be written ({error.strerror}): is there a folder with room?", path
-            ) from error
-        raise
+    except OSError as error:
+        raise TraceError(
+            f"the trace cannot be written ({error.strerror}): is there a folder with room?", path
+        ) from error
 
 
 def write_lines(

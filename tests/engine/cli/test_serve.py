@@ -41,6 +41,7 @@ def serving(log: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        umask=0,  # what it writes is its owner's alone all the same
     ) as process:
         try:
             yield process
@@ -52,7 +53,8 @@ def test_a_server_is_started_asked_and_ended_by_ctrl_c_without_a_trace(tmp_path:
     with DocumentStore.create(tmp_path / "notes.store", index="flat") as store:
         store.add([Document("zor.md", "the house of zor is near the river.")])
     recorded = tmp_path / "requests.jsonl"
-    with serving(tmp_path / "server.log", "--record-trace", str(recorded)) as process:
+    disk = ["--disk-bytes", "16MiB", "--cache-dir", str(tmp_path / "var" / "cache")]
+    with serving(tmp_path / "logs" / "server.log", "--record-trace", str(recorded), *disk) as process:
         announced = json.loads(first_line(process))
         assert announced["pid"] == process.pid
         assert Path(announced["log"]).read_text()
@@ -64,6 +66,9 @@ def test_a_server_is_started_asked_and_ended_by_ctrl_c_without_a_trace(tmp_path:
         )
         assert result.exit_code == 0, result.stderr
         assert result.stdout.strip()
+        in_memory = list(Path("/dev/shm").glob(f"*ragcache-*-{process.pid}-*"))
+        assert len(in_memory) >= 2  # a folder for sockets, a link to host memory
+        assert open_to_others(in_memory) == []
 
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -79,7 +84,9 @@ def test_a_server_is_started_asked_and_ended_by_ctrl_c_without_a_trace(tmp_path:
     assert request.doc_tokens[0] > 5
     assert request.question_tokens > 5
     assert 0 < request.output_tokens <= 4
-    assert recorded.stat().st_mode & 0o777 == 0o600
+    written = list(tmp_path.rglob("*"))
+    assert {"server.log", "chunks.data", "index.sqlite", "requests.jsonl"} <= {path.name for path in written}
+    assert open_to_others(written) == []
     assert "river" not in recorded.read_text()
     assert CliRunner().invoke(cli, ["simulate", str(recorded)]).exit_code == 0
 
@@ -93,6 +100,10 @@ def test_sigterm_while_the_model_is_loading_leaves_no_process(tmp_path: Path) ->
         assert process.returncode == 143, err
         _, alive = psutil.wait_procs(tree, timeout=5)
         assert not alive
+
+
+def open_to_others(paths: list[Path]) -> list[Path]:
+    return [path for path in paths if path.stat().st_mode & 0o077]
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

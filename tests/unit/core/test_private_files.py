@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite
+from ragcache_core.cli import cli
+from ragcache_core.client.launch.arguments import new_log_path
 from ragcache_core.errors import CacheDirectoryError
-from ragcache_core.private_files import make_private_folder, open_private
+from ragcache_core.private_files import make_folders, make_private_folder, open_private
 from ragcache_core.profiles.files import write_json
 from ragcache_core.retrieval import DocumentStore
+from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
+from ragcache_core.runtime.tokenizer_files import keep
 from ragcache_core.types import Document
 
 
@@ -110,3 +115,42 @@ def test_a_folder_that_somebody_else_put_where_everybody_may_is_not_used(tmp_pat
     make_private_folder(anybodys / "ours")
     make_private_folder(anybodys / "ours")
     assert list(elsewhere.iterdir()) == []
+
+
+def test_whatever_the_command_line_writes_is_its_owners_alone(
+    tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home" / name.lower()))
+    notes, out = tmp_path / "notes", tmp_path / "out"
+    notes.mkdir()
+    (notes / "zor.md").write_text("Zor is a house by the river.")
+    trace, result = out / "traces" / "mine.jsonl", out / "deep" / "result.json"
+    make_folders(trace.parent)
+    for line in (
+        f"index {notes} --store {out}/deep/down/notes.store",
+        f"store prune --store {out}/deep/down/notes.store",
+        f"trace make --workload mmlu --requests 50 --output {trace}",
+        f"trace make --workload mmlu --requests 50 --output {trace}.gz",
+        f"simulate {trace} --output {result}",
+        f"advise --log {trace} --output {out}/advice/advice.json --plot {out}/advice/advice.html",
+    ):
+        done = CliRunner().invoke(cli, line.split())
+        assert done.exit_code == 0, done.output
+    keep(b"a tokenizer, which a server handed out")
+    new_log_path(8000)
+    check(out, 11)
+    kept = list((tmp_path / "home").glob("*/ragcache"))
+    assert {path.name for folder in kept for path in folder.iterdir()} >= {"log", "tokenizers"}
+    for folder in kept:
+        check(folder, 0)
+
+
+def test_an_engines_host_memory_is_its_owners_alone(umask: Callable[[int], int], tmp_path: Path) -> None:
+    files = EngineFiles(new_engine_id(os.getpid()), host_bytes=4096, folder=tmp_path)
+    try:
+        files.prepare()
+        (memory,) = tmp_path.glob("vllm_offload_*")  # a link to it
+        assert (memory.stat().st_mode & 0o777, files.sockets.stat().st_mode & 0o777) == (0o600, 0o700)
+    finally:
+        files.remove()
