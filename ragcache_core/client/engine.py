@@ -101,7 +101,8 @@ class Engine(EngineClient):
         Args:
             model: a folder in Hugging Face format, or a name of the hub.
             cache: what to keep; ``None`` runs plain vLLM, a :class:`VLLMOffload` vLLM with its own offloading.
-            host, port: where to listen; by default loopback and a free port.
+            host: where to listen; by default loopback.
+            port: where to listen; by default a free one.
             api_key: the key to ask for; by default a random one.
             tokenizer: folder or name of the tokenizer, if it is not the model's.
             startup_timeout_s: how long loading may go without progress: without a line in its log that was not

@@ -124,7 +124,8 @@ class DocumentStore(StoreReader):
         does not read its file. Hashes tell damage, not malice: open a stranger's store with ``rebuild_index``.
 
         Raises:
-            StoreNotFoundError, StoreCorruptError, StoreVersionError, StoreLockedError, EmbedderMismatchError
+            StoreError: there is none, it is damaged, of another version, or open elsewhere (each has a subclass).
+            EmbedderMismatchError: it was made with another embedder.
         """
         extra_module("faiss")
         folder = Path(path).absolute()  # the process may change its working directory

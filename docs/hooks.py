@@ -1,0 +1,95 @@
+"""What the site has besides this folder's pages: those of the root, the notebooks, and an API page for each package.
+
+Pages link to each other and to files of the repository as GitHub shows them; here such links are rewritten.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+ELSEWHERE = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "demo-model.md": "examples/demo_model/README.md",
+    "notebooks/langchain.md": "examples/notebooks/langchain.ipynb",
+    "notebooks/llamaindex.md": "examples/notebooks/llamaindex.ipynb",
+}
+"""Pages of the site that are another file of the repository."""
+PACKAGES = {
+    "api/ragcache_core.md": "ragcache_core",
+    "api/langchain.md": "ragcache_integrations.langchain",
+    "api/llamaindex.md": "ragcache_integrations.llamaindex",
+}
+PAGES = {file: page for page, file in ELSEWHERE.items()}
+ROLE = re.compile(r":(?:attr|class|func|meth|mod):<code>(?:~(?:\w+\.)*|([^<&]+)\s&lt;)?([\w.]+)(?:&gt;)?</code>")
+"""A reference of Sphinx's, as docstrings have them."""
+CODE_OR_LINK = re.compile(r"(?ms)^```.*?^```$|`[^`\n]+`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages that the navigation does not name where it says ``*``."""
+    named = set(_leaves(config.nav))
+    others = [path.name for path in sorted(DOCS.glob("*.md")) if path.name not in named]
+    for section in config.nav or []:
+        for pages in section.values():
+            if "*" in pages:
+                pages[pages.index("*") :] = others
+    return config
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in this folder."""
+    for page, file in ELSEWHERE.items():
+        path = ROOT / file
+        text = MarkdownExporter().from_filename(path)[0] if path.suffix == ".ipynb" else path.read_text("utf-8")
+        files.append(File.generated(config, page, content=text))
+    for page, package in PACKAGES.items():
+        files.append(File.generated(config, page, content=f"# `{package}`\n\n::: {package}\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links lead to the site's pages, to the repository if its address is known, and otherwise nowhere."""
+    here = page.file.src_uri
+    source = ROOT / ELSEWHERE[here] if here in ELSEWHERE else DOCS / here
+
+    def rewritten(match: re.Match[str]) -> str:
+        shows, text, target = match.groups()
+        if target is None or re.match(r"#|\w+:", target):
+            return match[0]
+        path, _, anchor = target.partition("#")
+        file = Path(os.path.normpath(source.parent / path)).relative_to(ROOT).as_posix()
+        place = PAGES.get(file) or file.removeprefix("docs/")
+        if files.get_file_from_path(place) is not None:
+            to = os.path.relpath(place, Path(here).parent) + (anchor and f"#{anchor}")
+            return f"{shows}[{text}]({to})"
+        if not (ROOT / file).exists():
+            return match[0]  # which the build complains of
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/HEAD/{file})" if config.repo_url else text
+
+    return CODE_OR_LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show what docstrings say in reStructuredText: names without their roles, examples without their colons."""
+    named = ROLE.sub(lambda match: f"<code>{match[1] or match[2]}</code>", html)
+    return named.replace("<p>::</p>", "").replace("::</p>", ":</p>")
+
+
+def _leaves(nav: Any) -> list[str]:
+    """Return the pages that a navigation names."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav.values() if isinstance(nav, dict) else nav or []
+    return [page for part in parts for page in _leaves(part)]
