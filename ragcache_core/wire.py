@@ -10,6 +10,8 @@
             "speculation": "3f2a...",              # only if the answer is not asked for yet: see confirm
             "reordered": true,                     # only if the documents stand in another order than retrieved
             "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
+            "prefill": true,                       # only if nobody asks: the request that begins so follows, and counts
+            "expected_uses": 12,                   # only with "prefill": of its documents, in the next 1,000 requests
         },
     }
 
@@ -41,6 +43,8 @@ are read from the model's tokens by a format that has no second beginning (``is_
 MAX_DOCUMENTS = 4096
 MAX_DOC_ID_CHARS = 1024
 MAX_SPECULATION_CHARS = 64
+MAX_EXPECTED_USES = 1000
+"""Uses are expected in the next so many requests, of which each is one at the most."""
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | Literal["store"] | bool | None
 """What a request may say of chunk reuse: yes (with which settings), no, or as the engine does. With ``store`` it is
 answered exactly, and its documents are kept for others to reuse."""
@@ -57,7 +61,8 @@ class RequestMetadata:
     ``segments`` tile its prompt. ``speculation`` names it while its answer is not asked for yet: it must not delay
     a request that somebody waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
     ``chunk_reuse`` is ``None`` where it is left to the engine. One that ``is_prefill`` is no request in itself: the one
-    that begins with the same tokens follows it, and counts.
+    that begins with the same tokens follows it, and counts. ``expected_uses`` are those that a prefill ahead of a
+    forecast promises of its documents, in the next :data:`MAX_EXPECTED_USES` requests; 0 of all others.
     """
 
     segments: tuple[PromptSegment, ...]
@@ -65,6 +70,7 @@ class RequestMetadata:
     is_reordered: bool = False
     chunk_reuse: ChunkReuseWish = None
     is_prefill: bool = False
+    expected_uses: int = 0
 
 
 def encode_kv_transfer_params(
@@ -75,6 +81,7 @@ def encode_kv_transfer_params(
     is_reordered: bool = False,
     chunk_reuse: ChunkReuseOption = None,
     is_prefill: bool = False,
+    expected_uses: int = 0,
 ) -> dict[str, object]:
     """Return the ``kv_transfer_params`` of a request, which list the first 4,096 of its documents.
 
@@ -82,7 +89,7 @@ def encode_kv_transfer_params(
     endpoint takes the ids as its prompt.
 
     Raises:
-        ConfigError: ``chunk_reuse`` is none.
+        ConfigError: ``chunk_reuse`` is none, or ``expected_uses`` are out of bounds.
     """
     params: dict[str, object] = {} if prompt_token_ids is None else {"prompt_token_ids": list(prompt_token_ids)}
     documents = [
@@ -97,6 +104,7 @@ def encode_kv_transfer_params(
         **({} if speculation is None else {"speculation": speculation}),
         **({"reordered": True} if is_reordered else {}),
         **({"prefill": True} if is_prefill else {}),
+        **({"expected_uses": check_expected_uses(expected_uses)} if expected_uses else {}),
         **_encoded(read_chunk_reuse(chunk_reuse)),
     }
     return params
@@ -133,6 +141,7 @@ def _decode(raw: object, num_prompt_tokens: int) -> RequestMetadata:
         _flag(raw, "reordered"),
         read_chunk_reuse(raw.get("chunk_reuse")),
         _flag(raw, "prefill"),
+        read_expected_uses(raw),
     )
 
 
@@ -154,6 +163,36 @@ def read_chunk_reuse(option: object) -> ChunkReuseWish:
             f"chunk_reuse is {quoted(option, 120)}; it must be true, false, 'store', or a mapping of {', '.join(names)}"
         )
     return ChunkReuseRequest(**option)
+
+
+def read_expected_uses(metadata: Mapping[str, object]) -> int:
+    """Return how often the documents of a prefill will be used, as its metadata say; 0 where they do not.
+
+    Raises:
+        ConfigError: they are out of bounds, or the request is no prefill, which is a use itself.
+    """
+    if "expected_uses" not in metadata:
+        return 0
+    if metadata.get("prefill") is not True:
+        raise ConfigError(
+            f"expected_uses is {quoted(metadata['expected_uses'], 40)} of a request that somebody asks: leave it out, or "
+            "say prefill: true where nobody does"
+        )
+    return check_expected_uses(metadata["expected_uses"])
+
+
+def check_expected_uses(raw: object) -> int:
+    """Return a number of uses that may be expected.
+
+    Raises:
+        ConfigError: it is none, or more than there can be.
+    """
+    if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= MAX_EXPECTED_USES:
+        return raw
+    raise ConfigError(
+        f"expected_uses is {quoted(raw, 40)}; it must be a whole number from 1 to {MAX_EXPECTED_USES}: the uses that are "
+        f"expected in the next {MAX_EXPECTED_USES} requests"
+    )
 
 
 def decode_speculation(params: Mapping[str, object]) -> str | None:

@@ -212,11 +212,18 @@ class KnowledgeTree(TieredTree):
         """Give a node that grew again from storage the numbers that were stored with it; the largest win."""
         if frequency <= node.frequency:
             return  # as most units of a node say: they were stored with the same numbers
-        node.frequency, node.num_computed, node.total_cost_s = frequency, 1, cost_s
-        node.updated = self._next_sequence()
-        self.policy.on_restore(node, self.num_requests)
-        for state in self.tiers:
-            state.update_rank(node)
+        node.num_computed, node.total_cost_s = 1, cost_s
+        self._set_frequency(node, frequency)
+
+    def seed(self, path: Sequence[TreeNode], *, expected_uses: int) -> None:
+        """Let ``path`` rank as if it had been retrieved ``expected_uses`` times up to now; what has more keeps them.
+
+        It was prefilled ahead of a forecast: by its uses so far, none, it would be the first to be evicted.
+        """
+        for node in path:
+            if expected_uses > node.frequency:
+                node.last_request = self.num_requests
+                self._set_frequency(node, expected_uses)
 
     def forget(self, nodes: Iterable[TreeNode]) -> None:
         """Let nodes, with all behind them, be as if nobody had retrieved them: those that nobody uses are gone.
@@ -235,6 +242,13 @@ class KnowledgeTree(TieredTree):
                     self._forget(node)
 
     # Inside
+
+    def _set_frequency(self, node: TreeNode, frequency: int) -> None:
+        node.frequency = frequency
+        node.updated = self._next_sequence()
+        self.policy.on_restore(node, self.num_requests)
+        for state in self.tiers:
+            state.update_rank(node)
 
     def _claim(self, path: Sequence[TreeNode], turn: int) -> None:
         """Give what is nobody else's on a path to its conversation: what stands behind the documents of its first turn.

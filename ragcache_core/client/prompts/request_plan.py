@@ -132,19 +132,24 @@ def plan_rendered(
     reordered: Container[tuple[DocId, ...]] = (),
     chunk_reuse: ChunkReuseOption = None,
     is_prefill: bool = False,
+    expected_uses: int = 0,
 ) -> RequestPlan:
     """Return the plan of a prompt whose token ids are sent to the completions endpoint; see :func:`plan_chat`.
 
-    ``is_prefill``: the request that it is for follows.
+    ``is_prefill``: the request that it is for follows, and ``expected_uses`` of them where a forecast says how many.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
-        ConfigError: ``chunk_reuse`` holds what cannot be.
+        ConfigError: ``chunk_reuse`` or ``expected_uses`` hold what cannot be.
     """
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     is_reordered = _shown_ids(prompt.segments) in reordered
     params = encode_kv_transfer_params(
-        prompt.segments, is_reordered=is_reordered, chunk_reuse=chunk_reuse, is_prefill=is_prefill
+        prompt.segments,
+        is_reordered=is_reordered,
+        chunk_reuse=chunk_reuse,
+        is_prefill=is_prefill,
+        expected_uses=expected_uses,
     )
     return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
 

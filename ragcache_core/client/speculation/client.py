@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import httpx
 
@@ -107,18 +108,32 @@ class SpeculationClient:
         """
         return PreparedRequest(self._speculations.start, self._prefetching, self.capture_request(call))
 
-    def prepare_warm(self, prompt: RenderedPrompt, *, has_documents: bool = True) -> PreparedRequest:
+    def prepare_warm(
+        self,
+        prompt: RenderedPrompt,
+        *,
+        has_documents: bool = True,
+        expected_uses: int = 0,
+        chunk_reuse: Literal["store", False] = False,
+    ) -> PreparedRequest:
         """Return what has ``prompt`` prefilled while the engine is idle: later requests that begin with it find it.
 
         ``has_documents`` says whether documents are in it; without any it hides nothing of the search for them. It is
-        computed exactly, since KV that was assembled from reused chunks serves no other request. The engine counts it
-        neither as a request nor as a use of its documents.
+        computed exactly, since KV that was assembled from reused chunks serves no other request; with ``"store"`` its
+        documents are kept for others to reuse as well. The engine counts it neither as a request nor as a use of its
+        documents: with ``expected_uses`` they rank by those.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.
             EngineClosedError: when it is sent: this handle was closed.
         """
-        plan = plan_rendered(prompt, max_model_len=self._max_model_len, chunk_reuse=False, is_prefill=True)
+        plan = plan_rendered(
+            prompt,
+            max_model_len=self._max_model_len,
+            chunk_reuse=chunk_reuse,
+            is_prefill=True,
+            expected_uses=expected_uses,
+        )
         body = {
             "model": self._model,
             "prompt": list(prompt.token_ids),

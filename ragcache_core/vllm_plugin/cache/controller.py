@@ -213,7 +213,7 @@ class CacheController:
             self.counters.num_tokens_by_tier[tier] += num_tokens
         expected_s, state.prefill_s = state.prefill_s, self._prefill_s(state, state.num_cached_tokens)
         self._pending_prefill_s += state.is_pending * (state.prefill_s - expected_s)
-        if not state.is_speculative:
+        if not state.is_speculative or state.metadata.expected_uses:
             self._count_access(state, keys)
 
     def on_preempted(self, request_id: str, now_s: float) -> None:
@@ -506,6 +506,7 @@ class CacheController:
         cost_s = self.tree.policy.cost_per_token_s(self._prefill_cost, num_cached, num_missed)
         if state.metadata.is_prefill:
             self.tree.record_prefill(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s)
+            self.tree.seed(path, expected_uses=state.metadata.expected_uses)
             return
         self.counters.count(state)
         prompt_keys = keys[: state.num_prompt_tokens // self.tokens_per_block]

@@ -157,7 +157,7 @@ class ChunkReuse(KVConnectorBase_V1):
         if not documents or wanted is False or (wanted is None and not self._reuse.is_default):
             return
         asked = wanted if isinstance(wanted, ChunkReuseRequest) else ChunkReuseRequest()
-        options = self._options(request, asked, reuses=wanted != "store")
+        options = self._options(request, asked, metadata, reuses=wanted != "store")
         if options is None or len(documents) > _MAX_CHUNKS:
             self.scheduling.library.counters.num_refused_requests += 1
             return
@@ -166,7 +166,9 @@ class ChunkReuse(KVConnectorBase_V1):
         doc_ids = [document.doc_id or "" for document in documents]
         self.scheduling.on_new_request(request.request_id, request.all_token_ids, spans, options, doc_ids)
 
-    def _options(self, request: Request, asked: ChunkReuseRequest, *, reuses: bool) -> ReuseOptions | None:
+    def _options(
+        self, request: Request, asked: ChunkReuseRequest, metadata: RequestMetadata, *, reuses: bool
+    ) -> ReuseOptions | None:
         """Return how a request's chunks are reused; None if they cannot be."""
         reuse = self._reuse
         if not is_told_by_tokens(request) or request.skip_reading_prefix_cache:
@@ -179,6 +181,7 @@ class ChunkReuse(KVConnectorBase_V1):
             alpha=alpha,
             max_recompute=reuse.max_recompute if asked.max_recompute is None else asked.max_recompute,
             reuses=reuses,
+            expected_uses=metadata.expected_uses,
         )
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -19,7 +19,8 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, Ca
 class ReuseOptions:
     """How a request's chunks are reused, with everything that was left open decided.
 
-    One that reuses none is answered exactly; its chunks are kept all the same.
+    One that reuses none is answered exactly; its chunks are kept all the same. ``expected_uses`` are those of its chunks
+    that a forecast promises.
     """
 
     selection: str
@@ -27,6 +28,7 @@ class ReuseOptions:
     max_recompute: float
     is_focused: bool = True
     reuses: bool = True
+    expected_uses: int = 0
 
 
 @dataclass(slots=True)

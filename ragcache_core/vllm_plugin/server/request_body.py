@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_of
-from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable
+from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable, read_expected_uses
 
 _SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|kv_transfer_params")
 """Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float, no metadata."""
@@ -86,9 +86,11 @@ def problem_of(body: bytes) -> tuple[int, str, str] | None:
         params = request.get("kv_transfer_params")
         for name, value in params.items() if isinstance(params, dict) else ():
             check_depth(value, f"kv_transfer_params.{name:.80}")
+        metadata = params.get(KEY) if isinstance(params, dict) else None
+        if isinstance(metadata, dict):
+            read_expected_uses(metadata)  # ranks what is cached for everybody
     except ConfigError as error:
         return 400, "BadRequestError", str(error)
-    metadata = params.get(KEY) if isinstance(params, dict) else None
     documents = metadata.get("documents") if isinstance(metadata, dict) else None
     if isinstance(documents, list) and len(documents) > MAX_DOCUMENTS:
         message = (

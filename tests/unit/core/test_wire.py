@@ -39,10 +39,16 @@ def test_segments_tile_the_prompt_and_keep_every_document(prompt: tuple[list[Pro
     assert all(s.end >= d.end for s, d in zip(kept, documents, strict=True))
 
 
-@given(prompts(), st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), st.booleans(), st.booleans())
+@given(
+    prompts(),
+    st.none() | st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+    st.booleans(),
+    st.sampled_from([(False, 0), (True, 0), (True, 1), (True, 1000)]),
+)
 def test_what_the_client_encodes_the_engine_decodes(
-    prompt: tuple[list[PromptSegment], int], speculation: str | None, is_reordered: bool, is_prefill: bool
+    prompt: tuple[list[PromptSegment], int], speculation: str | None, is_reordered: bool, prefill: tuple[bool, int]
 ) -> None:
+    is_prefill, expected_uses = prefill
     documents, num_tokens = prompt
     segments = tile(documents, num_tokens)
     params = encode_kv_transfer_params(
@@ -51,10 +57,11 @@ def test_what_the_client_encodes_the_engine_decodes(
         speculation=speculation,
         is_reordered=is_reordered,
         is_prefill=is_prefill,
+        expected_uses=expected_uses,
     )
     assert params["prompt_token_ids"] == list(range(num_tokens))
     assert decode_kv_transfer_params(params, num_tokens) == RequestMetadata(
-        segments, speculation, is_reordered, is_prefill=is_prefill
+        segments, speculation, is_reordered, is_prefill=is_prefill, expected_uses=expected_uses
     )
 
 
@@ -94,6 +101,12 @@ def _metadata(*documents: object, version: object = 1, **more: object) -> dict[s
         (_metadata(speculation="../stats"), "1 to 64 letters"),
         (_metadata(speculation=7), "speculation of the ragcache metadata is 7"),
         (_metadata(reordered="yes"), "'reordered' of the ragcache metadata is 'yes'; it must be true or false"),
+        (_metadata(expected_uses=3), "expected_uses is 3 of a request that somebody asks"),
+        (_metadata(prefill=True, expected_uses=0), "expected_uses is 0; it must be a whole number from 1 to 1000"),
+        (_metadata(prefill=True, expected_uses=1001), "from 1 to 1000"),
+        (_metadata(prefill=True, expected_uses=10**400), "from 1 to 1000"),
+        (_metadata(prefill=True, expected_uses=True), "from 1 to 1000"),
+        (_metadata(prefill=True, expected_uses="many"), "from 1 to 1000"),
         (_metadata(prefill=1), "'prefill' of the ragcache metadata is 1; it must be true or false"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragcache_core.policy import POLICIES, PGDSFPolicy, PrefillCostModel, TournamentPolicy
+from ragcache_core.policy import POLICIES, PGDSFPolicy, PrefillCostModel, TournamentPolicy, make_policy
 from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
 from ragcache_core.types import Tier
 from tests.unit.tree.scene import BLOCK, cache, chain, new_tree, prompt
@@ -297,3 +297,35 @@ def test_the_victim_keeps_its_numbers_if_it_is_put_elsewhere_before_it_is_given_
     assert tree.tiers[Tier.GPU].num_evicted_units == 4
     assert tree.victim(Tier.GPU) is None
     check_invariants(tree)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES])
+def test_what_a_forecast_has_warmed_outlives_what_was_warmed_without(policy: str) -> None:
+    tree = KnowledgeTree(make_policy(policy))
+    for i in range(40):
+        cache(tree, prompt(f"early {i}"))
+    for name, expected_uses in (("without", 0), ("warmed", 12), ("without too", 0)):
+        path = tree.insert(prompt(name, f"behind {name}"))
+        tree.record_prefill(path, num_hit_units=0, cost_per_token_s=1e-3)
+        tree.seed(path, expected_uses=expected_uses)
+        for node in path:
+            tree.add(node, node.full_mask, Tier.GPU)
+        check_invariants(tree)
+    for _ in range(3):
+        cache(tree, prompt("live"))
+    order = [unit.node.doc_id for _ in range(8) for unit in tree.evict(Tier.GPU) or ()]
+    assert {"without", "without too"} <= set(order)
+    gone = [unit.node.doc_id for _ in range(60) for unit in tree.evict(Tier.GPU) or ()]
+    assert "warmed" not in gone
+
+
+def test_a_seed_takes_no_uses_away() -> None:
+    tree = KnowledgeTree(PGDSFPolicy())
+    for _ in range(5):
+        (node,) = cache(tree, prompt("A"))
+    tree.seed([node], expected_uses=3)
+    assert node.frequency == 5
+    tree.seed([node], expected_uses=7)
+    assert node.frequency == 7
+    cache(tree, prompt("A"))
+    assert node.frequency == 8

@@ -170,6 +170,20 @@ def test_of_too_many_variants_the_one_that_saved_least_goes() -> None:
     assert books.is_lost(second)
 
 
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])
+def test_a_chunk_that_a_forecast_has_warmed_outlives_others(policy: str) -> None:
+    books = library(policy)
+    for chunk in range(6):
+        capture(books, tokens(chunk))
+        books.release("r")
+        books.seed(chunk_key(tokens(chunk)), 2 * T, 9 if chunk == 1 else 0)
+    for chunk in range(6, 9):
+        capture(books, tokens(chunk))
+        books.release("r")
+    assert chunk_key(tokens(1)) in books.stored()
+    assert chunk_key(tokens(0)) not in books.stored()
+
+
 def test_a_pinned_chunk_is_never_evicted() -> None:
     books = library()
     pinned = capture(books, tokens(1))

@@ -161,6 +161,22 @@ def test_a_prefill_that_was_right_pays_and_the_request_that_it_was_for_counts_on
     assert [document["frequency"] for document in report["hottest_documents"]] == [1]
 
 
+def test_a_prefill_by_forecast_seeds_uses_and_cost_and_counts_nothing() -> None:
+    it = controller()
+    parts = segments(("", 4), ("a", 12), ("b", 18))
+    it.on_new_request("first", RequestMetadata(parts[:2], "s1", is_prefill=True, expected_uses=30), keys(3), 12, 10.0)
+    it.on_admitted("first", keys(3), {}, 10.5)
+    it.on_finished("first")
+    it.on_new_request("next", RequestMetadata(parts, "s2", is_prefill=True, expected_uses=20), keys(4), 18, 11.0)
+    it.on_admitted("next", keys(4), {Tier.GPU: 12}, 11.5)
+    it.on_finished("next")
+    uses = {node.doc_id: (node.frequency, node.num_computed) for node in it.tree.nodes()}
+    assert uses == {None: (30, 1), "a": (30, 1), "b": (20, 1)}
+    assert all(node.avg_cost_s > 0 for node in it.tree.nodes())
+    report: Any = it.report()
+    assert (report["num_requests"], report["hottest_documents"], it.tree.num_requests) == (0, [], 0)
+
+
 def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebody_asks() -> None:
     it = controller()
     it.on_new_request("s", RequestMetadata(segments((None, 10)), "s"), keys(2), 10, 10.0)

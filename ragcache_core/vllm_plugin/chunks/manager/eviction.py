@@ -53,6 +53,10 @@ class ChunkEviction:
         node = self._node(key, num_tokens)
         self._tree.record_access([node], num_hit_units=0, cost_per_token_s=cost_s)
 
+    def seed(self, key: ChunkKey, num_tokens: int, expected_uses: int) -> None:
+        """Let a chunk rank as if it had been retrieved ``expected_uses`` times."""
+        self._tree.seed([self._node(key, num_tokens)], expected_uses=expected_uses)
+
     def frequency(self, key: ChunkKey) -> float:
         """Return how often a chunk was retrieved, as far as it is remembered."""
         location = self._tree.locate(key)

@@ -151,6 +151,10 @@ class ChunkManager:
         if (at := self._stock.place(variant)) is not None:
             self._stock.record_use(at[1])
 
+    def seed(self, key: ChunkKey, num_tokens: int, expected_uses: int) -> None:
+        """Let a chunk rank as if it had been retrieved ``expected_uses`` times; what has more keeps them."""
+        self._ranks.seed(key, num_tokens, expected_uses)
+
     # Capture
 
     def reserve(
