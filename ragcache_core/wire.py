@@ -175,8 +175,8 @@ def read_expected_uses(metadata: Mapping[str, object]) -> int:
         return 0
     if metadata.get("prefill") is not True:
         raise ConfigError(
-            f"expected_uses is {quoted(metadata['expected_uses'], 40)} of a request that somebody asks: leave it out, or "
-            "say prefill: true where nobody does"
+            f"expected_uses is {quoted(metadata['expected_uses'], 40)} of a request that somebody asks: leave it out, "
+            "or say prefill: true where nobody does"
         )
     return check_expected_uses(metadata["expected_uses"])
 
@@ -190,8 +190,8 @@ def check_expected_uses(raw: object) -> int:
     if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= MAX_EXPECTED_USES:
         return raw
     raise ConfigError(
-        f"expected_uses is {quoted(raw, 40)}; it must be a whole number from 1 to {MAX_EXPECTED_USES}: the uses that are "
-        f"expected in the next {MAX_EXPECTED_USES} requests"
+        f"expected_uses is {quoted(raw, 40)}; it must be a whole number from 1 to {MAX_EXPECTED_USES}: the uses that "
+        f"are expected in the next {MAX_EXPECTED_USES} requests"
     )
 
 

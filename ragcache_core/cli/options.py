@@ -12,6 +12,7 @@ import click
 
 from ragcache_core.config import Bytes, CacheConfig, PolicyName, QueueOrder
 from ragcache_core.errors import ConfigError
+from ragcache_core.prompt import PromptLayout
 from ragcache_core.runtime.environment import API_KEY_ENV
 
 if TYPE_CHECKING:
@@ -59,6 +60,12 @@ cache_config_option = click.option(
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="A TOML file whose [cache] table says what to keep; options win over it.",
+)
+_LAYOUT = PromptLayout()
+_LAYOUT_OPTIONS = (
+    click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message."),
+    click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}."),
+    click.option("--question-format", default=_LAYOUT.question_format, help="How the question is; holds {question}."),
 )
 _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     cache_config_option,
@@ -154,6 +161,13 @@ def _plain_value(text: str) -> object:
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add an option for every setting of the cache; the command gets them under the settings' own names."""
     for option in reversed(_CACHE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a prompt's layout: ``static_prefix``, ``document_format`` and ``question_format``."""
+    for option in reversed(_LAYOUT_OPTIONS):
         command = option(command)
     return command
 

@@ -41,6 +41,7 @@ from ragcache_core.client.stats.cache_stats import CacheStatsRoutes
 from ragcache_core.client.stats.server_metrics import parse_metrics
 from ragcache_core.client.tracing import RequestTraces
 from ragcache_core.client.warm_imports import importing_requests
+from ragcache_core.client.warming import WarmingClient, WarmingReceipt, check_bound
 from ragcache_core.errors import ConfigError, TokenizerUnavailableError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits
@@ -111,6 +112,7 @@ class EngineClient:
                 else checked_tokenizer(lambda: find_tokenizer(server, card), partial(server.token_ids, card.name))
             )
         reordered = RememberedOrders()
+        load = LoadRoute(self.base_url, self.api_key, self._http_async)
         prompts = PromptClient(
             tokenizer,
             max_model_len=card.max_model_len,
@@ -125,12 +127,15 @@ class EngineClient:
                 model=card.name,
                 max_model_len=card.max_model_len,
                 speculations=self._speculations,
-                load=LoadRoute(self.base_url, self.api_key, self._http_async),
+                load=load,
                 prefetching=self._prefetching,
             ),
             OrderingClient(self._cached_prefixes, reordered),
             DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
             self._cache_stats,
+        )
+        self._warming = WarmingClient(
+            self.integration.speculation, load, self._cached_prefixes, self._http, self.base_url
         )
 
     def _close_connections(self) -> None:
@@ -279,6 +284,30 @@ class EngineClient:
         for each in rendered:
             await self.agenerate(each, max_tokens=1)
         return len(rendered)
+
+    def warm_paths(
+        self,
+        paths: Iterable[tuple[Sequence[Document], int]],
+        *,
+        on_path: Callable[[WarmingReceipt], object] = lambda _: None,
+    ) -> WarmingReceipt:
+        """Prefill the beginnings of prompts by forecast, in the engine's idle steps, and return when they are cached.
+
+        Requests that somebody asks go first. What is cached already is passed over, so a second call goes on where one
+        was interrupted. ``ragcache_core.sim.warming.pick_paths`` picks paths; :meth:`bind_prompt` says how they are
+        shown. With chunk reuse the last document of each is kept for others as well.
+
+        Args:
+            paths: documents in the order in which a prompt shows them, and how many of the next 1,000 requests are
+                expected to begin with them: they rank by that until they are used. What stands before the last has to
+                come before.
+            on_path: told after each path what was done so far.
+
+        Raises:
+            ConfigError: no prompt is bound, or it shows the question first, or a number of uses is out of bounds.
+            EngineError: the engine does not take requests that nobody asks, or went away: call again to go on.
+        """
+        return self._warming.warm(paths, check_bound(self.integration.prompts.bound_prompt), self.stats(), on_path)
 
     def _warming_prompts(
         self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None

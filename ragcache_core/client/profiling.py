@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.launch.server_log import is_stream
 from ragcache_core.client.server_info import Handshake
+from ragcache_core.client.stats.server_metrics import kv_memory
 from ragcache_core.errors import ConfigError, EngineError
 from ragcache_core.policy.prefill_cost import PrefillCostModel
 from ragcache_core.prompt import RenderedPrompt
@@ -233,9 +232,27 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
     return (*values, last)
 
 
-def kv_memory(page: str) -> tuple[int, int]:
-    """Return the block size, and how many tokens fit into the KV memory, from the text of ``/metrics``."""
-    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
-    (told,) = {sample.name: sample.labels for sample in samples if sample.name == "vllm:cache_config_info"}.values()
-    block_size, num_blocks = int(told["block_size"]), int(told["num_gpu_blocks"])
-    return block_size, (num_blocks - 1) * block_size  # vLLM keeps one block as "no block"
+@dataclass(frozen=True, slots=True)
+class TierSizes:
+    """How many tokens of KV each tier holds that works, by its name from the fastest on, and the bytes of a token."""
+
+    tokens: dict[str, int]
+    bytes_per_token: float
+
+
+def tier_sizes(engine: Engine) -> TierSizes:
+    """Return how much the tiers of ``engine`` hold.
+
+    Raises:
+        EngineError: it is plain vLLM, or cannot be asked.
+    """
+    tiers = {tier.name: tier for tier in engine.stats().tiers if tier.is_enabled}
+    if "gpu" not in tiers:
+        raise EngineError(f"the server at {engine.base_url} is plain vLLM and has no tiers")
+    with translate_errors():
+        page = engine.http_client().get(f"{engine.base_url.removesuffix('/v1')}/metrics").raise_for_status().text
+    _, num_gpu_tokens = kv_memory(page)
+    bytes_per_token = tiers["gpu"].capacity_bytes / num_gpu_tokens
+    return TierSizes(
+        {name: int(tier.capacity_bytes / bytes_per_token) for name, tier in tiers.items()}, bytes_per_token
+    )

@@ -89,7 +89,7 @@ class ReplacementPolicy(ABC):
         """
 
     def on_restore(self, stats: NodeStats, num_requests: int) -> None:
-        """Set the policy's own numbers of a node that was given ``stats.frequency`` accesses, by storage or forecast."""
+        """Set the policy's own numbers of a node that has ``stats.frequency`` accesses by storage or forecast."""
         self.on_access(stats, num_requests)
 
     def on_split(self, stats: NodeStats, lower: NodeStats) -> None:  # noqa: B027

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.types import Tier
 
@@ -86,6 +87,14 @@ class SimulatedCache(ABC):
     @abstractmethod
     def serve(self, request: TracedRequest, number: int) -> Served:
         """Return what a request finds, and count it, give up what has to go, and place what it leaves."""
+
+    def warm(self, request: TracedRequest, expected_uses: int) -> None:
+        """Place the documents of a prompt before anybody asks for them, to rank as if they had been used so often.
+
+        Raises:
+            ConfigError: this cache cannot.
+        """
+        raise ConfigError("only a cache of whole documents is warmed: choose granularity document")
 
     def changed_prefixes(self) -> set[tuple[str, ...]] | None:
         """Return the orders of documents after which more or less is cached than at the last call.

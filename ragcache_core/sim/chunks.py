@@ -57,6 +57,11 @@ class StoredChunks:
             num_recomputed_tokens=sum(selected[i] for i in tiers),
         )
 
+    def warm(self, request: TracedRequest, expected_uses: int) -> None:
+        """Store the documents of a prompt before anybody asks for them."""
+        for place in range(len(request.doc_ids)):
+            self._shelf.warm(self._alone(request, place), expected_uses)
+
     def _ends(self, request: TracedRequest) -> Sequence[int]:
         ends, end = [], self._system_tokens
         for num_tokens in request.doc_tokens:

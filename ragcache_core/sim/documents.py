@@ -104,11 +104,7 @@ class DocumentCache(SimulatedCache):
 
     def serve(self, request: TracedRequest, number: int) -> Served:
         tree = self._tree
-        segments = [
-            PathSegment((key,), num_tokens, doc_id)
-            for key, num_tokens, doc_id in zip(_keys(request), request.doc_tokens, request.doc_ids, strict=True)
-        ]
-        path = tree.insert(segments)
+        path = self._insert(request)
         tiers = self._leading_tiers(path)
         by_tier = [self._system_tokens, 0, 0]
         num_hits = 0
@@ -136,11 +132,33 @@ class DocumentCache(SimulatedCache):
             reuse=reuse,
         )
 
+    def warm(self, request: TracedRequest, expected_uses: int) -> None:
+        tree, path = self._tree, self._insert(request)
+        num_hits = sum(tier is not None for tier in self._leading_tiers(path))
+        num_cached, num_new = (
+            self._system_tokens + sum(request.doc_tokens[:num_hits]),
+            sum(request.doc_tokens[num_hits:]),
+        )
+        cost_s = tree.policy.cost_per_token_s(self._cost, num_cached, num_new)
+        tree.pin(path)
+        tree.record_prefill(path, num_hit_units=num_hits, cost_per_token_s=cost_s)
+        tree.seed(path, expected_uses=expected_uses)
+        self._place(path)
+        tree.unpin(path)
+        if self._chunks is not None:
+            self._chunks.warm(request, expected_uses)
+
     def changed_prefixes(self) -> set[tuple[str, ...]] | None:
         changed, self._changed = self._changed, set()
         return changed
 
     # Algorithm 1
+
+    def _insert(self, request: TracedRequest) -> list[TreeNode]:
+        return self._tree.insert(
+            PathSegment((key,), num_tokens, doc_id)
+            for key, num_tokens, doc_id in zip(_keys(request), request.doc_tokens, request.doc_ids, strict=True)
+        )
 
     def _leading_tiers(self, path: Sequence[TreeNode]) -> tuple[Tier | None, ...]:
         tiers: list[Tier | None] = []

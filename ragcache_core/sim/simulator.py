@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from time import perf_counter_ns
@@ -34,6 +34,7 @@ def simulate(
     *,
     progress: Callable[[int], object] | None = None,
     keeps_requests: bool = False,
+    warmed: Iterable[tuple[TracedRequest, int]] = (),
 ) -> SimulationResult:
     """Return what one engine would have done with ``trace``.
 
@@ -50,14 +51,18 @@ def simulate(
     Args:
         progress: told how many more requests are done.
         keeps_requests: whether the result holds a record for each request.
+        warmed: prompts whose documents are placed before the first request, and how often each is expected.
 
     Raises:
-        ConfigError: the testbed is unknown or does not cover the trace, or nothing is left after the warm-up.
+        ConfigError: the testbed is unknown or does not cover the trace, nothing is left after the warm-up, or there is
+            something to warm in a cache of blocks.
     """
     testbed = load_testbed(options.cost_model)
     notes = check_trace(trace, options, testbed)
     recorder = Recorder(trace, options, keeps_requests=keeps_requests)
-    _Simulation(trace, options, testbed, recorder, progress).run()
+    simulation = _Simulation(trace, options, testbed, recorder, progress)
+    simulation.warm(warmed)
+    simulation.run()
     return recorder.result(notes)
 
 
@@ -162,6 +167,10 @@ class _Simulation:
         self._num_stages = len(options.settle_shares) if options.speculation == "dynamic" else 1
         self._events = _stages(trace, options.retrieval_s, self._num_stages)
         self._settled = _settling(len(trace), options) if self._num_stages > 1 else repeat(0)
+
+    def warm(self, prompts: Iterable[tuple[TracedRequest, int]]) -> None:
+        for request, expected_uses in prompts:
+            self._cache.warm(request, expected_uses)
 
     def run(self) -> None:
         engine = self._engine

@@ -124,21 +124,15 @@ def advise(
 
 def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
     """Return how many tokens each tier of a server holds."""
-    import httpx
-
     from ragcache_core.client import Engine
-    from ragcache_core.client.profiling import kv_memory
+    from ragcache_core.client.profiling import tier_sizes
 
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
-        tiers = {tier.name: tier for tier in engine.stats().tiers}
-        if "gpu" not in tiers:
-            raise EngineError(
-                f"the server at {url} is plain vLLM and has no tiers: give --gpu-tokens and --host-tokens"
-            )
-        page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=10.0).raise_for_status().text
-    _, num_gpu_tokens = kv_memory(page)
-    bytes_per_token = tiers["gpu"].capacity_bytes / num_gpu_tokens
-    return {f"{name}_tokens": int(tier.capacity_bytes / bytes_per_token) for name, tier in tiers.items()}
+        try:
+            sizes = tier_sizes(engine).tokens
+        except EngineError as error:
+            raise type(error)(f"{error}: give --gpu-tokens and --host-tokens") from error
+    return {f"{name}_tokens": num_tokens for name, num_tokens in sizes.items()}
 
 
 def tables(advice: Advice) -> list[Table]:

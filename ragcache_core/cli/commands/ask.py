@@ -20,6 +20,7 @@ from ragcache_core.cli.options import (
     cache_config_option,
     check_vllm_args,
     embedder_option,
+    layout_options,
     open_store,
     read_cache_config,
     store_option,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric
     from ragcache_core.types import RetrievalUpdate
 
-_LAYOUT = PromptLayout()
 _DEFAULT_K = 2
 
 
@@ -62,9 +62,7 @@ _DEFAULT_K = 2
 @click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
 @click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message.")
-@click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}.")
-@click.option("--question-format", default=_LAYOUT.question_format, help="How the question is; holds {question}.")
+@layout_options
 @click.option("--show-documents", is_flag=True, help="Print the retrieved documents before the answer.")
 @click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
 @vllm_args_argument

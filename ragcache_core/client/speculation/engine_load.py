@@ -82,6 +82,13 @@ class LoadRoute:
             await self.apending()
         return self._may_speculate is True
 
+    def may_speculate(self, http: httpx.Client) -> bool:
+        """Do :meth:`amay_speculate` with another client."""
+        if self._may_speculate is None and self._may_ask():
+            with self._pausing_after_failure():
+                self._read(http.get(self._url, **self._once))
+        return self._may_speculate is True
+
     async def apending(self) -> EngineLoad | None:
         """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
         if (load := self._fresh()) is not None:

@@ -35,3 +35,11 @@ def parse_metrics(page: str, *, num_restarts: int = 0) -> EngineStats:
         sum_ttft_s=sum(totals["vllm:time_to_first_token_seconds_sum"]),
         num_restarts=num_restarts,
     )
+
+
+def kv_memory(page: str) -> tuple[int, int]:
+    """Return the block size, and how many tokens fit into the KV memory, from the text of ``/metrics``."""
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    (told,) = {sample.name: sample.labels for sample in samples if sample.name == "vllm:cache_config_info"}.values()
+    block_size, num_blocks = int(told["block_size"]), int(told["num_gpu_blocks"])
+    return block_size, (num_blocks - 1) * block_size  # vLLM keeps one block as "no block"

@@ -19,8 +19,8 @@ from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, Ca
 class ReuseOptions:
     """How a request's chunks are reused, with everything that was left open decided.
 
-    One that reuses none is answered exactly; its chunks are kept all the same. ``expected_uses`` are those of its chunks
-    that a forecast promises.
+    One that reuses none is answered exactly; its chunks are kept all the same. ``expected_uses`` are those that
+    a forecast promises of its chunks.
     """
 
     selection: str

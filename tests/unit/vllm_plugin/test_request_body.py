@@ -125,3 +125,21 @@ async def test_a_number_in_two_parts_of_a_body_is_found() -> None:
 
 def test_a_body_nested_as_deep_as_it_likes_is_left_to_vllm() -> None:
     assert problem_of(b'{"a": NaN, "b": ' + b"[" * 200_000) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"prefill": True, "expected_uses": 10**6}, "it must be a whole number from 1 to 1000"),
+        ({"expected_uses": 5}, "of a request that somebody asks"),
+    ],
+)
+async def test_a_forecast_that_cannot_be_is_refused(said: dict[str, Any], why: str) -> None:
+    def body(**metadata: Any) -> bytes:
+        return json.dumps({"prompt": "x", "kv_transfer_params": {"ragcache": {"version": 1, **metadata}}}).encode()
+
+    status, answered = await ask(body(**said))
+    assert status == 400
+    assert why in json.loads(answered)["error"]["message"]
+    accepted = body(prefill=True, expected_uses=5)
+    assert await ask(accepted) == (200, accepted)

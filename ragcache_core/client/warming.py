@@ -1,0 +1,167 @@
+"""Have an idle engine prefill what a forecast has picked, path by path; what is cached already is passed over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import httpx
+
+from ragcache_core.chunk.types import chunk_spans
+from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.prompts.bound_prompt import BoundPrompt
+from ragcache_core.client.speculation.client import SpeculationClient
+from ragcache_core.client.speculation.engine_load import LoadRoute
+from ragcache_core.client.speculation.speculation import Speculation
+from ragcache_core.client.stats.server_metrics import kv_memory
+from ragcache_core.errors import ConfigError, EngineError, PromptTooLongError
+from ragcache_core.ordering import CachedPaths, static_prefix_digest
+from ragcache_core.prompt import RenderedPrompt
+from ragcache_core.stats import EngineStats
+from ragcache_core.types import Document, PromptSegment, SegmentKind
+
+_MIRROR_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmingReceipt:
+    """What came of warming, so far.
+
+    Attributes:
+        num_warmed: paths that were prefilled.
+        num_cached: paths that were there already.
+        num_left_out: paths that are too long for the context window, or too short to be worth a request.
+        num_tokens: of KV that was prefilled: of each path those of its last document.
+        took_s: seconds.
+    """
+
+    num_warmed: int = 0
+    num_cached: int = 0
+    num_left_out: int = 0
+    num_tokens: int = 0
+    took_s: float = 0.0
+
+    @property
+    def num_done(self) -> int:
+        """Paths that nothing more is to be done about."""
+        return self.num_warmed + self.num_cached + self.num_left_out
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+class WarmingClient:
+    """Warms one engine. Used by one thread at a time."""
+
+    def __init__(
+        self, speculation: SpeculationClient, load: LoadRoute, cached: CachedPrefixes, http: httpx.Client, base_url: str
+    ) -> None:
+        """``base_url`` ends in ``/v1``; the clients stay their owner's."""
+        self._speculation = speculation
+        self._load = load
+        self._cached = cached
+        self._http = http
+        self._url = base_url
+
+    def warm(
+        self,
+        paths: Iterable[tuple[Sequence[Document], int]],
+        bound: BoundPrompt,
+        stats: EngineStats,
+        on_path: Callable[[WarmingReceipt], object],
+    ) -> WarmingReceipt:
+        """Do what :meth:`EngineClient.warm_paths <ragcache_core.client.engine_client.EngineClient.warm_paths>` says."""
+        if stats.policy is None or not self._load.may_speculate(self._http):
+            why = "runs without RAGCache" if stats.policy is None else "takes no requests that nobody asks"
+            raise EngineError(
+                f"the engine at {self._url} {why}, and cannot be warmed: start it with Engine.launch or 'ragcache "
+                "serve', with max_prefill_bs of 1 or more"
+            )
+        with translate_errors():
+            page = self._http.get(f"{self._url.removesuffix('/v1')}/metrics").raise_for_status().text
+        block_size, _ = kv_memory(page)
+        self._cached.refresh(_MIRROR_S)
+        began_s, receipt = time.monotonic(), WarmingReceipt()
+        for documents, expected_uses in paths:
+            prompt = bound.prefix(documents, documents)
+            last = None if prompt is None else _last_document(prompt)
+            if prompt is None or last is None:
+                receipt = replace(receipt, num_left_out=receipt.num_left_out + 1)
+            elif self._is_cached(prompt, last, block_size, anywhere=stats.chunks is not None):
+                receipt = replace(receipt, num_cached=receipt.num_cached + 1)
+            else:
+                try:
+                    self._prefill(prompt, expected_uses, keeps_chunks=stats.chunks is not None)
+                    num_tokens = receipt.num_tokens + last.end - last.start
+                    receipt = replace(receipt, num_warmed=receipt.num_warmed + 1, num_tokens=num_tokens)
+                except PromptTooLongError:
+                    receipt = replace(receipt, num_left_out=receipt.num_left_out + 1)
+            receipt = replace(receipt, took_s=time.monotonic() - began_s)
+            on_path(receipt)
+        return receipt
+
+    def _is_cached(self, prompt: RenderedPrompt, last: PromptSegment, block_size: int, *, anywhere: bool) -> bool:
+        """Return whether one of the engines has all whole blocks of a prompt up to the end of its last document.
+
+        ``anywhere``: and the document's chunk, for reuse behind others.
+        """
+        prefix = static_prefix_digest(prompt.token_ids, prompt.segments)
+        ids = [segment.doc_id or "" for segment in prompt.segments if segment.kind is SegmentKind.DOCUMENT]
+        (chunk,) = chunk_spans(prompt.token_ids, [(last.start, last.text_end or last.end)])
+        num_wanted = last.end // block_size * block_size
+
+        def is_in(paths: CachedPaths) -> bool:
+            if anywhere:
+                return paths.has_chunk(chunk.key)
+            return prefix is not None and paths.num_cached_tokens(prefix, ids) >= num_wanted
+
+        return self._cached.look(lambda engines: any(map(is_in, engines))) or False
+
+    def _prefill(self, prompt: RenderedPrompt, expected_uses: int, *, keeps_chunks: bool) -> None:
+        """Return when ``prompt`` is prefilled; whatever ends this ends the request in the engine."""
+        done = threading.Event()
+        send = self._speculation.prepare_warm(
+            prompt, expected_uses=expected_uses, chunk_reuse="store" if keeps_chunks else False
+        )
+        speculation = send()
+        speculation.add_done_callback(lambda _: done.set())
+        try:
+            done.wait()
+        finally:
+            speculation.cancel()
+        _check(speculation)
+
+
+def _check(speculation: Speculation) -> None:
+    if speculation.is_cancelled:
+        raise EngineError("the warming was ended: the engine's handle was closed; start it again to go on")
+    if (error := speculation.error) is not None:
+        with translate_errors():
+            raise error
+
+
+def _last_document(prompt: RenderedPrompt) -> PromptSegment | None:
+    documents = [segment for segment in prompt.segments if segment.kind is SegmentKind.DOCUMENT]
+    return documents[-1] if documents else None
+
+
+def check_bound(bound: BoundPrompt | None) -> BoundPrompt:
+    """Return the prompt in which documents are prefilled.
+
+    Raises:
+        ConfigError: there is none, or it shows the question first.
+    """
+    if bound is None:
+        raise ConfigError(
+            "no prompt is known in which documents could be prefilled: bind a PromptLayout with engine.bind_prompt"
+        )
+    if bound.is_question_first:
+        raise ConfigError(
+            "the bound prompt shows the question before the documents, whose KV no other question shares then: put the "
+            "documents before the question"
+        )
+    return bound

@@ -1,0 +1,148 @@
+"""Which documents to prefill before anybody asks, behind which others, and what that is expected to bring."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from ragcache_core.policy import PrefillCost, make_policy
+from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.result import SimulationResult
+from ragcache_core.sim.simulator import simulate
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
+from ragcache_core.types import DocId
+from ragcache_core.wire import MAX_EXPECTED_USES
+
+NUM_FIRST = 500
+"""Requests after a start whose time to first token is forecast."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPath:
+    """Documents in the order in which prompts show them; those before the last are a path of their own.
+
+    Attributes:
+        doc_ids: from the first of a prompt on.
+        doc_tokens: of each.
+        expected_uses: how many of the next ``MAX_EXPECTED_USES`` requests begin with them.
+    """
+
+    doc_ids: tuple[DocId, ...]
+    doc_tokens: tuple[int, ...]
+    expected_uses: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return {"doc_ids": list(self.doc_ids), "num_tokens": self.doc_tokens[-1], "expected_uses": self.expected_uses}
+
+
+@dataclass(slots=True)
+class _Counted:
+    """How often a path was retrieved, and the lengths of its documents as they were the last time."""
+
+    num_uses: int = 0
+    doc_tokens: tuple[int, ...] = ()
+
+
+def pick_paths(
+    trace: Trace, budget_tokens: int, cost: PrefillCost, *, system_tokens: int = 0, anywhere: bool = False
+) -> list[WarmPath]:
+    """Return the paths that save most prefill time of requests as those of ``trace``; each behind those it needs.
+
+    A path is worth its uses times the seconds that its last document takes behind the others, and costs that document's
+    tokens. Of those whose beginning is picked, the one worth most per token is next; what does not fit is passed over,
+    with all behind it.
+
+    Args:
+        trace: requests whose documents stand in the order in which prompts show them.
+        budget_tokens: of KV that may be warmed, in all.
+        cost: of a prefill.
+        system_tokens: of the prompt, before its documents, which are warmed with the first.
+        anywhere: each document is a path by itself, as an engine with chunk reuse has it.
+    """
+    counted: dict[tuple[DocId, ...], _Counted] = {}
+    for request in trace:
+        for doc_ids, doc_tokens in _paths(request, anywhere=anywhere):
+            path = counted.setdefault(doc_ids, _Counted())
+            path.num_uses += 1
+            path.doc_tokens = doc_tokens
+    children: dict[tuple[DocId, ...], list[tuple[DocId, ...]]] = {}
+    for doc_ids in counted:
+        children.setdefault(doc_ids[:-1], []).append(doc_ids)
+    charge = make_policy("tournament").cost_per_token_s  # what a hit saves
+
+    def worth(doc_ids: tuple[DocId, ...]) -> float:
+        *before, own = counted[doc_ids].doc_tokens
+        return counted[doc_ids].num_uses * charge(cost, system_tokens + sum(before), own)
+
+    picked: list[WarmPath] = []
+    left = budget_tokens - system_tokens
+    waiting = [(-worth(doc_ids), doc_ids) for doc_ids in children.get((), ())]
+    heapq.heapify(waiting)
+    while waiting:
+        _, doc_ids = heapq.heappop(waiting)
+        path = counted[doc_ids]
+        if path.doc_tokens[-1] > left:
+            continue
+        left -= path.doc_tokens[-1]
+        expected_uses = round(path.num_uses * MAX_EXPECTED_USES / len(trace))
+        picked.append(WarmPath(doc_ids, path.doc_tokens, min(max(expected_uses, 1), MAX_EXPECTED_USES)))
+        for child in children.get(doc_ids, ()):
+            heapq.heappush(waiting, (-worth(child), child))
+    return picked
+
+
+def _paths(request: TracedRequest, *, anywhere: bool) -> Iterator[tuple[tuple[DocId, ...], tuple[int, ...]]]:
+    if anywhere:
+        yield from {(i,): (n,) for i, n in zip(request.doc_ids, request.doc_tokens, strict=True)}.items()
+        return
+    for end in range(1, len(request.doc_ids) + 1):
+        yield request.doc_ids[:end], request.doc_tokens[:end]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How the first requests after a start fare; ``token_hit_rate`` is the share of their documents' tokens cached."""
+
+    mean_ttft_s: float
+    token_hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The first ``num_requests`` of a trace on an engine that starts empty, and on one that starts warmed."""
+
+    num_requests: int
+    cold: Start
+    warm: Start
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+def forecast(
+    trace: Trace,
+    options: SimulationOptions,
+    paths: Iterable[WarmPath],
+    *,
+    progress: Callable[[int], object] | None = None,
+) -> Forecast:
+    """Return what warming ``paths`` brings for the first requests of ``trace``, by simulation.
+
+    Args:
+        options: of the engine, whose ``warm_up`` is 0.
+        progress: told how many more requests are done, of twice as many as are forecast.
+
+    Raises:
+        ConfigError: the options do not fit the trace.
+    """
+    first = Trace.from_requests(request for _, request in zip(range(NUM_FIRST), trace, strict=False))
+    warmed = [(TracedRequest(0.0, path.doc_ids, path.doc_tokens, 0, 1), path.expected_uses) for path in paths]
+    cold, warm = (simulate(first, options, progress=progress, warmed=prompts) for prompts in ((), warmed))
+    return Forecast(len(first), _start(cold), _start(warm))
+
+
+def _start(result: SimulationResult) -> Start:
+    return Start(result.summary.mean_ttft_s, result.summary.token_hit_rate)

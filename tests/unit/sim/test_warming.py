@@ -1,0 +1,99 @@
+"""What is picked to be warmed is within the budget, never without what stands before it, and what saves most."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.simulator import simulate
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+from ragcache_core.sim.warming import forecast, pick_paths
+
+COST = PrefillCostModel.default()
+
+
+def trace_of(*prompts: str, num_tokens: int = 100) -> Trace:
+    """Return a trace of prompts whose documents are single letters."""
+    return Trace.from_requests(
+        TracedRequest(10.0 * i, tuple(docs), (num_tokens,) * len(docs), 10, 1) for i, docs in enumerate(prompts)
+    )
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    lengths = draw(st.lists(st.integers(1, 900), min_size=6, max_size=6))
+    prompts = draw(st.lists(st.lists(st.integers(0, 5), max_size=4, unique=True), min_size=1, max_size=30))
+    return Trace.from_requests(
+        TracedRequest(float(i), tuple(f"d{d}" for d in docs), tuple(lengths[d] for d in docs), 5, 1)
+        for i, docs in enumerate(prompts)
+    )
+
+
+@given(traces(), st.integers(0, 4_000), st.integers(0, 200), st.booleans())
+def test_a_pick_is_never_over_the_budget_and_never_without_its_prefix(
+    trace: Trace, budget: int, system_tokens: int, anywhere: bool
+) -> None:
+    paths = pick_paths(trace, budget, COST, system_tokens=system_tokens, anywhere=anywhere)
+    assert not paths or system_tokens + sum(path.doc_tokens[-1] for path in paths) <= budget
+    seen = {()}
+    for path in paths:
+        assert path.doc_ids not in seen, "each once"
+        assert path.doc_ids[:-1] in seen
+        assert 1 <= path.expected_uses <= 1000
+        seen.add(path.doc_ids)
+        assert len(path.doc_ids) == 1 or not anywhere
+    if budget >= 4_000 + system_tokens and not anywhere:
+        assert len(paths) > 0 or not any(request.doc_ids for request in trace)
+
+
+def test_with_room_for_all_everything_that_was_retrieved_is_picked_with_its_share_of_requests() -> None:
+    paths = pick_paths(trace_of("ab", "ab", "ac", "b"), 10_000, COST)
+    uses = {"".join(path.doc_ids): path.expected_uses for path in paths}
+    assert uses == {"a": 750, "ab": 500, "ac": 250, "b": 250}
+
+
+def test_what_is_used_most_is_picked_and_what_does_not_fit_is_passed_over_with_what_stands_behind() -> None:
+    trace = Trace.from_requests(
+        TracedRequest(float(i), docs, tokens, 10, 1)
+        for i, (docs, tokens) in enumerate(
+            [(("long", "behind"), (5_000, 10))] * 9 + [(("a", "b"), (300, 300))] * 5 + [(("c",), (300,))] * 2
+        )
+    )
+    assert ["".join(path.doc_ids) for path in pick_paths(trace, 700, COST)] == ["a", "ab"]
+    assert ["".join(path.doc_ids) for path in pick_paths(trace, 950, COST)] == ["a", "ab", "c"]
+
+
+def test_chunks_that_are_reused_anywhere_count_wherever_they_stood() -> None:
+    paths = pick_paths(trace_of("ab", "cb", "db"), 100, COST, anywhere=True)
+    assert [(path.doc_ids, path.expected_uses) for path in paths] == [(("b",), 1000)]
+
+
+def test_nothing_fits_beside_a_prefix_that_is_longer_than_the_budget() -> None:
+    assert pick_paths(trace_of("a"), 100, COST, system_tokens=50) == []
+
+
+@pytest.mark.parametrize("policy", ["tournament", "pgdsf", "lru"])
+@pytest.mark.parametrize("reuse", [None, 0.3])
+def test_a_warmed_start_is_forecast_to_be_faster_than_a_cold_one(policy: str, reuse: float | None) -> None:
+    trace = make_trace(WORKLOADS["mmlu"], 400, seed=1)
+    options = SimulationOptions(policy=policy, gpu_tokens=60_000, host_tokens=120_000, chunk_reuse=reuse)
+    paths = pick_paths(trace, 40_000, COST, anywhere=reuse is not None)
+    told: list[int] = []
+    found = forecast(trace, options, paths, progress=told.append)
+    assert found.num_requests == 400
+    assert sum(told) == 800
+    assert found.cold.mean_ttft_s == simulate(trace, options).summary.mean_ttft_s
+    assert found.warm.token_hit_rate > found.cold.token_hit_rate
+    assert found.warm.mean_ttft_s < found.cold.mean_ttft_s
+
+
+def test_a_cache_of_blocks_is_not_warmed() -> None:
+    trace = trace_of("a")
+    warmed = [(next(iter(trace)), 3)]
+    with pytest.raises(ConfigError, match="granularity document"):
+        simulate(trace, SimulationOptions(granularity="block"), warmed=warmed)
