@@ -21,6 +21,7 @@ from ragcache_core.cli.commands.simulate import simulate
 from ragcache_core.cli.commands.stats import stats
 from ragcache_core.cli.commands.store import store
 from ragcache_core.cli.commands.trace import trace
+from ragcache_core.cli.commands.warm import warm
 
 
 @click.group(
@@ -37,7 +38,22 @@ def cli() -> None:
     """
 
 
-for command in (index, ask, store, serve, stats, forget, profile, quality, calibrate, trace, simulate, advise, bench):
+for command in (
+    index,
+    ask,
+    store,
+    serve,
+    stats,
+    forget,
+    warm,
+    profile,
+    quality,
+    calibrate,
+    trace,
+    simulate,
+    advise,
+    bench,
+):
     cli.add_command(command)
 
 

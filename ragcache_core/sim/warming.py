@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from ragcache_core.policy import PrefillCost, make_policy
 from ragcache_core.sim.options import SimulationOptions
-from ragcache_core.sim.result import SimulationResult
 from ragcache_core.sim.simulator import simulate
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.types import DocId
@@ -103,10 +102,10 @@ def _paths(request: TracedRequest, *, anywhere: bool) -> Iterator[tuple[tuple[Do
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How the first requests after a start fare; ``token_hit_rate`` is the share of their documents' tokens cached."""
+    """How the first requests after a start fare; ``cached_share`` is that of their prompts' tokens."""
 
     mean_ttft_s: float
-    token_hit_rate: float
+    cached_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +139,12 @@ def forecast(
     """
     first = Trace.from_requests(request for _, request in zip(range(NUM_FIRST), trace, strict=False))
     warmed = [(TracedRequest(0.0, path.doc_ids, path.doc_tokens, 0, 1), path.expected_uses) for path in paths]
-    cold, warm = (simulate(first, options, progress=progress, warmed=prompts) for prompts in ((), warmed))
-    return Forecast(len(first), _start(cold), _start(warm))
+    num_tokens = int((first.document_tokens() + first.question_tokens + options.system_tokens).sum())
 
+    def start(prompts: Sequence[tuple[TracedRequest, int]]) -> Start:
+        result = simulate(first, options, progress=progress, keeps_requests=True, warmed=prompts)
+        num_cached = sum(record.cached_tokens for record in result.requests or ())
+        num_cached += result.summary.chunk_reused_tokens
+        return Start(result.summary.mean_ttft_s, num_cached / max(num_tokens, 1))
 
-def _start(result: SimulationResult) -> Start:
-    return Start(result.summary.mean_ttft_s, result.summary.token_hit_rate)
+    return Forecast(len(first), start([]), start(warmed))

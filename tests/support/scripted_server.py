@@ -295,7 +295,10 @@ class ScriptedServer:
             "time_to_first_token_seconds_count": self.counters["first"],
             "time_to_first_token_seconds_sum": self.counters["ttft_ms"] / 1000,
         }  # fmt: skip
-        return "".join(f'vllm:{k}{{engine="0",model_name="{self.model}"}} {float(v)}\n' for k, v in values.items())
+        memory = f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",num_gpu_blocks="1025"}} 1.0\n'
+        return memory + "".join(
+            f'vllm:{k}{{engine="0",model_name="{self.model}"}} {float(v)}\n' for k, v in values.items()
+        )
 
 
 def _shut(connection: socket.socket) -> None:

@@ -25,6 +25,7 @@ from ragcache_core.cli.options import (
     store_option,
 )
 from ragcache_core.cli.splitting import choose_splitting, splitting_options
+from ragcache_core.cli.warming import warm_store
 from ragcache_core.errors import ConfigError, DocumentError, DuplicateDocumentError, StoreError, StoreNotFoundError
 from ragcache_core.runtime.terminal import Bar
 
@@ -77,6 +78,7 @@ def _count(number: int, noun: str) -> str:
         "ragcache index notes/ --store notes.store",
         "ragcache index notes/ --store notes.store --update --prune",
         "ragcache index notes/ --store notes.store --update --prune --forget http://127.0.0.1:8000",
+        "ragcache index notes/ --store notes.store --warm http://127.0.0.1:8000",
         "ragcache index notes/ --store notes.store --tokenizer my-model --chunk-tokens 512 --chunk-overlap-tokens 64",
         "ragcache index faq.jsonl guide.md --store help.store --index hnsw --chunk-chars 800 --json",
     ],
@@ -108,6 +110,12 @@ def _count(number: int, noun: str) -> str:
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
 @click.option("--prune", is_flag=True, help="Remove stored documents of files of DIR that are not there any more.")
 @forget_option
+@click.option(
+    "--warm",
+    "warm_url",
+    metavar="URL",
+    help="Afterwards have this server prefill what is likely to be asked, as 'ragcache warm' does.",
+)
 @api_key_option
 @click.option("--rebuild-index", is_flag=True, help="Make the store's index anew from its vectors, if it is damaged.")
 def index(
@@ -123,6 +131,7 @@ def index(
     update: bool,
     prune: bool,
     forget_urls: tuple[str, ...],
+    warm_url: str | None,
     api_key: str | None,
     rebuild_index: bool,
     as_json: bool,
@@ -191,11 +200,13 @@ def index(
             num_documents=len(target),
         )
         receipts = forget_documents(changes.replaced)
+        warmed = None if warm_url is None else warm_store(target, warm_url, api_key)
     if as_json:
         forgotten = {"forgotten": {url: receipt.to_dict() for url, receipt in receipts.items()}} if forget_urls else {}
-        print_json({**asdict(summary), **forgotten})
+        print_json({**asdict(summary), **forgotten, **({} if warmed is None else {"warmed": warmed[0]})})
     else:
         click.echo("\n".join([str(summary), *(f"{url}: {lines_of(each)[0]}" for url, each in receipts.items())]))
+        click.echo("\n".join(warmed[1]) if warmed is not None else "", nl=warmed is not None)
     check_complete(receipts)
 
 

@@ -135,6 +135,14 @@ def plain_retrievals(row: Row) -> Iterator[Retrieval]:
     )
 
 
+def question_of(row: Row) -> tuple[float | None, str] | None:
+    """Return when a line's question was asked, if it says that, and the question; None if it has none."""
+    question = _first(row, _QUESTIONS)
+    if not isinstance(question, str) or not question.strip():
+        return None
+    return None if _first(row, _TIMES) is None else _time_s(row), question.strip()
+
+
 READERS: Mapping[LogFormat, Callable[[Row], Iterator[Retrieval | Answer]]] = {
     "vllm": vllm_retrievals,
     "langchain": langchain_retrievals,

@@ -88,7 +88,7 @@ def test_a_warmed_start_is_forecast_to_be_faster_than_a_cold_one(policy: str, re
     assert found.num_requests == 400
     assert sum(told) == 800
     assert found.cold.mean_ttft_s == simulate(trace, options).summary.mean_ttft_s
-    assert found.warm.token_hit_rate > found.cold.token_hit_rate
+    assert 1 > found.warm.cached_share > found.cold.cached_share > 0
     assert found.warm.mean_ttft_s < found.cold.mean_ttft_s
 
 

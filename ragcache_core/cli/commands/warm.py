@@ -1,0 +1,290 @@
+"""``ragcache warm``: prefill by forecast, before anybody asks, and what came of it later."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core.cli.command import Command, print_json
+from ragcache_core.cli.cures import options_as_typed
+from ragcache_core.cli.options import (
+    EmbedderName,
+    FiniteRange,
+    api_key_option,
+    embedder_option,
+    layout_options,
+    open_store,
+    read_size,
+    tokenizer_option,
+)
+from ragcache_core.cli.output import check_output, output_option, printable, write_json
+from ragcache_core.cli.warming import (
+    DEFAULT_COST_MODEL,
+    expected_of,
+    lines_of,
+    plan_of,
+    plan_to_dict,
+    receipt_line,
+    warm_engine,
+)
+from ragcache_core.errors import (
+    ConfigError,
+    EngineDiedError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+)
+from ragcache_core.prompt import PromptLayout
+
+if TYPE_CHECKING:
+    from ragcache_core.client import Engine
+    from ragcache_core.stats import EngineStats
+
+_WAIT_READY_S = 1800.0
+_ASK_AGAIN_S = 1.0
+_FORMAT = 1
+_HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num_first_tokens", "sum_ttft_s")
+
+
+@click.command(
+    cls=Command,
+    short_help="Prefill what is likely to be asked before anybody asks.",
+    examples=[
+        "ragcache warm --store notes.store --url http://127.0.0.1:8000 --from-log questions.txt",
+        "ragcache warm --store notes.store --url http://127.0.0.1:8000 --trace mine.jsonl --budget 20GiB",
+        "ragcache warm --store notes.store --url http://127.0.0.1:8000 --top 500 --wait-ready --output warmed.json",
+        "ragcache warm --report warmed.json --url http://127.0.0.1:8000     (some hours later)",
+    ],
+)
+@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="The document store's directory.")
+@click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
+@api_key_option
+@click.option(
+    "--from-log",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Questions that were asked, one a line or as JSON lines; the store's own search finds their documents.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What was retrieved: a trace (serve --record-trace), or a log that 'ragcache trace import' reads.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    metavar="N",
+    help="No log: the N documents of the store that are near to most others. [default: all of them]",
+)
+@click.option(
+    "--budget", callback=lambda *given: None if given[2] is None else read_size(*given), metavar="SIZE",
+    help="KV to prefill at most, as 20GiB. [default: what the largest tier holds]",
+)  # fmt: skip
+@click.option("-k", "--k", type=click.IntRange(1), help="Documents that a prompt shows. [default: 2, if there are]")
+@click.option(
+    "--document-order",
+    type=click.Choice(["retrieval", "canonical"]),
+    default="retrieval",
+    show_default=True,
+    help="In which order your prompts show them.",
+)
+@layout_options
+@embedder_option
+@tokenizer_option
+@click.option(
+    "--cost-model",
+    default=DEFAULT_COST_MODEL,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="What a prefill costs, as 'ragcache advise' takes it.",
+)
+@click.option(
+    "--wait-ready",
+    "wait_s",
+    type=FiniteRange(min=0),
+    is_flag=False,
+    flag_value=_WAIT_READY_S,
+    metavar="[SECONDS]",
+    help=f"Wait for a server that does not answer yet. [without a number: {_WAIT_READY_S:g}]",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be prefilled and what it would bring, and do nothing.")
+@output_option("Where plan, forecast and receipt go as JSON, for --report.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Warm nothing: set the forecast in FILE, an earlier --output, beside what was found since.",
+)
+def warm(
+    store: Path | None,
+    url: str,
+    api_key: str | None,
+    report: Path | None,
+    output: Path | None,
+    wait_s: float | None,
+    tokenizer: str | None,
+    embedder: EmbedderName | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Have the server at URL prefill the documents of a store that are likely to be asked about, while it is idle.
+
+    From questions or a trace, or else from what is near to what in the store, the paths are picked (documents behind
+    those that stand before them in prompts) that save most within the budget; a simulation says what that brings. They
+    rank by how often they are expected, so that they are not the first to be evicted. What is cached already is passed
+    over: run it again to go on after an interruption. Requests of users go first. It ends with exit status 0 when all
+    is cached: with --wait-ready it may gate a readiness probe.
+    """
+    if report is not None:
+        _compare(report, url, api_key, as_json=as_json)
+        return
+    if store is None:
+        raise click.UsageError("Give --store, whose documents are prefilled; or --report with an earlier --output.")
+    sources = [name for name in ("from_log", "trace", "top") if settings[name] is not None]
+    if len(sources) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
+        raise click.UsageError(f"{names} say different things of what will be asked: give one of them.")
+    check_output("--output", output, filter(None, (settings["from_log"], settings["trace"])))
+    with open_store(store, embedder, read_only=True) as documents:
+        expected = expected_of(
+            documents, settings["from_log"], settings["trace"], settings["top"], settings["k"],
+            settings["document_order"],
+        )  # fmt: skip
+        layout = PromptLayout(
+            settings["static_prefix"], settings["document_format"], question_format=settings["question_format"]
+        )
+        with _joined(url, api_key, tokenizer, wait_s) as engine, options_as_typed(warm):
+            plan = plan_of(engine, documents, expected, layout, settings["budget"], settings["cost_model"])
+            told = {**_facts(engine, store), **plan_to_dict(plan, expected)}
+            if not as_json:
+                click.echo("\n".join(lines_of(plan, expected)))
+            if not settings["dry_run"]:
+                receipt = warm_engine(engine, plan)
+                told |= {"receipt": receipt.to_dict(), **_read_counts(engine.stats())}
+                if not as_json:
+                    click.echo(receipt_line(receipt, plan))
+    if output is not None:
+        write_json(told, output)
+        click.echo(f"ragcache: written to {output}", err=True)
+    if as_json:
+        print_json(told)
+
+
+def _joined(url: str, api_key: str | None, tokenizer: str | None, wait_s: float | None) -> Engine:
+    """Return the engine at ``url`` once it answers."""
+    from ragcache_core.client import Engine
+
+    until_s = time.monotonic() + (wait_s or 0.0)
+    while True:
+        try:
+            return Engine.connect(url, api_key=api_key, tokenizer=tokenizer)
+        except (EngineUnreachableError, EngineDiedError, EngineTimeoutError):
+            if time.monotonic() >= until_s:
+                raise
+            time.sleep(_ASK_AGAIN_S)
+
+
+def _facts(engine: Engine, store: Path) -> dict[str, object]:
+    return {
+        "format": _FORMAT,
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "url": engine.base_url,
+        "model": engine.model,
+        "store": str(store),
+    }
+
+
+# What came of it
+
+
+def _counted(stats: EngineStats) -> dict[str, float]:
+    counts: dict[str, float] = {name: getattr(stats, name) for name in _HIT_COUNTS if name != "num_hit_tokens"}
+    return {**counts, "num_hit_tokens": sum(tier.num_hit_tokens for tier in stats.tiers)}
+
+
+def _read_counts(stats: EngineStats) -> dict[str, object]:
+    """Return what an engine has counted until now, of the hottest documents as well."""
+    return {"counted": _counted(stats), "uses": {use.doc_id: use.frequency for use in stats.hottest_documents}}
+
+
+def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> None:
+    """Print the forecast of an earlier run beside what the engine has counted since."""
+    from ragcache_core.client import Engine
+
+    told = _read_report(path)
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        stats = engine.stats()
+    now, before = _counted(stats), told["counted"]
+    is_anew = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)
+    since = {name: count - (0 if is_anew else before.get(name, 0)) for name, count in now.items()}
+    num_requests = int(since["num_requests"])
+    achieved = {
+        "num_requests": num_requests,
+        "cached_share": since["num_hit_tokens"] / since["num_prefix_query_tokens"]
+        if since["num_prefix_query_tokens"]
+        else 0.0,
+        "mean_ttft_s": since["sum_ttft_s"] / since["num_first_tokens"] if since["num_first_tokens"] else None,
+        "has_started_anew": is_anew,
+    }
+    expected: dict[str, int] = {}
+    for each in told["paths"]:
+        expected[each["doc_ids"][-1]] = expected.get(each["doc_ids"][-1], 0) + each["expected_uses"]
+    uses_before = {} if is_anew else told.get("uses", {})
+    documents = [
+        {
+            "doc_id": use.doc_id,
+            "expected_uses": expected.get(use.doc_id, 0),
+            "uses": round(1000 * (use.frequency - uses_before.get(use.doc_id, 0)) / max(num_requests, 1)),
+            "tiers": list(use.tiers),
+        }
+        for use in stats.hottest_documents
+    ]
+    if as_json:
+        print_json({"forecast": told["forecast"], "achieved": achieved, "hottest_documents": documents})
+        return
+    click.echo("\n".join(_compared(told["forecast"], achieved, documents)))
+
+
+def _compared(
+    forecast: Mapping[str, Any], achieved: Mapping[str, Any], documents: Iterable[Mapping[str, Any]]
+) -> list[str]:
+    warmed, cold = forecast["warm"], forecast["cold"]
+    ttft_s = achieved["mean_ttft_s"]
+    rows = [
+        ("", "requests", "prompts cached", "mean TTFT"),
+        ("forecast, warmed", f"{forecast['num_requests']:,}", f"{warmed['cached_share']:.0%}",
+         f"{warmed['mean_ttft_s']:.3f} s"),
+        ("forecast, cold", f"{forecast['num_requests']:,}", f"{cold['cached_share']:.0%}",
+         f"{cold['mean_ttft_s']:.3f} s"),
+        ("achieved", f"{achieved['num_requests']:,}", f"{achieved['cached_share']:.0%}",
+         "-" if ttft_s is None else f"{ttft_s:.3f} s"),
+    ]  # fmt: skip
+    lines = [f"{name:<18}{requests:>10}{share:>16}{ttft:>12}" for name, requests, share, ttft in rows]
+    if achieved["has_started_anew"]:
+        lines.append("the engine has begun to count anew since the warming: what it counted before is not in here")
+    uses = [
+        f"{printable(each['doc_id']):<40}{each['expected_uses']:>10}{each['uses']:>8}  {', '.join(each['tiers'])}"
+        for each in documents
+    ]
+    head = f"{'hottest documents, uses in 1,000 requests':<40}{'forecast':>10}{'were':>8}  in"
+    return [*lines, *([head, *uses] if uses else [])]
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    cure = "name a file that 'ragcache warm --output' wrote when it was done"
+    try:
+        told = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--report {path} cannot be read ({error.strerror}): {cure}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--report {path} is not JSON ({error}): {cure}") from error
+    match told:
+        case {"format": 1, "forecast": dict(), "paths": list(), "counted": dict()}:
+            return dict(told)
+    raise ConfigError(f"--report {path} is no report of a warming that was done: {cure}")

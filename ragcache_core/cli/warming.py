@@ -1,0 +1,335 @@
+"""What ``ragcache warm`` and ``ragcache index --warm`` do: what is expected, what of it is picked, and the prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from ragcache_core.cli.output import counting_requests
+from ragcache_core.errors import ConfigError, RAGCacheError, TraceError
+from ragcache_core.prompt import PromptLayout
+
+if TYPE_CHECKING:
+    from ragcache_core.client import Engine
+    from ragcache_core.client.warming import WarmingReceipt
+    from ragcache_core.retrieval import DocumentStore
+    from ragcache_core.sim.options import SimulationOptions
+    from ragcache_core.sim.traces.trace import Trace
+    from ragcache_core.sim.warming import Forecast, WarmPath
+    from ragcache_core.stats import EngineStats
+    from ragcache_core.types import DocId, Document
+
+DEFAULT_COST_MODEL = "a10g-mistral-7b"
+_DEFAULT_K = 2
+_REUSED = 0.3
+"""Of a reused chunk, computed again: what a forecast assumes, as ``ragcache advise`` does."""
+_QUESTION_TOKENS = 32
+_APART_S = 10.0
+"""Between requests of which nobody knows when they come."""
+
+Order = Literal["retrieval", "canonical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is expected to be retrieved: when, which documents as prompts show them, and how long each question is.
+
+    ``source`` says where that is known from, ``num_unknown`` how many documents of it the store has not.
+    """
+
+    source: str
+    times_s: Sequence[float]
+    documents: Sequence[tuple[DocId, ...]]
+    questions: Sequence[str | int]
+    num_unknown: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be warmed: the documents by their ids, the paths, of how many tokens, and what that should bring."""
+
+    documents: Mapping[DocId, Document]
+    paths: Sequence[WarmPath]
+    num_tokens: int
+    budget_tokens: int
+    bytes_per_token: float
+    forecast: Forecast
+    cost_model: str
+
+
+# What is expected
+
+
+def expected_of(
+    store: DocumentStore,
+    from_log: Path | None = None,
+    trace: Path | None = None,
+    top: int | None = None,
+    k: int | None = None,
+    order: Order = "retrieval",
+) -> Expected:
+    """Return what is expected to be retrieved from ``store``: by a log, by a trace, or by what is near to what.
+
+    Raises:
+        TraceError: the file is empty, broken, or names no document. ConfigError: none that the store has.
+        EmptyStoreError: the store has none.
+    """
+    from ragcache_core.ordering import arrange
+    from ragcache_core.retrieval import expected as retrieved
+
+    num_wanted = k or max(1, min(_DEFAULT_K, len(store)))
+    if trace is not None:
+        found = _expected_of_trace(store, trace)
+    elif from_log is not None:
+        from ragcache_core.sim.traces.questions import read_questions
+
+        asked = read_questions(from_log)
+        with counting_requests("searching", len(asked)) as progress:
+            documents = retrieved.retrieved_for(store, (text for _, text in asked), num_wanted, progress)
+        times_s, questions = zip(*asked, strict=True)
+        found = Expected(f"{len(asked):,} questions of {from_log.name}", times_s, documents, questions)
+    else:
+        with counting_requests("searching", retrieved.num_asked_for_popularity(store)) as progress:
+            documents = retrieved.retrieved_by_popularity(store, num_wanted, progress)
+        if top is not None:
+            documents = retrieved.most_retrieved(documents, top)
+        num = len(documents)
+        source = "what is near to what in the store" + (f", its {top:,} documents" if top else "")
+        found = Expected(source, [_APART_S * i for i in range(num)], documents, [_QUESTION_TOKENS] * num)
+    shown = [tuple(ids[i] for i in arrange(ids, order, None)) for ids in found.documents]
+    return Expected(found.source, found.times_s, shown, found.questions, found.num_unknown)
+
+
+def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
+    from ragcache_core.retrieval.expected import up_to_unknown
+
+    trace = _read_trace(path)
+    known = set(store.ids()).intersection(trace.doc_ids)
+    if not len(trace.docs):
+        raise TraceError("no request of it retrieves a document: there is nothing to prefill", path)
+    if not known:
+        raise ConfigError(
+            f"none of the {len(trace.doc_ids):,} documents of {path} is in {store.path}, {trace.doc_ids[0]!r:.60} for "
+            "one: name the --store whose documents were retrieved"
+        )
+    requests = list(trace)
+    return Expected(
+        f"{len(trace):,} requests of {path.name}",
+        trace.arrival_s.tolist(),
+        [up_to_unknown(request.doc_ids, known.__contains__) for request in requests],
+        [request.question_tokens for request in requests],
+        len(set(trace.doc_ids) - known),
+    )
+
+
+def _read_trace(path: Path) -> Trace:
+    """Return a trace, or that of a log."""
+    from ragcache_core.sim.traces.log_import import Assumptions, import_log
+    from ragcache_core.sim.traces.trace import read_trace
+
+    try:
+        return read_trace(path)
+    except TraceError as error:
+        try:
+            return import_log(path, Assumptions(mean_tokens=1)).trace  # the store knows the lengths
+        except TraceError:
+            raise error from None
+
+
+# What is picked
+
+
+def plan_of(
+    engine: Engine,
+    store: DocumentStore,
+    expected: Expected,
+    layout: PromptLayout,
+    budget_bytes: int | None,
+    cost_model: str,
+) -> Plan:
+    """Return what of ``expected`` an engine is to prefill, with the layout bound to it.
+
+    Raises:
+        ConfigError: the budget is more than the tiers hold, or less than any document needs.
+        EngineError, TokenizerUnavailableError
+    """
+    from ragcache_core.client.profiling import tier_sizes
+    from ragcache_core.sim.testbeds import load_testbed
+    from ragcache_core.sim.traces.trace import Trace, TracedRequest
+    from ragcache_core.sim.warming import NUM_FIRST, forecast, pick_paths
+    from ragcache_core.types import SegmentKind
+
+    testbed = load_testbed(cost_model)
+    stats, sizes = engine.stats(), tier_sizes(engine)
+    chunks = stats.chunks
+    room = dict(sizes.tokens)
+    if chunks is not None:
+        room = {"reused chunks": chunks.capacity_tokens + chunks.disk_capacity_tokens}
+    budget_tokens = max(room.values()) if budget_bytes is None else int(budget_bytes / sizes.bytes_per_token)
+    if budget_tokens > sum(room.values()):
+        holds = ", ".join(f"{name} {size_text(n * sizes.bytes_per_token)}" for name, n in room.items())
+        raise ConfigError(
+            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, the tiers hold {holds}: lower it, or give "
+            "the engine more host memory or disk"
+        )
+    bound = engine.bind_prompt(layout)
+    tokenizer = engine.tokenizer
+    wanted = sorted({doc_id for ids in expected.documents for doc_id in ids})
+    documents = dict(zip(wanted, store.get(wanted), strict=True))
+    with counting_requests("tokenising", len(documents)) as progress:
+        lengths: dict[DocId, int] = {}
+        for doc_id, document in documents.items():
+            lengths[doc_id] = max(len(tokenizer.encode(layout.document_text(document)).token_ids), 1)
+            progress(1)
+    prefix = next((bound.prefix([d], [d]) for d in documents.values()), None)
+    segments = () if prefix is None else prefix.segments
+    system_tokens = next((segment.start for segment in segments if segment.kind is SegmentKind.DOCUMENT), 0)
+    trace = Trace.from_requests(
+        TracedRequest(time_s, ids, tuple(lengths[i] for i in ids), _question_tokens(question), 1)
+        for time_s, ids, question in zip(expected.times_s, expected.documents, expected.questions, strict=True)
+    )
+    paths = pick_paths(trace, budget_tokens, testbed.cost, system_tokens=system_tokens, anywhere=chunks is not None)
+    if not paths:
+        least = system_tokens + min(lengths.values(), default=0)
+        raise ConfigError(
+            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, less than any document that would be asked "
+            f"first: {size_text(least * sizes.bytes_per_token)} is the least that is of use"
+        )
+    options = _simulated(stats, sizes.tokens, system_tokens, cost_model)
+    with counting_requests("simulating", 2 * min(len(trace), NUM_FIRST)) as progress:
+        found = forecast(trace, options, paths, progress=progress)
+    num_tokens = system_tokens + sum(path.doc_tokens[-1] for path in paths)
+    return Plan(documents, paths, num_tokens, budget_tokens, sizes.bytes_per_token, found, testbed.name)
+
+
+def _question_tokens(question: str | int) -> int:
+    from ragcache_core.sim.traces.log_formats import estimated_tokens
+
+    return question if isinstance(question, int) else estimated_tokens(question) or 0
+
+
+def _simulated(stats: EngineStats, tokens: Mapping[str, int], system_tokens: int, cost_model: str) -> SimulationOptions:
+    """Return the options of a simulated engine with such tiers."""
+    from ragcache_core.policy import POLICIES
+    from ragcache_core.sim.options import SimulationOptions
+
+    host = tokens.get("host", 0)
+    given: dict[str, Any] = {}
+    if stats.chunks is not None and (num_chunk := stats.chunks.capacity_tokens):
+        given = {"chunk_reuse": _REUSED, "chunk_share": num_chunk / (host + num_chunk)}
+        host += num_chunk
+    return SimulationOptions(
+        policy=stats.policy if stats.policy in POLICIES else "tournament",
+        gpu_tokens=tokens["gpu"],
+        host_tokens=host,
+        disk_tokens=tokens.get("disk", 0) if host else 0,
+        system_tokens=system_tokens,
+        cost_model=cost_model,
+        max_batch=8,
+        **given,
+    )
+
+
+# What is done
+
+
+def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dict[str, object], list[str]]:
+    """Warm the server at ``url`` with what is near to what in ``store``; return what was done, and as it is shown.
+
+    Raises:
+        ConfigError, EngineError
+    """
+    from ragcache_core.client import Engine
+
+    expected = expected_of(store)
+    with Engine.connect(url, api_key=api_key) as engine:
+        plan = plan_of(engine, store, expected, PromptLayout(), None, DEFAULT_COST_MODEL)
+        receipt = warm_engine(engine, plan)
+    told = {"url": url, **plan_to_dict(plan, expected), "receipt": receipt.to_dict()}
+    return told, [*lines_of(plan, expected), receipt_line(receipt, plan)]
+
+
+def warm_engine(engine: Engine, plan: Plan) -> WarmingReceipt:
+    """Prefill what was planned; what ends it before says what was done until then.
+
+    Raises:
+        EngineError: the engine went away, or cannot be warmed. KeyboardInterrupt
+    """
+    from ragcache_core.client.warming import WarmingReceipt
+
+    receipt = WarmingReceipt()
+    with counting_requests("warming", len(plan.paths)) as progress:
+
+        def on_path(done: WarmingReceipt) -> None:
+            nonlocal receipt
+            receipt = done
+            progress(1)
+
+        paths = [([plan.documents[i] for i in path.doc_ids], path.expected_uses) for path in plan.paths]
+        try:
+            return engine.warm_paths(paths, on_path=on_path)
+        except KeyboardInterrupt:
+            click.echo(f"ragcache: {_so_far(receipt, plan)}", err=True)
+            raise
+        except RAGCacheError as error:
+            if not receipt.num_done:
+                raise
+            raise type(error)(f"{_so_far(receipt, plan)} ({error})") from error
+
+
+def _so_far(receipt: WarmingReceipt, plan: Plan) -> str:
+    return (
+        f"{receipt.num_done:,} of {len(plan.paths):,} paths are done, {receipt.num_warmed:,} of them prefilled now: "
+        "run it again to go on"
+    )
+
+
+def lines_of(plan: Plan, expected: Expected) -> list[str]:
+    """Return a plan as a person reads it."""
+    cold, warmed = plan.forecast.cold, plan.forecast.warm
+    num_documents = len({path.doc_ids[-1] for path in plan.paths})
+    lines = [
+        f"picked {len(plan.paths):,} paths of {num_documents:,} documents by {expected.source}: {plan.num_tokens:,} "
+        f"tokens, {size_text(plan.num_tokens * plan.bytes_per_token)} of "
+        f"{size_text(plan.budget_tokens * plan.bytes_per_token)}",
+        f"forecast for the first {plan.forecast.num_requests:,} requests: {warmed.cached_share:.0%} of their prompts "
+        f"cached instead of {cold.cached_share:.0%}, mean TTFT {warmed.mean_ttft_s:.3f} s instead of "
+        f"{cold.mean_ttft_s:.3f} s (costs of {plan.cost_model})",
+    ]
+    if expected.num_unknown:
+        lines.append(f"{expected.num_unknown:,} documents are not in the store: what stands behind them is left out")
+    return lines
+
+
+def receipt_line(receipt: WarmingReceipt, plan: Plan) -> str:
+    """Return a receipt as a person reads it."""
+    left_out = f", {receipt.num_left_out:,} left out that do not fit the context window" * bool(receipt.num_left_out)
+    return (
+        f"warmed {receipt.num_warmed:,} paths ({receipt.num_tokens:,} tokens, "
+        f"{size_text(receipt.num_tokens * plan.bytes_per_token)}) in {receipt.took_s:.1f} s, {receipt.num_cached:,} "
+        f"were cached already{left_out}"
+    )
+
+
+def plan_to_dict(plan: Plan, expected: Expected) -> dict[str, object]:
+    """Return plain JSON data."""
+    return {
+        "source": expected.source,
+        "num_unknown": expected.num_unknown,
+        "budget_bytes": round(plan.budget_tokens * plan.bytes_per_token),
+        "num_bytes": round(plan.num_tokens * plan.bytes_per_token),
+        "num_tokens": plan.num_tokens,
+        "cost_model": plan.cost_model,
+        "forecast": plan.forecast.to_dict(),
+        "paths": [path.to_dict() for path in plan.paths],
+    }
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size as a person reads it."""
+    unit, name = (1 << 30, "GiB") if num_bytes >= 1 << 30 else (1 << 20, "MiB")
+    return f"{num_bytes / unit:.1f} {name}"
