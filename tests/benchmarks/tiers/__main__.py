@@ -18,6 +18,7 @@ from tests.benchmarks.tiers.mixed import measure_mixed
 from tests.benchmarks.tiers.policies import LOSS_ALLOWED, measure_policies
 from tests.benchmarks.tiers.store import measure_index, measure_killpoints
 from tests.benchmarks.tiers.tree import measure_decisions
+from tests.benchmarks.tiers.warming import measure_warming
 
 GOALS: dict[str, Goal] = {
     "exact_requests": Goal(">=", 500),
@@ -47,6 +48,8 @@ GOALS: dict[str, Goal] = {
     "killpoint_wrong": Goal("=", 0),
     "index_open_s": Goal("<", 5.0),
     "disk_ttft_mismatches": Goal("=", 0),
+    "warm_ttft_ratio": Goal("<", 1.0),
+    "warm_mismatches": Goal("=", 0),
     "policy_worst_drift_ratio": Goal(">=", 1 - LOSS_ALLOWED),
 }
 
@@ -62,13 +65,14 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "share-by-policy": measure_share_by_policy,
     "swap-out": measure_swap_out,
     "disk-ttft": measure_disk_ttft,
+    "warm": measure_warming,
     "idle": measure_idle,
     "idle-30m": measure_idle_large,
 }
 
 main = benchmark(
     "bench-tiers",
-    "Measure the tiers: exactness, cached share, decision time, throughput, copies, crashes, policies.",
+    "Measure the tiers: exactness, cached share, decision time, throughput, copies, crashes, policies, warming.",
     PARTS,
     GOALS,
     """  python -m tests.benchmarks.tiers

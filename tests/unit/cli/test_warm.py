@@ -149,7 +149,7 @@ def test_ctrl_c_ends_the_request_in_the_engine_and_says_what_was_done(
     def interrupt() -> None:
         while len(server.requests) < 2:
             time.sleep(0.01)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # as a terminal does
 
     threading.Thread(target=interrupt, daemon=True).start()
     result = warm(server, "--store", store, "--trace", trace)

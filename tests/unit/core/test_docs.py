@@ -94,6 +94,18 @@ def test_containers_run_commands_that_are_understood_and_probe_what_answers_with
     assert paths <= OPEN_PATHS
 
 
+def test_what_waits_for_a_warm_engine_runs_a_command_that_is_understood() -> None:
+    page = (DOCS / "containers.md").read_text(encoding="utf-8")
+    fragment = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "ragcache warm" in block)
+    (container,) = yaml.safe_load(fragment)
+    in_the_pod, *then = container["command"][2].split(" && ")
+    warm = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8"))["services"]["warm"]
+    for program, command, *options in (in_the_pod.split(), [*warm["entrypoint"], *warm["command"]]):
+        assert (program, command) == ("ragcache", "warm")
+        assert cli.commands["warm"].make_context("warm", options).params["wait_s"] > 0
+    assert f"touch {container['readinessProbe']['exec']['command'][-1]}" in then
+
+
 def test_every_file_that_a_deployment_mounts_or_builds_from_is_there() -> None:
     compose = yaml.safe_load((DEPLOYMENT / "compose.yaml").read_text(encoding="utf-8"))
     mounted = [volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]]

@@ -1,0 +1,130 @@
+"""The first 500 requests after a start: of an engine that starts empty, and of one that was warmed by forecast.
+
+What is expected is learned from 500 other requests of the same kind. Each engine is started anew, and asked one request
+after the other: a question about two of 160 documents, the first by a Zipf law, the second one of three that are near
+to it. GPU and host memory hold a third of the documents. A third engine is warmed with the same paths, whose expected
+uses are not told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from ragcache_core.client import Engine
+from ragcache_core.client.generation import Generation
+from ragcache_core.client.profiling import tier_sizes
+from ragcache_core.config import CacheConfig
+from ragcache_core.policy import PrefillCostModel
+from ragcache_core.prompt import PromptLayout
+from ragcache_core.sim.traces.trace import Trace, TracedRequest
+from ragcache_core.sim.warming import WarmPath, pick_paths
+from ragcache_core.types import Document
+from tests.benchmarks.engines import BLOCK_SIZE, block_bytes, launch
+from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
+
+_LAYOUT = PromptLayout()
+_NUM_DOCUMENTS = 160
+_DOCUMENT_CHARS = 1_200
+_NUM_NEAR = 3
+_GPU_BLOCKS, _HOST_BLOCKS = 256, 384
+_MAX_SEQS = 4
+
+_Asked = list[tuple[int, int]]
+
+
+def measure_warming(plan: Plan) -> Part:
+    """Measure a cold start, a warmed one, and one that was warmed without a word of expected uses."""
+    documents = _documents(plan.corpus)
+    num_requests = plan.sized(500, 12)
+    expected, asked = (_requests(num_requests, plan.seed + i) for i in range(2))
+    cold, *_ = _run(plan, "cold", documents, asked, None)
+    unseeded, *_ = _run(plan, "warmed, unseeded", documents, asked, expected, is_seeded=False)
+    warmed, paths, num_budget_tokens = _run(plan, "warmed", documents, asked, expected)
+    mismatches = sum(a.text != b.text for a, b in zip(cold, warmed, strict=True))
+    figures = [
+        _ttft("warm_ttft_ms", warmed, cold, f"first {num_requests} requests; warmed {len(paths)} paths"),
+        _ttft("warm_ttft_ms_first_100", warmed[:100], cold[:100], "of these the first 100"),
+        _ttft("warm_ttft_ms_unseeded", unseeded, cold, "the same paths, expected uses not told"),
+        Figure("warm_ttft_ratio", round(_mean_s(warmed) / _mean_s(cold), 3), 1.0, note="mean, against a cold start"),
+        Figure("warm_cached_share", _cached_share(warmed), _cached_share(cold), note="of the prompts' tokens"),
+        Figure("warm_cached_share_unseeded", _cached_share(unseeded), _cached_share(cold)),
+        Figure("warm_mismatches", mismatches, note="answers that differ from a cold start's"),
+    ]
+    return Part("none: that is what is measured", tuple(figures), {"budget_tokens": num_budget_tokens})
+
+
+def _run(
+    plan: Plan,
+    name: str,
+    documents: Sequence[Document],
+    asked: _Asked,
+    expected: _Asked | None,
+    *,
+    is_seeded: bool = True,
+) -> tuple[list[Generation], list[WarmPath], int]:
+    """Start an engine, warm it by what is expected, and ask it; return its answers, what was warmed, and the budget."""
+    plan.report(f"warm: {name}")
+    block = block_bytes(plan.model)
+    cache = CacheConfig(kv_cache_bytes=_GPU_BLOCKS * block, block_size=BLOCK_SIZE, host_bytes=_HOST_BLOCKS * block)
+    with launch(plan.model, cache, max_num_seqs=_MAX_SEQS) as engine:
+        paths: list[WarmPath] = []
+        budget = max(tier_sizes(engine).tokens.values())
+        if expected is not None:
+            paths = pick_paths(
+                _trace(engine, documents, expected), budget, PrefillCostModel.default(), system_tokens=32
+            )
+            named = {document.doc_id: document for document in documents}
+            engine.bind_prompt(_LAYOUT)
+            engine.warm_paths(
+                ([named[i] for i in path.doc_ids], path.expected_uses if is_seeded else 0) for path in paths
+            )
+        answers = []
+        for number, (first, second) in enumerate(asked):
+            if number % 50 == 0:
+                plan.report(f"warm: {name}, request {number} of {len(asked)}")
+            shown = [documents[first], documents[second]]
+            prompt = _LAYOUT.render(engine.tokenizer, shown, f"What does part {number} say?")
+            answers.append(engine.generate(prompt, max_tokens=2))
+    return answers, paths, budget
+
+
+def _documents(corpus: Path) -> list[Document]:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(corpus.glob("*.md")))
+    starts = [number * 7919 % (len(text) - _DOCUMENT_CHARS) for number in range(_NUM_DOCUMENTS)]
+    return [
+        Document(f"document-{number}", f"Document {number}: {text[start : start + _DOCUMENT_CHARS]}")
+        for number, start in enumerate(starts)
+    ]
+
+
+def _requests(num_requests: int, seed: int) -> _Asked:
+    """Return the two documents of each request."""
+    rng = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(_NUM_DOCUMENTS)]
+    firsts = rng.choices(range(_NUM_DOCUMENTS), weights, k=num_requests)
+    return [(first, (first + 1 + 7 * rng.randrange(_NUM_NEAR)) % _NUM_DOCUMENTS) for first in firsts]
+
+
+def _trace(engine: Engine, documents: Sequence[Document], asked: _Asked) -> Trace:
+    lengths = [len(engine.tokenizer.encode(_LAYOUT.document_text(document)).token_ids) for document in documents]
+    return Trace.from_requests(
+        TracedRequest(float(number), tuple(documents[i].doc_id for i in pair), tuple(lengths[i] for i in pair), 16, 1)
+        for number, pair in enumerate(asked)
+    )
+
+
+def _ttft(key: str, answers: Sequence[Generation], cold: Sequence[Generation], note: str) -> Figure:
+    p50, p99 = percentiles_ms([answer.stats.ttft_s or 0.0 for answer in answers])
+    return Figure(key, round(_mean_s(answers) * 1000, 2), round(_mean_s(cold) * 1000, 2), p50, p99, note)
+
+
+def _mean_s(answers: Sequence[Generation]) -> float:
+    return fmean(answer.stats.ttft_s or 0.0 for answer in answers)
+
+
+def _cached_share(answers: Sequence[Generation]) -> float:
+    num_tokens = sum(answer.stats.num_prompt_tokens for answer in answers)
+    return round(sum(answer.stats.num_cached_tokens for answer in answers) / num_tokens, 3)
