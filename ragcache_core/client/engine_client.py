@@ -289,6 +289,7 @@ class EngineClient:
         self,
         paths: Iterable[tuple[Sequence[Document], int]],
         *,
+        prompt: BoundPrompt | None = None,
         on_path: Callable[[WarmingReceipt], object] = lambda _: None,
     ) -> WarmingReceipt:
         """Prefill the beginnings of prompts by forecast, in the engine's idle steps, and return when they are cached.
@@ -301,13 +302,15 @@ class EngineClient:
             paths: documents in the order in which a prompt shows them, and how many of the next 1,000 requests are
                 expected to begin with them: they rank by that until they are used. What stands before the last has to
                 come before.
+            prompt: what :meth:`bind_prompt` returned; by default the one that is bound.
             on_path: told after each path what was done so far.
 
         Raises:
             ConfigError: no prompt is bound, or it shows the question first, or a number of uses is out of bounds.
             EngineError: the engine does not take requests that nobody asks, or went away: call again to go on.
         """
-        return self._warming.warm(paths, check_bound(self.integration.prompts.bound_prompt), self.stats(), on_path)
+        bound = check_bound(prompt or self.integration.prompts.bound_prompt)
+        return self._warming.warm(paths, bound, self.stats(), on_path)
 
     def _warming_prompts(
         self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None

@@ -101,11 +101,13 @@ class QueuedSpeculations:
         self.num_tokens += num_tokens
 
     def on_finished(self, state: RequestState) -> None:
-        """Release a request; what was computed for it is wasted unless it is confirmed after all."""
+        """Release a request; what was computed for it is wasted unless it is confirmed after all, or was a forecast."""
         speculation = state.metadata.speculation
         if speculation is None or not state.is_speculative:
             return
         self._num_unconfirmed -= 1
+        if state.metadata.expected_uses:  # nobody will confirm it
+            return
         self.num_wasted_tokens += state.num_speculative_tokens
         ended = self._ended.setdefault(speculation, [])
         if len(ended) < _MAX_ENDED:

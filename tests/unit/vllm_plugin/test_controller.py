@@ -169,12 +169,14 @@ def test_a_prefill_by_forecast_seeds_uses_and_cost_and_counts_nothing() -> None:
     it.on_finished("first")
     it.on_new_request("next", RequestMetadata(parts, "s2", is_prefill=True, expected_uses=20), keys(4), 18, 11.0)
     it.on_admitted("next", keys(4), {Tier.GPU: 12}, 11.5)
+    it.on_speculated("next", 6)
     it.on_finished("next")
     uses = {node.doc_id: (node.frequency, node.num_computed) for node in it.tree.nodes()}
     assert uses == {None: (30, 1), "a": (30, 1), "b": (20, 1)}
     assert all(node.avg_cost_s > 0 for node in it.tree.nodes())
     report: Any = it.report()
     assert (report["num_requests"], report["hottest_documents"], it.tree.num_requests) == (0, [], 0)
+    assert (report["num_speculative_tokens"], report["num_wasted_tokens"]) == (6, 0), "it is no guess"
 
 
 def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebody_asks() -> None:
