@@ -1,15 +1,16 @@
 """The first 500 requests after a start: of an engine that starts empty, and of one that was warmed by forecast.
 
-What is expected is learned from 500 other requests of the same kind. Each engine is started anew, and asked one request
-after the other: a question about two of 160 documents, the first by a Zipf law, the second one of three that are near
-to it. GPU and host memory hold a third of the documents. A third engine is warmed with the same paths, whose expected
-uses are not told.
+What is expected is learned from 500 other requests of the same kind. Two engines are started, and asked by turns, one
+request after the other: a question about two of 160 documents, the first by a Zipf law, the second one of three that
+are near to it. GPU and host memory hold about a third of the documents.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
 
@@ -27,68 +28,72 @@ from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
 
 _LAYOUT = PromptLayout()
 _NUM_DOCUMENTS = 160
-_DOCUMENT_CHARS = 1_200
+_DOCUMENT_CHARS = 600
 _NUM_NEAR = 3
-_GPU_BLOCKS, _HOST_BLOCKS = 256, 384
-_MAX_SEQS = 4
+_GPU_BLOCKS, _HOST_BLOCKS = 160, 256
+_MAX_SEQS = 2
 
 _Asked = list[tuple[int, int]]
 
 
 def measure_warming(plan: Plan) -> Part:
-    """Measure a cold start, a warmed one, and one that was warmed without a word of expected uses."""
+    """Measure a cold start beside a warmed one."""
+    cold, warmed, note = _side_by_side(plan, "cold", "warmed")
+    figures = (
+        _ttft("warm_ttft_ms", warmed, cold, f"first {len(cold)} requests; {note}"),
+        _ttft("warm_ttft_ms_first_100", warmed[:100], cold[:100], "of these the first 100"),
+        Figure("warm_ttft_ratio", round(_mean_s(warmed) / _mean_s(cold), 3), 1.0, note="mean, against the cold start"),
+        Figure("warm_cached_share", _cached_share(warmed), _cached_share(cold), note="of the prompts' tokens"),
+        Figure("warm_mismatches", sum(a.text != b.text for a, b in zip(cold, warmed, strict=True))),
+    )
+    return Part("none: that is what is measured", figures)
+
+
+def measure_seeds(plan: Plan) -> Part:
+    """Measure a warmed start beside one whose prefills do not say how often they are expected."""
+    unseeded, warmed, note = _side_by_side(plan, "unseeded", "warmed")
+    figures = (
+        _ttft("seeded_ttft_ms", warmed, unseeded, f"first {len(warmed)} requests; {note}"),
+        Figure("seeded_cached_share", _cached_share(warmed), _cached_share(unseeded), note="of the prompts' tokens"),
+    )
+    return Part("none: that is what is measured", figures)
+
+
+def _side_by_side(plan: Plan, *starts: str) -> tuple[list[Generation], list[Generation], str]:
+    """Return the answers of two engines that start so to the same requests, asked by turns, and what was warmed."""
     documents = _documents(plan.corpus)
     num_requests = plan.sized(500, 12)
     expected, asked = (_requests(num_requests, plan.seed + i) for i in range(2))
-    cold, *_ = _run(plan, "cold", documents, asked, None)
-    unseeded, *_ = _run(plan, "warmed, unseeded", documents, asked, expected, is_seeded=False)
-    warmed, paths, num_budget_tokens = _run(plan, "warmed", documents, asked, expected)
-    mismatches = sum(a.text != b.text for a, b in zip(cold, warmed, strict=True))
-    figures = [
-        _ttft("warm_ttft_ms", warmed, cold, f"first {num_requests} requests; warmed {len(paths)} paths"),
-        _ttft("warm_ttft_ms_first_100", warmed[:100], cold[:100], "of these the first 100"),
-        _ttft("warm_ttft_ms_unseeded", unseeded, cold, "the same paths, expected uses not told"),
-        Figure("warm_ttft_ratio", round(_mean_s(warmed) / _mean_s(cold), 3), 1.0, note="mean, against a cold start"),
-        Figure("warm_cached_share", _cached_share(warmed), _cached_share(cold), note="of the prompts' tokens"),
-        Figure("warm_cached_share_unseeded", _cached_share(unseeded), _cached_share(cold)),
-        Figure("warm_mismatches", mismatches, note="answers that differ from a cold start's"),
-    ]
-    return Part("none: that is what is measured", tuple(figures), {"budget_tokens": num_budget_tokens})
-
-
-def _run(
-    plan: Plan,
-    name: str,
-    documents: Sequence[Document],
-    asked: _Asked,
-    expected: _Asked | None,
-    *,
-    is_seeded: bool = True,
-) -> tuple[list[Generation], list[WarmPath], int]:
-    """Start an engine, warm it by what is expected, and ask it; return its answers, what was warmed, and the budget."""
-    plan.report(f"warm: {name}")
     block = block_bytes(plan.model)
     cache = CacheConfig(kv_cache_bytes=_GPU_BLOCKS * block, block_size=BLOCK_SIZE, host_bytes=_HOST_BLOCKS * block)
-    with launch(plan.model, cache, max_num_seqs=_MAX_SEQS) as engine:
-        paths: list[WarmPath] = []
-        budget = max(tier_sizes(engine).tokens.values())
-        if expected is not None:
-            paths = pick_paths(
-                _trace(engine, documents, expected), budget, PrefillCostModel.default(), system_tokens=32
-            )
-            named = {document.doc_id: document for document in documents}
-            engine.bind_prompt(_LAYOUT)
-            engine.warm_paths(
-                ([named[i] for i in path.doc_ids], path.expected_uses if is_seeded else 0) for path in paths
-            )
-        answers = []
+    answers: list[list[Generation]] = [[], []]
+    paths: list[WarmPath] = []
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        plan.report(f"warm: starting {' and '.join(starts)}")
+        starting = [pool.submit(launch, plan.model, cache, max_num_seqs=_MAX_SEQS) for _ in starts]
+        engines = [stack.enter_context(each.result()) for each in starting]
+        for engine, start in zip(engines, starts, strict=True):
+            if start != "cold":
+                plan.report(f"warm: warming {start}")
+                paths = _warm(engine, documents, expected, is_seeded=start == "warmed")
         for number, (first, second) in enumerate(asked):
             if number % 50 == 0:
-                plan.report(f"warm: {name}, request {number} of {len(asked)}")
-            shown = [documents[first], documents[second]]
-            prompt = _LAYOUT.render(engine.tokenizer, shown, f"What does part {number} say?")
-            answers.append(engine.generate(prompt, max_tokens=2))
-    return answers, paths, budget
+                plan.report(f"warm: {' and '.join(starts)}, request {number} of {len(asked)}")
+            prompt = _LAYOUT.render(
+                engines[0].tokenizer, [documents[first], documents[second]], f"What does part {number} say?"
+            )
+            for each, engine in zip(answers, engines, strict=True):
+                each.append(engine.generate(prompt, max_tokens=2))
+    return answers[0], answers[1], f"{len(paths)} paths were warmed"
+
+
+def _warm(engine: Engine, documents: Sequence[Document], expected: _Asked, *, is_seeded: bool) -> list[WarmPath]:
+    budget = max(tier_sizes(engine).tokens.values())
+    paths = pick_paths(_trace(engine, documents, expected), budget, PrefillCostModel.default(), system_tokens=32)
+    named = {document.doc_id: document for document in documents}
+    engine.bind_prompt(_LAYOUT)
+    engine.warm_paths(([named[i] for i in path.doc_ids], path.expected_uses if is_seeded else 0) for path in paths)
+    return paths
 
 
 def _documents(corpus: Path) -> list[Document]:
