@@ -153,6 +153,16 @@ def test_a_request_that_only_stores_reuses_nothing_and_has_its_new_chunks_captur
     assert bench.scheduling.library.stored().keys() == {_KEYS["a"], _KEYS["b"]}
 
 
+def test_chunks_that_a_forecast_has_stored_are_kept_with_the_uses_that_are_expected() -> None:
+    bench = Bench(num_disk_pages=64)
+    tokens = bench.arrive("forecast", "ab", replace(_HALF, reuses=False, expected_uses=9))
+    assert bench.scheduling.offer("forecast", 0) == 0
+    bench.scheduling.compute("forecast", 0)
+    bench.step(forecast=(0, len(tokens)))
+    written = [each for each in bench.step().commands if isinstance(each, WriteChunk)]
+    assert [each.frequency for each in written] == [9.0, 9.0]
+
+
 def test_a_chunk_is_captured_once_a_chunked_prefill_has_reached_its_end() -> None:
     bench = Bench()
     tokens = bench.arrive("r", "ab")
