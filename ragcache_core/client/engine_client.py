@@ -135,7 +135,7 @@ class EngineClient:
             self._cache_stats,
         )
         self._warming = WarmingClient(
-            self.integration.speculation, load, self._cached_prefixes, self._http, self.base_url
+            self.integration.speculation, load, self._cached_prefixes, self._prefetching, self._http, self.base_url
         )
 
     def _close_connections(self) -> None:

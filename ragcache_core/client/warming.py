@@ -12,6 +12,7 @@ import httpx
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.prefetching import PrefetchRoute
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.client.speculation.engine_load import LoadRoute
@@ -32,7 +33,7 @@ class WarmingReceipt:
 
     Attributes:
         num_warmed: paths that were prefilled.
-        num_cached: paths that were there already.
+        num_cached: paths that were there already; what lay on disk alone of them is being read into host memory.
         num_left_out: paths that are too long for the context window, or too short to be worth a request.
         num_tokens: of KV that was prefilled: of each path those of its last document.
         took_s: seconds.
@@ -58,12 +59,19 @@ class WarmingClient:
     """Warms one engine. Used by one thread at a time."""
 
     def __init__(
-        self, speculation: SpeculationClient, load: LoadRoute, cached: CachedPrefixes, http: httpx.Client, base_url: str
+        self,
+        speculation: SpeculationClient,
+        load: LoadRoute,
+        cached: CachedPrefixes,
+        prefetching: PrefetchRoute,
+        http: httpx.Client,
+        base_url: str,
     ) -> None:
         """``base_url`` ends in ``/v1``; the clients stay their owner's."""
         self._speculation = speculation
         self._load = load
         self._cached = cached
+        self._prefetching = prefetching
         self._http = http
         self._url = base_url
 
@@ -85,6 +93,7 @@ class WarmingClient:
             page = self._http.get(f"{self._url.removesuffix('/v1')}/metrics").raise_for_status().text
         block_size, _ = kv_memory(page)
         self._cached.refresh(_MIRROR_S)
+        has_disk = any(tier.name == "disk" and tier.is_enabled for tier in stats.tiers)
         began_s, receipt = time.monotonic(), WarmingReceipt()
         for documents, expected_uses in paths:
             prompt = bound.prefix(documents, documents)
@@ -92,6 +101,8 @@ class WarmingClient:
             if prompt is None or last is None:
                 receipt = replace(receipt, num_left_out=receipt.num_left_out + 1)
             elif self._is_cached(prompt, last, block_size, anywhere=stats.chunks is not None):
+                if has_disk:
+                    self._prefetching.prefetch(prompt.token_ids)
                 receipt = replace(receipt, num_cached=receipt.num_cached + 1)
             else:
                 try:

@@ -121,6 +121,12 @@ def test_what_is_cached_already_is_passed_over(server: ScriptedServer, store: Pa
     assert "warmed 2 paths" in result.stdout
     assert "2 were cached already" in result.stdout
     assert sorted(sent(server)) == [(["mel.txt", "zor.txt"], 250), (["zor.txt"], 250)]
+    assert server.prefetched == [], "it has no disk that works"
+    assert server.cache is not None
+    disk = {**server.cache["tiers"][2], "is_enabled": True}
+    server.cache = {**server.cache, "tiers": [*server.cache["tiers"][:2], disk]}
+    assert "2 were cached already" in warm(server, "--store", store, "--trace", trace).stdout
+    assert len(server.prefetched) == 2, "what of it is on disk alone is read into host memory"
 
 
 def _prefix(seen: Seen) -> bytes:
