@@ -18,7 +18,7 @@ from tests.benchmarks.tiers.mixed import measure_mixed
 from tests.benchmarks.tiers.policies import LOSS_ALLOWED, measure_policies
 from tests.benchmarks.tiers.store import measure_index, measure_killpoints
 from tests.benchmarks.tiers.tree import measure_decisions
-from tests.benchmarks.tiers.warming import measure_seeds, measure_warming
+from tests.benchmarks.tiers.warming import measure_forecast, measure_seeds, measure_warming
 
 GOALS: dict[str, Goal] = {
     "exact_requests": Goal(">=", 500),
@@ -67,6 +67,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "disk-ttft": measure_disk_ttft,
     "warm": measure_warming,
     "warm-seeds": measure_seeds,
+    "warm-forecast": measure_forecast,
     "idle": measure_idle,
     "idle-30m": measure_idle_large,
 }

@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -20,8 +21,11 @@ from ragcache_core.client.profiling import tier_sizes
 from ragcache_core.config import CacheConfig
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.prompt import PromptLayout
+from ragcache_core.sim.options import SimulationOptions
+from ragcache_core.sim.testbeds import load_testbed
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
-from ragcache_core.sim.warming import WarmPath, pick_paths
+from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
+from ragcache_core.sim.warming import NUM_FIRST, WarmPath, forecast, pick_paths
 from ragcache_core.types import Document
 from tests.benchmarks.engines import BLOCK_SIZE, block_bytes, launch
 from tests.benchmarks.report import Figure, Part, Plan, percentiles_ms
@@ -57,6 +61,31 @@ def measure_seeds(plan: Plan) -> Part:
         Figure("seeded_cached_share", _cached_share(warmed), _cached_share(unseeded), note="of the prompts' tokens"),
     )
     return Part("none: that is what is measured", figures)
+
+
+def measure_forecast(plan: Plan) -> Part:
+    """Simulate the first 500 requests after a start, warmed by the 3,000 before; no engine is needed."""
+    figures = []
+    options = SimulationOptions(max_batch=8)
+    cost = load_testbed(options.cost_model).cost
+    for name in ("mmlu", "nq-small", "drift"):
+        plan.report(f"warm-forecast: {name}")
+        num_learned = plan.sized(3_000, 60)
+        requests = list(make_trace(WORKLOADS[name], num_learned + NUM_FIRST, seed=plan.seed))
+        learned, asked = Trace.from_requests(requests[:num_learned]), requests[num_learned:]
+        first = Trace.from_requests(replace(each, arrival_s=each.arrival_s - asked[0].arrival_s) for each in asked)
+        paths = pick_paths(learned, max(options.gpu_tokens, options.host_tokens), cost)
+        told = forecast(first, options, paths)
+        unseeded = forecast(first, options, [replace(path, expected_uses=1) for path in paths])
+        key = f"forecast_{name.replace('-', '_')}"
+        share, cold_share = round(told.warm.cached_share, 3), round(told.cold.cached_share, 3)
+        note = f"{len(paths)} paths; {unseeded.warm.cached_share:.3f} with one expected use each"
+        ttft_ms, cold_ms = (round(1000 * start.mean_ttft_s, 1) for start in (told.warm, told.cold))
+        figures += [
+            Figure(f"{key}_cached_share", share, cold_share, note=note),
+            Figure(f"{key}_ttft_ms", ttft_ms, cold_ms),
+        ]
+    return Part("none", tuple(figures))
 
 
 def _side_by_side(plan: Plan, *starts: str) -> tuple[list[Generation], list[Generation], str]:

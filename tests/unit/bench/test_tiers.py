@@ -16,7 +16,7 @@ from tests.benchmarks.tiers.exactness import mismatches
 from tests.benchmarks.tiers.hit_share import cached_share
 from tests.benchmarks.tiers.idle_overhead import LOADS, Start, geometric_mean, random_texts, unique_requests
 
-CHEAP = ("decisions", "index", "killpoints", "policies")
+CHEAP = ("decisions", "index", "killpoints", "policies", "warm-forecast")
 
 
 def run(path: Path, *parts: str) -> str:
@@ -112,7 +112,9 @@ def test_the_cheap_parts_write_every_figure_that_has_a_goal(tmp_path: Path) -> N
     output = run(path, *CHEAP[2:])
     report = json.loads(path.read_text())
     assert set(report["parts"]) == set(CHEAP)
-    needs_engine = {key for key in GOALS if key.startswith(("exact", "mixed", "cached", "disk_ttft", "idle", "swap"))}
+    needs_engine = {
+        key for key in GOALS if key.startswith(("exact", "mixed", "cached", "disk_ttft", "idle", "swap", "warm"))
+    }
     assert set(report["goals_not_measured"]) == needs_engine
     assert report["killpoints"] == 5
     assert report["killpoint_lost"] == report["killpoint_wrong"] == 0
