@@ -111,7 +111,8 @@ def _side_by_side(plan: Plan, *starts: str) -> tuple[list[Generation], list[Gene
             prompt = _LAYOUT.render(
                 engines[0].tokenizer, [documents[first], documents[second]], f"What does part {number} say?"
             )
-            for each, engine in zip(answers, engines, strict=True):
+            pairs = list(zip(answers, engines, strict=True))
+            for each, engine in pairs if number % 2 else reversed(pairs):  # who is second finds the first's worker spin
                 each.append(engine.generate(prompt, max_tokens=2))
     return answers[0], answers[1], f"{len(paths)} paths were warmed"
 
