@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 _LAYOUT = PromptLayout()
 _WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
-_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefgpqrstuvw"}
+_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefgpqrstuvwxyz"}
 _QUESTION = "Who founded Zorval?"
 _THIRD: dict[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}
 _NOTHING: dict[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
@@ -131,6 +131,16 @@ def test_a_deadline_has_documents_reused_that_exact_answers_have_stored(launched
     as_it_is, *_, reused = late["deadline"]["options"]
     assert (reused["alpha"], reused["quality"]) == (1.7, 0.98)
     assert reused["ttft_s"] < as_it_is["ttft_s"] == late["deadline"]["exact_ttft_s"]
+
+
+def test_single_documents_that_were_warmed_by_forecast_are_reused_behind_others(launched: Engine) -> None:
+    shown = launched.bind_prompt(_LAYOUT, is_default=False)
+    paths = [([_DOCUMENTS[name]], 50) for name in "xyz"]
+    assert launched.warm_paths(paths, prompt=shown).num_warmed == 3
+    assert launched.warm_paths(paths, prompt=shown).num_cached == 3
+    _, stats = _ask(launched, "zyx", _THIRD)
+    assert stats.chunk_reuse is not None
+    assert stats.chunk_reuse.num_chunks >= 2, "the first is cached as it stands"
 
 
 def _chunks(engine: Engine) -> Any:
