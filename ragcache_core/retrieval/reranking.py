@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragcache_core.errors import ConfigError
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 NUM_CANDIDATES = 20
@@ -19,16 +19,28 @@ Rerank = Callable[[Sequence[Document]], Awaitable[Sequence[Document]]]
 _logger = logging.getLogger(__name__)
 
 
-def check_num_candidates(num_candidates: object, k: int) -> None:
-    """Refuse a number of candidates that cannot be reranked to ``k``.
+def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting: str) -> int:
+    """Return how many documents to search for, so that ``k`` are left of them; ``None`` is :data:`NUM_CANDIDATES`.
+
+    ``setting`` names what reranks, if it is given.
 
     Raises:
-        ConfigError: it is no whole number, or below ``k``.
+        ConfigError: a number that is none, below ``k``, or given where nothing is reranked.
     """
+    if not is_reranked:
+        if num_candidates is None:
+            return k
+        raise ConfigError(
+            f"num_candidates is {quoted(num_candidates)}, and nothing reranks them: give {setting}, or leave it out"
+        )
+    if num_candidates is None:
+        return max(k, NUM_CANDIDATES)
     if isinstance(num_candidates, bool) or not isinstance(num_candidates, int) or num_candidates < k:
         raise ConfigError(
-            f"num_candidates is {num_candidates!r}: give a whole number of at least {k}, which are to be left of them"
+            f"num_candidates is {quoted(num_candidates)}: give a whole number of at least {k}, which are to be left "
+            "of them"
         )
+    return num_candidates
 
 
 class Reranking:

@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.generation import check_settings
+from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
@@ -100,6 +101,11 @@ class ChatRAGCache(BaseChatOpenAI):
     ) -> bool | Literal["store"] | dict[str, Any] | None:
         read_chunk_reuse(option)
         return option
+
+    @field_validator("deduplicate", mode="before")
+    @classmethod
+    def _check_deduplicate(cls, deduplicate: object) -> bool:
+        return check_deduplicate(deduplicate)
 
     @field_validator("ttft_slo", mode="before")
     @classmethod
@@ -300,7 +306,7 @@ class ChatRAGCache(BaseChatOpenAI):
         documents = [*to_core(kwargs.pop("documents", None) or ()), *_documents_of(messages)]
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
-        deduplicates = bool(kwargs.pop("deduplicate", self.deduplicate))
+        deduplicates = check_deduplicate(kwargs.pop("deduplicate", self.deduplicate))
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
         check_settings(payload.keys() - {"stream_usage"}, is_chat=True)  # which langchain-openai takes out
         plan = engine.integration.deadlines.plan_chat(

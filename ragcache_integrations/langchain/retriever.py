@@ -26,7 +26,7 @@ from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, check_num_candidates
+from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, num_candidates_of
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
@@ -79,7 +79,8 @@ class RAGCacheRetriever(BaseRetriever):
             returns something else than documents.
         ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter, a
             threshold or MMR for a source that is no store; something that cannot be a filter; a ``num_candidates``
-            below ``k``; a ``max_score_loss`` that is no share, or with canonical order, MMR or a compressor.
+            below ``k``, or without a compressor; a ``max_score_loss`` that is no share, or with canonical order,
+            MMR or a compressor.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -102,8 +103,8 @@ class RAGCacheRetriever(BaseRetriever):
     compressor: BaseDocumentCompressor | None = None
     """A reranker, or whatever makes ``k`` documents of the ``num_candidates`` nearest ones. It may run more than once
     at a time."""
-    num_candidates: int = Field(default=NUM_CANDIDATES, ge=1)
-    """How many documents the compressor is given."""
+    num_candidates: int | None = None
+    """How many documents the compressor is given, by default 20."""
     stages: int | Sequence[float] | None = None
     """Number of stages of a store's search, or increasing shares of the work that end in 1. By default by its size."""
     document_order: DocumentOrder = "retrieval"
@@ -124,8 +125,8 @@ class RAGCacheRetriever(BaseRetriever):
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)
         self._reranking = Reranking(f"the compressor {type(self.compressor).__name__}")
-        if self.compressor is not None:
-            check_num_candidates(self.num_candidates, self.k)
+        is_reranked = self.compressor is not None
+        num_candidates_of(self.num_candidates, self.k, is_reranked, "compressor=")
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
@@ -197,7 +198,7 @@ class RAGCacheRetriever(BaseRetriever):
         is_reranked = self.compressor is not None and k > 0
         num_wanted = k
         if is_reranked:
-            num_wanted = max(k, self.num_candidates)
+            num_wanted = max(k, self.num_candidates or NUM_CANDIDATES)
         elif self.max_score_loss is not None and engine is not None:
             num_wanted = k * CANDIDATES_PER_DOCUMENT
         updates = self._updates(query, {**settings, "k": num_wanted})

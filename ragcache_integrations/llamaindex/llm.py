@@ -32,6 +32,7 @@ from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyp
 from ragcache_core.answers import AnswerCache
 from ragcache_core.client import Engine, RequestPlan, translate_errors
 from ragcache_core.client.generation import check_settings
+from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import DocumentHint
 from ragcache_core.client.speculation.speculation import Speculation
@@ -92,8 +93,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     rules it out). ``additional_kwargs["ragcache"]["deadline"]`` and :class:`CacheStatsEvent` say what was chosen.
 
     Raises:
-        ConfigError: neither an engine nor an address, or both; ``chunk_reuse`` or ``ttft_slo`` is not what it may be;
-            an argument, here or of a call, that there is not.
+        ConfigError: neither an engine nor an address, or both; ``chunk_reuse``, ``ttft_slo`` or ``deduplicate`` is not
+            what it may be; an argument, here or of a call, that there is not.
         EngineError: the server at that address cannot be used.
     """
 
@@ -141,6 +142,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
                 f"additional_kwargs={{'extra_body': {{...}}}}"
             )
         read_chunk_reuse(kwargs.get("chunk_reuse"))
+        check_deduplicate(kwargs.get("deduplicate", False))
         if kwargs.get("ttft_slo") is not None:
             check_ttft_slo(kwargs["ttft_slo"])
         own_tokenizer = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
@@ -307,7 +309,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
     def _plan(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> MeasuredRequest:
         kwargs = dict(kwargs)
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
-        deduplicates = bool(kwargs.pop("deduplicate", self.deduplicate))
+        deduplicates = check_deduplicate(kwargs.pop("deduplicate", self.deduplicate))
         ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
         check_settings(self._get_model_kwargs(**kwargs), is_chat=True)
         own_body = self._own_body(kwargs)
@@ -324,6 +326,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
 
     def _plan_text(self, kwargs: Mapping[str, Any]) -> MeasuredRequest:
         own_body = self._own_body(kwargs)
+        check_deduplicate(kwargs.get("deduplicate", self.deduplicate))
         ttft_slo = kwargs.get("ttft_slo", self.ttft_slo)
         deadline = None if ttft_slo is None else unplanned(check_ttft_slo(ttft_slo), _NOT_CHAT)
         kwargs = {name: value for name, value in kwargs.items() if name not in _OURS}  # no documents are known here

@@ -36,7 +36,7 @@ from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
-from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, check_num_candidates
+from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
 from ragcache_core.retrieval.threads import in_thread, run_blocking
@@ -82,7 +82,7 @@ class RAGCacheRetriever(BaseRetriever):
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
         node_postprocessors: a reranker, or others that choose and change nodes; they may run more than once at a time.
-        num_candidates: how many nodes they are given.
+        num_candidates: how many nodes they are given, by default 20.
         stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
             its time. A source of stages has its own.
         embed_model: the model that embedded the nodes.
@@ -101,8 +101,8 @@ class RAGCacheRetriever(BaseRetriever):
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
             ``store`` is nothing that can be searched in stages, or an ``embed_model``, ``filters`` or ``mmr`` are given
             for one that takes none, or ``stages`` for one that has its own; a ``num_candidates`` below
-            ``similarity_top_k``; a ``max_score_loss`` that is no share, or with canonical order, MMR or
-            post-processors; an argument that there is not.
+            ``similarity_top_k``, or without post-processors; a ``max_score_loss`` that is no share, or with
+            canonical order, MMR or post-processors; an argument that there is not.
         SearchError: a filter on a field that no node has, or on a value of another kind than it has; a post-processor
             returns something else than nodes.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
@@ -115,7 +115,7 @@ class RAGCacheRetriever(BaseRetriever):
         *,
         similarity_top_k: int = 2,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
-        num_candidates: int = NUM_CANDIDATES,
+        num_candidates: int | None = None,
         stages: int | Sequence[float] | None = None,
         embed_model: BaseEmbedding | None = None,
         filters: MetadataFilters | None = None,
@@ -153,10 +153,9 @@ class RAGCacheRetriever(BaseRetriever):
         self._engine = engine
         self._similarity_top_k = similarity_top_k
         self._postprocessors = tuple(node_postprocessors)
-        self._num_candidates = similarity_top_k
-        if self._postprocessors:
-            check_num_candidates(num_candidates, similarity_top_k)
-            self._num_candidates = num_candidates
+        self._num_candidates = num_candidates_of(
+            num_candidates, similarity_top_k, bool(self._postprocessors), "node_postprocessors="
+        )
         self._reranking = Reranking("the last of " + ", ".join(type(p).__name__ for p in self._postprocessors))
         self._stages = stages
         self._embed_model = embed_model

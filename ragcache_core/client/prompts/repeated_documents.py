@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.prompt import ChatMessage, locate_documents
 from ragcache_core.types import DocId
 
 _NUM_WORDS: Final = 8
 _LEAST_TIMES: Final = 2
 """A document that is not so many times as long as the reference to it is shown again."""
+
+
+def check_deduplicate(deduplicate: object) -> bool:
+    """Return whether documents are to be referred to.
+
+    Raises:
+        ConfigError: it is neither true nor false; ``"no"`` would count as true.
+    """
+    if isinstance(deduplicate, bool):
+        return deduplicate
+    raise ConfigError(f"deduplicate is {quoted(deduplicate, 40)}: give True or False")
 
 
 def without_repeats(

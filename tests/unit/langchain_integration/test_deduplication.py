@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMe
 
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.repeated_documents import reference_to
+from ragcache_core.errors import ConfigError
 from ragcache_integrations.langchain import ChatRAGCache
 from tests.support.scripted_server import ScriptedServer
 from tests.unit.langchain_integration.ways import answered, each_way
@@ -63,3 +64,10 @@ def test_langchains_cache_tells_the_two_apart(engine: Engine, server: ScriptedSe
     for option in (deduplicate, not deduplicate, deduplicate):
         ChatRAGCache(engine=engine, deduplicate=option, cache=cache, streaming=False).invoke(TOLD)
     assert len(server.requests) == 2
+
+
+def test_what_is_neither_true_nor_false_is_refused_by_model_and_call(engine: Engine, llm: ChatRAGCache) -> None:
+    with pytest.raises(ValueError, match="deduplicate is 'no': give True or False"):
+        ChatRAGCache(engine=engine, deduplicate="no")
+    with pytest.raises(ConfigError, match="deduplicate is 'no': give True or False"):
+        llm.invoke(TOLD, deduplicate="no")

@@ -181,6 +181,8 @@ def test_an_error_of_the_reranker_is_the_callers_and_a_hang_is_timed_out(make: A
 def test_fewer_candidates_than_documents_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="num_candidates is 2: give a whole number of at least 5"):
         RAGCacheRetriever(store=ScriptedSource(()), k=5, num_candidates=2, compressor=Reranker(choose=named("moon")))
+    with pytest.raises(ValueError, match="num_candidates is 9, and nothing reranks them: give compressor=, or leave"):
+        RAGCacheRetriever(store=ScriptedSource(()), num_candidates=9)
     retriever = make(named("moon"))
     assert retriever.invoke(QUESTION, k=0) == []
     retriever.invoke(QUESTION, k=9)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from llama_index.core.llms import ChatMessage
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.repeated_documents import reference_to
+from ragcache_core.errors import ConfigError
 from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.support.scripted_server import ScriptedServer
 
@@ -37,3 +39,11 @@ def test_an_llm_and_a_call_refer_to_what_was_shown(scripted: Engine, server: Scr
     RAGCacheLLM(scripted, max_tokens=20, deduplicate=True).chat(TOLD, deduplicate=False)
     assert last(server) == TOLD[-1].content
     assert "deduplicate" not in server.requests[-1].body
+
+
+def test_what_is_neither_true_nor_false_is_refused_by_the_llm_and_by_a_call(scripted: Engine) -> None:
+    with pytest.raises(ConfigError, match="deduplicate is 'no': give True or False"):
+        RAGCacheLLM(scripted, deduplicate="no")
+    for ask in (lambda llm: llm.chat(TOLD, deduplicate=1), lambda llm: llm.complete("?", deduplicate=1)):
+        with pytest.raises(ConfigError, match="deduplicate is 1: give True or False"):
+            ask(RAGCacheLLM(scripted))

@@ -147,3 +147,5 @@ def test_a_reranker_that_hangs_is_timed_out_and_one_that_fails_is_told(make: Any
 def test_fewer_candidates_than_nodes_are_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match="num_candidates is 1: give a whole number of at least 2"):
         make(named("moon"), num_candidates=1)
+    with pytest.raises(ConfigError, match="num_candidates is 9, and nothing reranks them: give node_postprocessors="):
+        RAGCacheRetriever(ScriptedSource(()), num_candidates=9)
