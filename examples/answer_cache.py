@@ -1,7 +1,8 @@
 """A semantic cache of answers: what was asked before, in nearly the same words, asks no engine.
 
 Each question is asked, then once more of the engine, which has its documents cached, then in small letters of the cache
-of answers. A document that is forgotten takes its answers with it. Run it with ``python -m examples.answer_cache``.
+of answers. A document that the engine forgets takes its answers with it. Run it with
+``python -m examples.answer_cache``.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 note = "kept" if stats.summary().num_kept_answers else note
                 request = stats.runs[0][1] if stats.runs else RequestStats(0, 0, 0, None, 0.0)
                 rows.append(Row.of(asked, note, answer.text, request))
-        forgotten = answers.forget(["nalna.md"])
+        num_answers = len(answers)
+        engine.forget(["nalna.md"])
         if not options.as_json:
             print(", ".join(f"{note}: {median(ms):.0f} ms" for note, ms in took_ms.items()))
-            print(f"answers that stood on nalna.md: {forgotten}; {len(answers)} are left\n")
+            print(f"answers that stood on nalna.md: {num_answers - len(answers)}; {len(answers)} are left\n")
     show(rows, options)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -23,8 +24,20 @@ _RECEIPT = TypeAdapter(ForgetReceipt)
 _REFUSALS = (400, 404, 405, 409, 413)
 
 
+class StandsOnDocuments(Protocol):
+    """What is kept here of documents, beside the engine's KV: a cache of answers."""
+
+    def forget(self, doc_ids: list[DocId]) -> object:
+        """Drop what stands on these documents."""
+        ...
+
+
 class DocumentRoutes:
-    """Asks one server. May be used by any thread and any event loop."""
+    """Asks one server. May be used by any thread and any event loop.
+
+    Attributes:
+        answer_caches: of the models that ask this engine here; they forget first, whatever the engine answers.
+    """
 
     def __init__(self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient) -> None:
         """``base_url`` ends in ``/v1``; the clients stay their owner's."""
@@ -32,11 +45,12 @@ class DocumentRoutes:
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._http = http
         self._http_async = http_async
+        self.answer_caches: WeakSet[StandsOnDocuments] = WeakSet()
 
     def forget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
         """Do what :meth:`EngineClient.forget <ragcache_core.client.engine_client.EngineClient.forget>` says."""
         receipts = []
-        for body in _bodies(doc_ids, wait_s):
+        for body in self._begun(doc_ids, wait_s):
             with translate_errors():
                 answer = self._http.post(f"{self._url}/forget", json=body, **self._how(wait_s))
                 receipts.append(_receipt(answer))
@@ -45,17 +59,23 @@ class DocumentRoutes:
     async def aforget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
         """Do :meth:`forget` without blocking the event loop."""
         receipts = []
-        for body in _bodies(doc_ids, wait_s):
+        for body in self._begun(doc_ids, wait_s):
             with translate_errors():
                 answer = await self._http_async.post(f"{self._url}/forget", json=body, **self._how(wait_s))
                 receipts.append(_receipt(answer))
         return reduce(ForgetReceipt.plus, receipts, ForgetReceipt())
 
+    def _begun(self, doc_ids: Iterable[DocId], wait_s: float) -> list[dict[str, Any]]:
+        bodies = list(_bodies(doc_ids, wait_s))
+        for answers in list(self.answer_caches):
+            answers.forget([doc_id for body in bodies for doc_id in body["ids"]])
+        return bodies
+
     def _how(self, wait_s: float) -> dict[str, Any]:
         return {"headers": self._headers, "timeout": httpx.Timeout(wait_s + _BESIDES_S, connect=_CONNECT_S)}
 
 
-def _bodies(doc_ids: Iterable[DocId], wait_s: float) -> Iterator[dict[str, object]]:
+def _bodies(doc_ids: Iterable[DocId], wait_s: float) -> Iterator[dict[str, Any]]:
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
         raise ConfigError(f"wait_s is {wait_s!r:.80}: give 0 to {_MAX_WAIT_S:g} seconds")
     if isinstance(doc_ids, str):

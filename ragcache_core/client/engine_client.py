@@ -7,13 +7,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import httpx
 import openai
 
 from ragcache_core.client.deadline.client import DeadlineClient
 from ragcache_core.client.deadline.routes import DeadlineRoutes
-from ragcache_core.client.documents import DocumentRoutes
+from ragcache_core.client.documents import DocumentRoutes, StandsOnDocuments
 from ragcache_core.client.generation import (
     AnswerReader,
     Generation,
@@ -63,6 +64,7 @@ class Integration:
     ordering: OrderingClient
     deadlines: DeadlineClient
     stats: CacheStatsRoutes
+    answer_caches: WeakSet[StandsOnDocuments]
 
 
 class EngineClient:
@@ -133,6 +135,7 @@ class EngineClient:
             OrderingClient(self._cached_prefixes, reordered),
             DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
             self._cache_stats,
+            self._documents.answer_caches,
         )
         self._warming = WarmingClient(
             self.integration.speculation, load, self._cached_prefixes, self._prefetching, self._http, self.base_url
@@ -247,7 +250,8 @@ class EngineClient:
         No request finds it from the moment on at which this returns, and no file of the cache holds a byte of it once
         the receipt ``is_complete``. Requests that are being answered keep theirs until they end. Documents are known by
         the ids with which they were asked about, here or by another client; an id that is not is reported as unknown.
-        Of a document that was asked about under several ids, each removes the KV.
+        Of a document that was asked about under several ids, each removes the KV. Caches of answers that models of this
+        engine use drop what stands on the documents.
 
         Args:
             doc_ids: of the documents.

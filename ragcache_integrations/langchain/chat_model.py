@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
@@ -130,6 +132,8 @@ class ChatRAGCache(BaseChatOpenAI):
             if not isinstance(settings["api_key"], str | SecretStr):
                 raise ConfigError("api_key is a function: pass the key itself, as a string or a SecretStr")
         super().__init__(engine=engine, **settings)
+        if engine is not None:
+            self._have_answers_forgotten(engine)
 
     @property
     def _llm_type(self) -> str:
@@ -307,6 +311,7 @@ class ChatRAGCache(BaseChatOpenAI):
         chunk_reuse = kwargs.pop("chunk_reuse", self.chunk_reuse)
         ttft_slo = kwargs.pop("ttft_slo", self.ttft_slo)
         deduplicates = check_deduplicate(kwargs.pop("deduplicate", self.deduplicate))
+        self._have_answers_forgotten(engine)
         payload = self._get_request_payload(messages, stop=stop, **kwargs)
         check_settings(payload.keys() - {"stream_usage"}, is_chat=True)  # which langchain-openai takes out
         plan = engine.integration.deadlines.plan_chat(
@@ -321,6 +326,15 @@ class ChatRAGCache(BaseChatOpenAI):
         if plan.extra_body:
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)
+
+    def _have_answers_forgotten(self, engine: Engine) -> None:
+        """Have a cache of answers of ours drop those that stand on documents which ``engine`` forgets."""
+        cache = get_llm_cache() if self.cache in (None, True) else self.cache
+        if isinstance(cache, BaseCache):
+            from ragcache_integrations.langchain.answers import SemanticAnswerCache
+
+            if isinstance(cache, SemanticAnswerCache):
+                engine.integration.answer_caches.add(cache)
 
     def _note_tool_calls(self, call: _Call, said: Sequence[BaseMessage]) -> None:
         """Tell the engine what an agent waits for."""

@@ -172,6 +172,8 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         )
         self._engine = engine
         self._owns_engine = owns_engine
+        if self.answer_cache is not None:
+            engine.integration.answer_caches.add(self.answer_cache)
 
     @classmethod
     def class_name(cls) -> str:

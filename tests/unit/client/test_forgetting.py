@@ -109,3 +109,32 @@ def test_what_goes_wrong_is_said(server: Server, error: type[Exception], said: s
 
 def test_an_error_of_authorisation_is_one() -> None:
     assert issubclass(EngineAuthError, EngineError)
+
+
+class Answers:
+    """A cache of answers that notes what it dropped."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+
+    def forget(self, doc_ids: list[str]) -> None:
+        self.dropped += doc_ids
+
+
+def test_caches_of_answers_forget_as_well_whatever_the_engine_says() -> None:
+    answers = Answers()
+    for server in (Server(), Server(error=httpx.ConnectError("gone"))):
+        server.routes.answer_caches.add(answers)
+    Server().routes.forget(["other"], 5)
+    with pytest.raises(EngineUnreachableError):
+        server.routes.forget(["a", "b", "a"], 5)
+    with pytest.raises(EngineUnreachableError):
+        asyncio.run(server.routes.aforget(["c"], 5))
+    assert answers.dropped == ["a", "b", "c"]
+
+
+def test_a_cache_of_answers_that_is_gone_is_not_kept() -> None:
+    routes, answers = Server().routes, Answers()
+    routes.answer_caches.add(answers)
+    del answers
+    assert not routes.answer_caches
