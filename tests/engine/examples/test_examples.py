@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from examples import changing_documents, deadline, demo, document_order, near_equals, speculative_rag, tiers
+from examples import (
+    changing_documents,
+    deadline,
+    demo,
+    document_order,
+    near_equals,
+    speculative_rag,
+    tiers,
+    token_chunks,
+)
 from examples._shared import demo_questions
 from ragcache_core.client import Engine
 from tests.conftest import ROOT
@@ -29,6 +39,7 @@ EXAMPLES = [
     "reranking",
     "speculative_rag",
     "tiers",
+    "token_chunks",
 ]
 HIDING = {
     "langchain_agent",
@@ -147,6 +158,16 @@ def test_a_document_that_changes_is_forgotten_and_its_new_version_is_cached_befo
     assert deleted["answer"] not in (cold["answer"], changed["answer"])
     changing_documents.main(["--url", engine.base_url])
     assert "nalna.md: 0 blocks left, all of it is gone" in capsys.readouterr().out
+
+
+def test_no_chunk_has_more_tokens_than_were_asked_for_as_the_engine_counts_them(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token_chunks.main(["--url", engine.base_url])
+    said = re.search(r"(\d+) chunks of 5 pages, the longest of (\d+) tokens", capsys.readouterr().out)
+    assert said is not None
+    assert int(said[1]) > 5
+    assert token_chunks.CHUNK_TOKENS // 2 < int(said[2]) <= token_chunks.CHUNK_TOKENS
 
 
 def test_the_fused_pair_prints_what_happened_to_each_speculation(
