@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         as_source,
         lancedb_stages,
         one_stage,
+        pgvector_stages,
         qdrant_stages,
     )
     from ragcache_core.stats import (
@@ -127,6 +128,7 @@ else:
                 "as_source",
                 "lancedb_stages",
                 "one_stage",
+                "pgvector_stages",
                 "qdrant_stages",
             ),
             "ragcache_core.stats": (
@@ -230,6 +232,7 @@ __all__ = [
     "as_source",
     "lancedb_stages",
     "one_stage",
+    "pgvector_stages",
     "qdrant_stages",
     "request_stats_from_dict",
 ]

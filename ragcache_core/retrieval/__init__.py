@@ -6,6 +6,7 @@ from ragcache_core.retrieval.embedders.base import Embedder, PrecomputedEmbedder
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
 from ragcache_core.retrieval.remote.growing import GrowingEffort
 from ragcache_core.retrieval.remote.lancedb import lancedb_stages
+from ragcache_core.retrieval.remote.pgvector import pgvector_stages
 from ragcache_core.retrieval.remote.qdrant import qdrant_stages
 from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, one_stage
@@ -32,5 +33,6 @@ __all__ = [
     "as_source",
     "lancedb_stages",
     "one_stage",
+    "pgvector_stages",
     "qdrant_stages",
 ]

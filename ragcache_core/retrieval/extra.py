@@ -10,6 +10,7 @@ from ragcache_core.errors import ConfigError
 _NEEDED_BY = {
     "retrieval": "document stores and their search need",
     "qdrant": "stages of a Qdrant collection need",
+    "pgvector": "stages of a Postgres table need",
 }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import warnings
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,13 @@ from ragcache_core.retrieval import (
     as_source,
     lancedb_stages,
     one_stage,
+    pgvector_stages,
     qdrant_stages,
 )
 from ragcache_core.retrieval.base import IndexKind
+from ragcache_core.retrieval.remote.pgvector import PgvectorIndex
 from ragcache_core.types import Document, RetrievalUpdate
+from tests.support.postgres import pgvector_server
 
 DOCUMENTS = [Document(f"doc-{i}", f"Person{i} keeps the lighthouse of Town{i % 7}.") for i in range(300)]
 QUERY = "Who keeps the lighthouse of Town3?"
@@ -81,7 +84,29 @@ def lancedb(embedder: Embedder, folder: Path) -> StageSource:
     return lancedb_stages(table, embedder, efforts=(1, 20))
 
 
+@pytest.fixture(scope="module")
+def pgvector_address() -> Iterator[str]:
+    with pgvector_server() as address:
+        yield address
+
+
+def pgvector(embedder: Embedder, address: str, index: PgvectorIndex) -> StageSource:
+    import psycopg
+
+    rows = embedder.embed_documents([d.text for d in DOCUMENTS]).tolist()
+    with psycopg.connect(address) as connection, connection.cursor() as cursor:
+        cursor.execute("DROP TABLE IF EXISTS docs")
+        cursor.execute(f"CREATE TABLE docs (id text, text text, town jsonb, embedding vector({len(rows[0])}))")
+        table = [(d.doc_id, d.text, f'{{"town": {i % 7}}}', str(rows[i])) for i, d in enumerate(DOCUMENTS)]
+        cursor.executemany("INSERT INTO docs VALUES (%s, %s, %s, %s)", table)
+        lists = "WITH (lists = 10)" if index == "ivfflat" else ""
+        cursor.execute(f"CREATE INDEX ON docs USING {index} (embedding vector_cosine_ops) {lists}".encode())
+    efforts = (1, 10) if index == "ivfflat" else (4, 100, "exact")
+    return pgvector_stages(lambda: psycopg.connect(address), "docs", embedder, index=index, efforts=efforts)
+
+
 KINDS = ["flat", "ivf", "hnsw", "cut", "shards", "shards-cut", "other", "growing", "qdrant", "lancedb"]
+KINDS += ["pgvector-hnsw", "pgvector-ivfflat"]
 
 
 @pytest.fixture(params=KINDS)
@@ -94,6 +119,10 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StageSour
             stack.enter_context(store).add(documents)
             return store
 
+        def address() -> str:
+            started: str = request.getfixturevalue("pgvector_address")
+            return started
+
         kinds: dict[str, Callable[[], StageSource]] = {
             "cut": lambda: as_source(make("store", DOCUMENTS), stages=4),
             "shards": lambda: as_source(ShardedStore([make(f"{i}", DOCUMENTS[i::3]) for i in range(3)])),
@@ -102,6 +131,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StageSour
             "growing": lambda: as_source(growing(embedder)),
             "qdrant": lambda: as_source(qdrant(embedder, stack)),
             "lancedb": lambda: as_source(lancedb(embedder, tmp_path)),
+            "pgvector-hnsw": lambda: as_source(pgvector(embedder, address(), "hnsw")),
+            "pgvector-ivfflat": lambda: as_source(pgvector(embedder, address(), "ivfflat")),
         }
         yield kinds.get(request.param, lambda: as_source(make("store", DOCUMENTS, request.param)))()
 
@@ -184,6 +215,30 @@ def test_what_would_yield_no_stages_is_refused_with_its_cure() -> None:
         as_source(_WithoutYield())
     with pytest.raises(ConfigError, match="_Plain.search_staged is a plain generator, .* make it an async def"):
         as_source(_Plain())
+
+
+def test_pgvector_looks_at_as_much_as_it_is_asked_to_and_where_its_condition_holds(pgvector_address: str) -> None:
+    import psycopg
+
+    embedder = TfidfSvdEmbedder(16).fit([d.text for d in DOCUMENTS])
+    pgvector(embedder, pgvector_address, "ivfflat")
+
+    def found(**settings: Any) -> RetrievalUpdate:
+        with psycopg.connect(pgvector_address, autocommit=True) as connection:
+            connection.execute("SET enable_seqscan = off")  # so few rows are not worth an index to Postgres
+            source = pgvector_stages(lambda: nullcontext(connection), "public.docs", embedder, **settings)
+            updates = asyncio.run(_all(source.stages(QUERY, 60)))
+            assert connection.execute("SHOW ivfflat.probes").fetchone() == ("1",)
+        return updates[-1]
+
+    few, all_of_them = found(index="ivfflat", efforts=(1,)), found(efforts=("exact",))
+    assert len(few.documents) < 60 == len(all_of_them.documents)
+    assert found(index="ivfflat", efforts=(10,)).documents == all_of_them.documents
+    assert list(all_of_them.scores) == sorted(all_of_them.scores)
+    asked = {"where": "(town->>'town')::int = %(town)s", "params": {"town": 3}, "metadata_column": "town"}
+    of_town = found(efforts=("exact",), **asked)
+    assert {document.metadata["town"] for document in of_town.documents} == {3}
+    assert len(of_town.documents) == 43
 
 
 async def _all(updates: AsyncGenerator[RetrievalUpdate, None]) -> list[RetrievalUpdate]:

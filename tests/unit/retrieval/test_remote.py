@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ragcache_core.errors import ConfigError, SearchError
-from ragcache_core.retrieval import GrowingEffort, lancedb_stages, qdrant_stages
+from ragcache_core.retrieval import GrowingEffort, lancedb_stages, pgvector_stages, qdrant_stages
 from ragcache_core.types import Document, RetrievalUpdate
 
 
@@ -160,3 +160,28 @@ def test_qdrant_without_its_client_is_asked_for_by_name(monkeypatch: pytest.Monk
     monkeypatch.delitem(__import__("sys").modules, "qdrant_client.models", raising=False)
     with pytest.raises(ConfigError, match=r'qdrant_client is not installed, .* pip install "ragcache\[qdrant\]"'):
         qdrant_stages(object(), "docs", Letters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"efforts": (0,)}, "an effort is 0: give hnsw.ef_search of 1 to 1000, or 'exact'"),
+        ({"efforts": (10, 2000)}, "an effort is 2000: give hnsw.ef_search of 1 to 1000"),
+        ({"index": "ivfflat", "efforts": (True,)}, "an effort is True: give ivfflat.probes of 1 to 32768"),
+        ({"index": "flat"}, "index is 'flat' and metric 'cosine': give one of hnsw, ivfflat, and of l2, cosine, ip"),
+        ({"metric": "hamming"}, "index is 'hnsw' and metric 'hamming'"),
+        ({"params": {"k": 3}}, "params has k, which the search itself uses: name it otherwise"),
+        ({"efforts": ()}, "give at least one"),
+    ],
+)
+def test_what_pgvector_cannot_do_is_refused(settings: dict[str, Any], said: str) -> None:
+    pytest.importorskip("psycopg")
+    with pytest.raises(ConfigError, match=said):
+        pgvector_stages(lambda: None, "docs", Letters(), **settings)  # type: ignore[arg-type, return-value]
+
+
+def test_pgvector_without_its_driver_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
+    monkeypatch.delitem(__import__("sys").modules, "psycopg.sql", raising=False)
+    with pytest.raises(ConfigError, match=r'psycopg is not installed, .* pip install "ragcache\[pgvector\]"'):
+        pgvector_stages(lambda: None, "docs", Letters())  # type: ignore[arg-type, return-value]
