@@ -17,6 +17,7 @@ from ragcache_core.cli.commands.index import index
 from ragcache_core.cli.commands.profile import profile
 from ragcache_core.cli.commands.quality import quality
 from ragcache_core.cli.commands.serve import serve
+from ragcache_core.cli.commands.serve_store import serve_store
 from ragcache_core.cli.commands.simulate import simulate
 from ragcache_core.cli.commands.stats import stats
 from ragcache_core.cli.commands.store import store
@@ -39,20 +40,8 @@ def cli() -> None:
 
 
 for command in (
-    index,
-    ask,
-    store,
-    serve,
-    stats,
-    forget,
-    warm,
-    profile,
-    quality,
-    calibrate,
-    trace,
-    simulate,
-    advise,
-    bench,
+    *(index, ask, store, serve, serve_store, stats, forget, warm),
+    *(profile, quality, calibrate, trace, simulate, advise, bench),
 ):
     cli.add_command(command)
 

@@ -26,10 +26,7 @@ _LOOKED_INTO = {"contains", "any", "all"}
 _IN_TEXT = {"text_match", "text_match_insensitive"}
 _COMBINED = ("$and", "$or", "$not")
 _MAX_DEPTH = 64
-_MONGO = {
-    **{f"${name}": name for name in _OPERATORS if name not in _IN_TEXT | {"is_empty"}},
-    "$neq": "ne",
-}
+_MONGO = {**{f"${name}": name for name in _OPERATORS}, "$neq": "ne"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +155,9 @@ def parse_filter(given: Mapping[str, Any], *, depth: int = 0) -> Where:
     """Return the expression of a filter as LangChain's vector stores write it.
 
     ``{"town": "Aro", "year": {"$gte": 2020, "$lt": 2024}}``, with values or ``$eq $ne $gt $gte $lt $lte $in $nin
-    $contains $any $all``, a list for ``$in``, and ``{"$and": [...]}``, ``{"$or": [...]}``, ``{"$not": ...}``. Several
-    entries must all be met. ``depth`` is how many filters this one stands in.
+    $contains $any $all $text_match $text_match_insensitive $is_empty``, a list for ``$in``, and ``{"$and": [...]}``,
+    ``{"$or": [...]}``, ``{"$not": ...}``. Several entries must all be met. ``depth`` is how many filters this one
+    stands in.
 
     Raises:
         ConfigError: it is no filter, with what is wrong.
@@ -168,6 +166,25 @@ def parse_filter(given: Mapping[str, Any], *, depth: int = 0) -> Where:
         raise ConfigError(f"filter is {given!r:.80}: pass {{'field': value}}, or a function of the metadata")
     _check_depth(depth)
     return _joined([part for name, value in given.items() for part in _parsed(name, value, depth + 1)])
+
+
+def filter_as_mapping(where: Where) -> dict[str, Any]:
+    """Return an expression as :func:`parse_filter` reads it, of nothing but JSON.
+
+    Raises:
+        ConfigError: it names a field that begins with ``$``, which cannot be written so.
+    """
+    match where:
+        case FieldCondition(field, operator, value):
+            if field.startswith("$"):
+                raise ConfigError(f"filter {where}: a field that begins with $ cannot be sent: rename it")
+            return {field: {f"${operator}": list(value) if isinstance(value, tuple) else value}}
+        case Not(condition):
+            return {"$not": filter_as_mapping(condition)}
+        case AllOf(conditions):
+            return {"$and": [filter_as_mapping(part) for part in conditions]} if conditions else {}
+        case AnyOf(conditions):
+            return {"$or": [filter_as_mapping(part) for part in conditions]} if conditions else {"$not": {}}
 
 
 def _parsed(name: object, value: Any, depth: int) -> Iterator[Where]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class StoreReader:
         self._process = os.getpid()
         self._is_closed = False
         self._threads = SearchThreads(str(folder))
+        self._preparing: Future[object] | None = None
         self._publish(snapshot)
 
     def _publish(self, snapshot: Snapshot) -> None:
@@ -36,7 +38,12 @@ class StoreReader:
         prepare = getattr(snapshot.index, "prepare", None)
         if prepare is not None:
             with suppress(StoreError):  # no thread to be had: the first staged search prepares it
-                self._threads.submit(prepare)
+                self._preparing = self._threads.submit(prepare)
+
+    def wait_until_prepared(self) -> None:
+        """Return when a first staged search takes no longer than others: the steps of HNSW are compiled for seconds."""
+        if self._preparing is not None:
+            wait((self._preparing,))
 
     # Looking up
 
@@ -164,6 +171,14 @@ class StoreReader:
         async with aclosing(threads.updates(snapshot, question, wanted, stages)) as updates:
             async for update in updates:
                 yield update
+
+    def check_k(self, k: int) -> None:
+        """Raise unless ``k`` documents can be asked for.
+
+        Raises:
+            SearchError, EmptyStoreError, TooFewDocumentsError
+        """
+        self.begin_search()[0].index_for(k)
 
     def begin_search(self) -> tuple[Snapshot, SearchThreads]:
         """Return the state that a search beginning now keeps until it ends, and the threads that run it.

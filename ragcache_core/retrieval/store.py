@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,9 +46,17 @@ class DocumentStore(StoreReader):
     A search keeps the state it began with. Every change copies the index in memory, so add in batches, not one by one.
     """
 
-    def __init__(self, folder: Path, snapshot: Snapshot, writer: Writer | None, lock: filelock.BaseFileLock | None):
+    def __init__(
+        self,
+        folder: Path,
+        snapshot: Snapshot,
+        writer: Writer | None,
+        lock: filelock.BaseFileLock | None,
+        load: Callable[[], Snapshot] | None = None,
+    ):
         """Use :meth:`create` or :meth:`open`."""
         super().__init__(folder, snapshot)
+        self._load = load
         self._writer = writer
         self._lock = lock
         self._changing = threading.RLock()
@@ -120,8 +129,9 @@ class DocumentStore(StoreReader):
         """Open a store. Every file is checked against the SHA-256 in its manifest before it is read.
 
         The built-in embedder comes with the store; any other has to be passed again. A ``read_only`` store needs no
-        lock and stays at the state it was opened in. ``rebuild_index`` makes the index anew from the stored vectors and
-        does not read its file. Hashes tell damage, not malice: open a stranger's store with ``rebuild_index``.
+        lock and stays at the state it was opened in, until :meth:`refresh`. ``rebuild_index`` makes the index anew from
+        the stored vectors and does not read its file. Hashes tell damage, not malice: open a stranger's store with
+        ``rebuild_index``.
 
         Raises:
             StoreError: there is none, it is damaged, of another version, or open elsewhere (each has a subclass).
@@ -130,14 +140,18 @@ class DocumentStore(StoreReader):
         extra_module("faiss")
         folder = Path(path).absolute()  # the process may change its working directory
         given = None if embedder is None else as_embedder(embedder)
+
+        def load() -> Snapshot:
+            return load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)
+
         if read_only:
-            snapshot = load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)
+            snapshot = load()
             _warn_of_wordless(folder, snapshot)
-            return cls(folder, snapshot, None, None)
+            return cls(folder, snapshot, None, None, load)
         read_manifest(folder)  # for its error, before there is a lock where no store is
         lock = lock_folder(folder)
         try:
-            snapshot = load_snapshot(folder, lambda found: match_embedder(folder, found, given), rebuild_index)
+            snapshot = load()
             _warn_of_wordless(folder, snapshot)
             writer = Writer(folder)
             return cls(folder, writer.adopt(snapshot), writer, lock)
@@ -168,6 +182,26 @@ class DocumentStore(StoreReader):
                     "another folder"
                 )
         return store
+
+    def refresh(self) -> bool:
+        """Take up what others have made of the store since it was opened ``read_only``; return whether there was news.
+
+        Searches that run keep the state they began with. Where the folder holds another store now, it is that one. A
+        store that is open to be changed is always up to date.
+
+        Raises:
+            StoreNotFoundError, StoreCorruptError, StoreVersionError, EmbedderMismatchError, StoreError: what is there
+                now cannot be read; the state is still the one before.
+        """
+        self._check_open()
+        if self._load is None:
+            return False
+        with self._changing:
+            there = read_manifest(self._folder)
+            if there == replace(self._snapshot.manifest, index=there.index):  # the index may only have been saved
+                return False
+            self._publish(self._load())
+            return True
 
     def close(self) -> None:
         """Finish running searches, save the index and let others write. May be called twice.

@@ -24,11 +24,11 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DocumentOrder
-from ragcache_core.retrieval import MMR, DocumentStore
+from ragcache_core.retrieval import MMR
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import NUM_CANDIDATES, Reranking, num_candidates_of
-from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, near_enough, nothing_found
+from ragcache_core.retrieval.stores import AnyStore
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
@@ -85,8 +85,8 @@ class RAGCacheRetriever(BaseRetriever):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    store: StagedFAISS | DocumentStore | ShardedStore | StageSource = Field(exclude=True, repr=False)
-    """What is searched: a store, shards of one, or any other source of stages."""
+    store: StagedFAISS | AnyStore | StageSource = Field(exclude=True, repr=False)
+    """What is searched: a store, shards of one, one that is served elsewhere, or any other source of stages."""
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
     prompt: BoundPrompt | None = Field(default=None, exclude=True, repr=False)
     """The prompt that shows the documents; by default the one that the engine knows."""
@@ -269,7 +269,7 @@ class RAGCacheRetriever(BaseRetriever):
     def _updates(self, query: str, settings: Mapping[str, Any]) -> AsyncGenerator[RetrievalUpdate, None]:
         store = self.store.store if isinstance(self.store, StagedFAISS) else self.store
         where = as_where(settings["filter"])
-        if not isinstance(store, DocumentStore | ShardedStore):
+        if not isinstance(store, AnyStore):
             asked = "a filter" if where is not None else f"search_type={self.search_type!r}"
             if where is not None or self.search_type != "similarity":
                 raise ConfigError(

@@ -20,7 +20,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, LangChainEmbedder, RemoteStore
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.filters import Where, parse_filter
 from ragcache_core.types import Document, RetrievalUpdate
@@ -46,8 +46,8 @@ class StagedFAISS(VectorStore):
     know is refused: a misspelt ``filter`` would find everybody's documents.
     """
 
-    def __init__(self, store: DocumentStore) -> None:
-        """Wrap a store of the core; who opened it closes it, or :meth:`close` does."""
+    def __init__(self, store: DocumentStore | RemoteStore) -> None:
+        """Wrap a store of the core, which may be served elsewhere; who opened it closes it, or :meth:`close` does."""
         self.store = store
         self._changing = threading.Lock()
         self._discard_folder: Callable[[], object] | None = None
@@ -65,11 +65,12 @@ class StagedFAISS(VectorStore):
             return cls(DocumentStore.create(path, embedder=embedding, **index))
         folder = Path(tempfile.mkdtemp(prefix="ragcache-store-"))
         try:
-            made = cls(DocumentStore.create(folder, embedder=embedding, **index))
+            store = DocumentStore.create(folder, embedder=embedding, **index)
         except BaseException:
             shutil.rmtree(folder)
             raise
-        made._discard_folder = weakref.finalize(made, _discard, made.store, folder)
+        made = cls(store)
+        made._discard_folder = weakref.finalize(made, _discard, store, folder)
         return made
 
     @classmethod

@@ -34,11 +34,11 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
-from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval import MMR, PrecomputedEmbedder
 from ragcache_core.retrieval.base import Metric
 from ragcache_core.retrieval.reranking import Reranking, num_candidates_of
-from ragcache_core.retrieval.shards import ShardedStore
 from ragcache_core.retrieval.sources import StageSource, as_source, nothing_found
+from ragcache_core.retrieval.stores import AnyStore, place_of
 from ragcache_core.retrieval.threads import in_thread, run_blocking
 from ragcache_core.speculation import SettlingHistory
 from ragcache_core.swaps import CANDIDATES_PER_DOCUMENT, check_max_score_loss
@@ -110,7 +110,7 @@ class RAGCacheRetriever(BaseRetriever):
 
     def __init__(
         self,
-        store: DocumentStore | StagedFAISSVectorStore | ShardedStore | StageSource,
+        store: AnyStore | StagedFAISSVectorStore | StageSource,
         engine: Engine | None = None,
         *,
         similarity_top_k: int = 2,
@@ -144,10 +144,10 @@ class RAGCacheRetriever(BaseRetriever):
         super().__init__(callback_manager=callback_manager, **kwargs)
         self._store = store.client if isinstance(store, StagedFAISSVectorStore) else store
         self._source = as_source(self._store, stages=stages)
-        if embed_model is not None and not isinstance(self._store, DocumentStore | ShardedStore):
+        if embed_model is not None and not isinstance(self._store, AnyStore):
             raise ConfigError(f"{store!r:.80} is searched by text: leave embed_model out")
         self._where, self._mmr = where_of(filters), mmr
-        if (filters is not None or mmr is not None) and not isinstance(self._store, DocumentStore | ShardedStore):
+        if (filters is not None or mmr is not None) and not isinstance(self._store, AnyStore):
             given = "mmr is" if filters is None else "filters are"
             raise ConfigError(f"{given} given, but {store!r:.80} is no store: let stages() itself do it")
         self._engine = engine
@@ -267,7 +267,7 @@ class RAGCacheRetriever(BaseRetriever):
         self, query: QueryBundle, embed: Callable[[], Awaitable[list[float]]] | None, k: int
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         store = self._store
-        if not isinstance(store, DocumentStore | ShardedStore):
+        if not isinstance(store, AnyStore):
             return self._source.stages(query.query_str, k)
         if len(store) == 0:
             return nothing_found()
@@ -276,10 +276,9 @@ class RAGCacheRetriever(BaseRetriever):
         if embedding is not None:
             return store.search_vector_staged(embedding, k, stages=self._stages, where=where, mmr=self._mmr)
         if isinstance(store.embedder, PrecomputedEmbedder):
-            place = store.path if isinstance(store, DocumentStore) else "the shards"
             raise ConfigError(
-                f"{place} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever the "
-                "embed_model that did it"
+                f"{place_of(store)} cannot embed a query, the nodes were embedded elsewhere: give RAGCacheRetriever "
+                "the embed_model that did it"
             )
         return store.search_staged(query.query_str, k, stages=self._stages, where=where, mmr=self._mmr)
 

@@ -21,7 +21,7 @@ from llama_index.core.vector_stores.types import (
 
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.errors import ConfigError, SearchError, StoreNotFoundError
-from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
+from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder, RemoteStore
 from ragcache_core.retrieval.filters import Where, matches
 from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.llamaindex.filters import where_of
@@ -47,8 +47,8 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
     nothing to persist: the store is its folder. A query returns fewer nodes than asked for only where fewer match.
 
     Args:
-        store: a store that is open, which stays the caller's to close, or the folder of one, which is made where there
-            is none.
+        store: a store that is open, or is served elsewhere, which stays the caller's to close; or the folder of one,
+            which is made where there is none.
         embedder: the embedding model, for queries in text (see ``RAGCacheRetriever``) and nodes without embeddings.
             Not needed where LlamaIndex embeds.
         **options: of a new store: ``index``, ``metric``, ``nlist``, ... of ``DocumentStore.create``. Similarities are
@@ -60,16 +60,20 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
 
     stores_text: bool = True
 
-    _store: DocumentStore = PrivateAttr()
+    _store: DocumentStore | RemoteStore = PrivateAttr()
     _owns_store: bool = PrivateAttr()
     _changing: threading.Lock = PrivateAttr(default_factory=threading.Lock)
 
     def __init__(
-        self, store: DocumentStore | str | os.PathLike[str], *, embedder: object | None = None, **options: Any
+        self,
+        store: DocumentStore | RemoteStore | str | os.PathLike[str],
+        *,
+        embedder: object | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(stores_text=True)
-        self._owns_store = not isinstance(store, DocumentStore)
-        self._store = store if isinstance(store, DocumentStore) else _open(Path(store), embedder, options)
+        self._owns_store = not isinstance(store, DocumentStore | RemoteStore)
+        self._store = store if isinstance(store, DocumentStore | RemoteStore) else _open(Path(store), embedder, options)
         if not self._owns_store and (embedder is not None or options):
             raise ConfigError("embedder and options are for a new store: give the folder instead of an open store")
 
@@ -78,7 +82,7 @@ class StagedFAISSVectorStore(BasePydanticVectorStore):
         return "StagedFAISSVectorStore"
 
     @property
-    def client(self) -> DocumentStore:
+    def client(self) -> DocumentStore | RemoteStore:
         """The document store."""
         return self._store
 

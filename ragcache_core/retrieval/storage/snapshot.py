@@ -86,16 +86,9 @@ class Snapshot:
         Raises:
             SearchError: there is no text in it. EmbedderMismatchError: the embedder's dimension has changed.
         """
-        if not isinstance(query, str) or not query.strip():
-            raise SearchError(f"the query is {query!r}: ask something")
-        try:
-            query.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise SearchError(
-                f"the query has a lone surrogate at character {error.start}: decode it as UTF-8"
-            ) from error
-        vector = check_query(self.embedder.embed_query(query), self.manifest.dimension, from_embedder=True)
-        return Question(vector, count_words(query) if self.manifest.options.word_weight else None)
+        text = check_text(query)
+        vector = check_query(self.embedder.embed_query(text), self.manifest.dimension, from_embedder=True)
+        return Question(vector, count_words(text) if self.manifest.options.word_weight else None)
 
     def wanted(
         self, k: int, where: Filter | None = None, score_threshold: float | None = None, mmr: MMR | None = None
@@ -195,6 +188,21 @@ def select_documents(tables: Sequence[DocumentTable], where: Where) -> list[Sele
             known = ", ".join(fields[:_MOST_FIELDS_NAMED]) + (", ..." if len(fields) > _MOST_FIELDS_NAMED else "")
             raise SearchError(f"filter {condition}: {why}; the fields are {known or 'none'}")
     return [table.selected(where) for table in tables]
+
+
+def check_text(query: object) -> str:
+    """Return the text of a question.
+
+    Raises:
+        SearchError: there is none in it, or it is no Unicode.
+    """
+    if not isinstance(query, str) or not query.strip():
+        raise SearchError(f"the query is {query!r}: ask something")
+    try:
+        query.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SearchError(f"the query has a lone surrogate at character {error.start}: decode it as UTF-8") from error
+    return query
 
 
 def check_k(k: object) -> int:

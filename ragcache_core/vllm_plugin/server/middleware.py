@@ -6,8 +6,6 @@ platforms, nor where it tokenises, pauses or scales. Here everything needs the k
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
+from ragcache_core.runtime.api_keys import ApiKeys
 from ragcache_core.vllm_plugin.server.page.files import FILES, PAGE
 from ragcache_core.wire import HUNG
 
@@ -64,7 +63,7 @@ class Door:
     def __init__(self, app: ASGIApp, keys: Sequence[str], work: Work) -> None:
         self._app = app
         self._work = work
-        self._digests = [_digest(key) for key in keys]
+        self._keys = ApiKeys(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and not self._may_enter(scope):
@@ -107,11 +106,9 @@ class Door:
 
     def _may_enter(self, scope: Scope) -> bool:
         path = _path(scope)
-        if not self._digests or path in OPEN_PATHS or path.startswith(_OPEN_PREFIX) or scope.get("method") == "OPTIONS":
+        if path in OPEN_PATHS or path.startswith(_OPEN_PREFIX) or scope.get("method") == "OPTIONS":
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = _digest(key)
-        return scheme.lower() == "bearer" and any(secrets.compare_digest(digest, known) for known in self._digests)
+        return self._keys.admit(Headers(scope=scope).get("authorization", ""))
 
 
 def _is_work(scope: Scope) -> bool:
@@ -179,7 +176,3 @@ def _why_too_large(size: str, limit: int) -> str:
         f"the request's body has {size} bytes, this server takes {limit}, which its context window sets: send fewer "
         "documents or prompts at once, or raise --max-model-len"
     )
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,1 @@
+"""A document store behind HTTP: the server, and the store that asks it."""
