@@ -94,12 +94,12 @@ def serve_store(
             search_timeout_s=search_timeout,
         ) as service,
     ):
-        if as_json:
-            print_json({"url": service.url, "store": str(path), "num_documents": len(store), "pid": os.getpid()})
-        else:
-            click.echo(f"{service.url} serves {path}, {len(store):,} documents")
-            click.echo("ready: Ctrl-C ends it", err=True)
         try:
+            if as_json:
+                print_json({"url": service.url, "store": str(path), "num_documents": len(store), "pid": os.getpid()})
+            else:
+                click.echo(f"{service.url} serves {path}, {len(store):,} documents")
+                click.echo("ready: Ctrl-C ends it", err=True)
             service.wait()
         except KeyboardInterrupt:  # the way to end a server: no error
             click.echo("ragcache: stopping", err=True)

@@ -14,6 +14,7 @@ from tests.benchmarks.pipeline.document_order import measure_arranging
 from tests.benchmarks.pipeline.exactness import measure_pipeline_exactness
 from tests.benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from tests.benchmarks.pipeline.queue import measure_queue_step, measure_reordering
+from tests.benchmarks.pipeline.served_store import measure_served_store
 from tests.benchmarks.report import Goal, Part, Plan
 
 GOALS: dict[str, Goal] = {
@@ -32,6 +33,7 @@ GOALS: dict[str, Goal] = {
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
     "overlap": measure_overlap,
+    "served-store": measure_served_store,
     "agents": measure_agents,
     "never-settles": measure_never_settles,
     "reordering": measure_reordering,

@@ -73,7 +73,8 @@ def measure_overlap(plan: Plan) -> Part:
             taken = [next(questions) for _ in range(2 * num_queries + 4)]
             queries = {f"Number {i}: who keeps it?": vectors.queries[i] for i in taken}
             source = SlowedSearch(stores[share or 1.0], queries, search_s)
-            plain, ours = asyncio.run(_pairs(engine, source, list(queries)))
+            chains = (chain(engine, source, speculate=False), chain(engine, source, speculate=True))
+            plain, ours = asyncio.run(ask_in_turn(chains, list(queries)))
             prefills += [a.ttft_s - a.search_s for a in plain]
             figures += _overlap_figures(share, plain, ours)
             details[name] = {
@@ -106,9 +107,10 @@ def _overlap_figures(share: float | None, plain: Sequence[Asked], ours: Sequence
     ]
 
 
-async def _pairs(engine: Engine, source: StageSource, questions: Sequence[str]) -> tuple[list[Asked], list[Asked]]:
-    """Ask one question with and the next without speculation, in turn; the first four warm up."""
-    chains = (chain(engine, source, speculate=False), chain(engine, source, speculate=True))
+async def ask_in_turn(
+    chains: tuple[SpeculativeRAG, SpeculativeRAG], questions: Sequence[str]
+) -> tuple[list[Asked], list[Asked]]:
+    """Ask one question of one chain and the next of the other; the first four warm up."""
     answers: tuple[list[Asked], list[Asked]] = ([], [])
     for i, question in enumerate(questions):
         side = (i + i // 2) % 2  # who goes first alternates
