@@ -31,7 +31,7 @@ _WARM_UP_SHARE = 0.2
 
 @click.command(
     cls=Command,
-    short_help="Say what more memory, another order or another engine would bring.",
+    short_help="Say what more memory, another order or engine would bring.",
     examples=[
         "ragcache serve MODEL --record-trace mine.jsonl     (for a day)",
         "ragcache advise --log mine.jsonl --url http://127.0.0.1:8000 --cost-model profile.json",
