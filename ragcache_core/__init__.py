@@ -54,6 +54,7 @@ from ragcache_core.errors import (
 
 if TYPE_CHECKING:
     from ragcache_core.client.engine import Engine
+    from ragcache_core.client.fleet.fleet import Fleet
     from ragcache_core.client.generation import Generation, GenerationChunk
     from ragcache_core.client.launch.vllm_offload import VLLMOffload
     from ragcache_core.client.ordering.document_order import Arrangement
@@ -105,6 +106,7 @@ else:
         globals(),
         {
             "ragcache_core.client.engine": ("Engine",),
+            "ragcache_core.client.fleet.fleet": ("Fleet",),
             "ragcache_core.client.generation": ("Generation", "GenerationChunk"),
             "ragcache_core.client.launch.vllm_offload": ("VLLMOffload",),
             "ragcache_core.client.ordering.document_order": ("Arrangement",),
@@ -191,6 +193,7 @@ __all__ = [
     "EngineStats",
     "EngineTimeoutError",
     "EngineUnreachableError",
+    "Fleet",
     "ForgetReceipt",
     "Generation",
     "GenerationChunk",

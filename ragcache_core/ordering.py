@@ -135,6 +135,20 @@ class CachedPaths:
                 break
         return num_tokens
 
+    def num_document_tokens(self, prefix: bytes | None, documents: Sequence[DocId]) -> int:
+        """Return how many tokens behind the static prefix are cached of a prompt that shows ``documents``.
+
+        Without a ``prefix`` it is the most after any of the static prefixes that changed last.
+        """
+        prefixes = [each for each in self._by_prefix if each != ANYWHERE] if prefix is None else [prefix]
+        return max(
+            (
+                self.num_cached_tokens(each, documents) - _num_static_tokens(self._by_prefix.get(each, {}))
+                for each in prefixes[-_MAX_PREFIXES:]
+            ),
+            default=0,
+        )
+
     def has_chunk(self, key: bytes) -> bool:
         """Return whether the chunk of that key is stored for reuse behind any others."""
         return (key[:_DIGEST_BYTES].hex(),) in self._by_prefix.get(ANYWHERE, {})

@@ -8,6 +8,8 @@ from typing import Any
 
 from ragcache_core.types import DocId, PromptSegment, SegmentKind, Swap
 
+MAX_HOTTEST = 10
+"""Documents that an engine names as its hottest."""
 STATS_KEY = "ragcache"
 """Key of a response's metadata for its statistics, :meth:`RequestStats.to_dict`, in every framework."""
 PIPELINE_KEY = "pipeline"
@@ -330,6 +332,19 @@ class ForgetReceipt:
             num_left=other.num_left,
             problems=other.problems,
             took_s=self.took_s + other.took_s,
+        )
+
+    def beside(self, other: ForgetReceipt) -> ForgetReceipt:
+        """Return this and another engine's receipt for the same documents as one: unknown is what both do not know."""
+        known = dict.fromkeys(self.forgotten + other.forgotten)
+        return replace(
+            self.plus(other),
+            forgotten=tuple(known),
+            unknown=tuple(doc_id for doc_id in self.unknown if doc_id not in known),
+            num_requests=self.num_requests + other.num_requests,
+            num_left=self.num_left + other.num_left,
+            problems=tuple(dict.fromkeys(self.problems + other.problems)),
+            took_s=max(self.took_s, other.took_s),
         )
 
     def to_dict(self) -> dict[str, object]:

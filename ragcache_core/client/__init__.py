@@ -1,9 +1,20 @@
 """Launch or join a vLLM server, and ask it."""
 
 from ragcache_core.client.engine import Engine
+from ragcache_core.client.engine_client import EngineClient
+from ragcache_core.client.fleet.fleet import Fleet
 from ragcache_core.client.generation import Generation, GenerationChunk
 from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.client.prompts.request_plan import RequestPlan
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 
-__all__ = ["Engine", "Generation", "GenerationChunk", "ModelTokenizer", "RequestPlan", "translate_errors"]
+__all__ = [
+    "Engine",
+    "EngineClient",
+    "Fleet",
+    "Generation",
+    "GenerationChunk",
+    "ModelTokenizer",
+    "RequestPlan",
+    "translate_errors",
+]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
@@ -273,24 +272,6 @@ class Engine(EngineClient):
             finally:
                 self._server.close(grace_s)
             _open_engines.discard(self)
-
-    async def aclose(self) -> None:
-        """Do :meth:`close` without blocking the event loop."""
-        await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 def _tokenizer_of(wish: str | os.PathLike[str] | None, server: Handshake, card: ModelCard) -> ModelTokenizer:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from weakref import WeakSet
 
 import httpx
@@ -26,10 +29,12 @@ from ragcache_core.client.generation import (
 )
 from ragcache_core.client.http.attempt import RetryPolicy, ServerWatch
 from ragcache_core.client.http.errors import translate_errors
+from ragcache_core.client.http.routing import Replicas
 from ragcache_core.client.http.transport import AsyncRetryingTransport, RetryingTransport
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.launch.process import GRACE_S
+from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, KnownPrefixes
 from ragcache_core.client.ordering.document_order import Arrangement, OrderingClient, RememberedOrders
-from ragcache_core.client.prefetching import PrefetchRoute
+from ragcache_core.client.prefetching import Prefetching, PrefetchRoute
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
@@ -67,7 +72,7 @@ class Integration:
     answer_caches: WeakSet[StandsOnDocuments]
 
 
-class EngineClient:
+class EngineClient(ABC):
     """Requests to a running server. Its methods may be called by any thread, the async ones from any loop.
 
     Attributes:
@@ -76,21 +81,38 @@ class EngineClient:
         api_key: the key that it asks for.
         max_model_len: its context window in tokens.
         integration: the parts that integrations of frameworks use.
+        watch: knows how the server is.
+        cached_prefixes: knows what it has cached.
+        prefetching: has it read ahead.
     """
 
     model: str
     max_model_len: int
     integration: Integration
 
-    def __init__(self, base_url: str, api_key: str, watch: ServerWatch | None, policy: RetryPolicy) -> None:
-        """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` knows how the server is."""
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        watch: ServerWatch,
+        policy: RetryPolicy,
+        *,
+        replicas: Replicas | None = None,
+        cached_prefixes: KnownPrefixes | None = None,
+    ) -> None:
+        """Make the clients, and ask nothing yet: :meth:`_shake_hands` does. ``watch`` knows how the server is.
+
+        A fleet's ``replicas`` get the requests to ``base_url``, which is nowhere, and ``cached_prefixes`` are theirs.
+        """
         self.base_url = base_url
         self.api_key = api_key
-        self._watch = watch
-        self._speculations = SpeculationManager(base_url, api_key, watch, resume_greedy=policy.resume_greedy)
+        self.watch = watch
+        self._speculations = SpeculationManager(
+            base_url, api_key, watch, resume_greedy=policy.resume_greedy, replicas=replicas
+        )
         traces = RequestTraces()
-        self._transport = RetryingTransport(watch, self._speculations, policy, traces)
-        self._async_transport = AsyncRetryingTransport(watch, self._speculations, policy, traces)
+        self._transport = RetryingTransport(watch, self._speculations, policy, traces, replicas)
+        self._async_transport = AsyncRetryingTransport(watch, self._speculations, policy, traces, replicas)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
         self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)
@@ -99,8 +121,8 @@ class EngineClient:
         )
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces)
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
-        self._prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
-        self._cached_prefixes = CachedPrefixes(base_url, api_key)
+        self.prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
+        self.cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
         """Ask the server about itself; ``None`` does without a tokenizer."""
@@ -130,19 +152,41 @@ class EngineClient:
                 max_model_len=card.max_model_len,
                 speculations=self._speculations,
                 load=load,
-                prefetching=self._prefetching,
+                prefetching=self.prefetching,
             ),
-            OrderingClient(self._cached_prefixes, reordered),
-            DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
+            OrderingClient(self.cached_prefixes, reordered),
+            DeadlineClient(prompts, self.cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
             self._cache_stats,
             self._documents.answer_caches,
         )
         self._warming = WarmingClient(
-            self.integration.speculation, load, self._cached_prefixes, self._prefetching, self._http, self.base_url
+            self.integration.speculation, load, self.cached_prefixes, self.prefetching, self._http, self.base_url
         )
 
+    @abstractmethod
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """Close the connections, and end what was launched."""
+
+    async def aclose(self) -> None:
+        """Do :meth:`close` without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
     def _close_connections(self) -> None:
-        self._cached_prefixes.close()
+        self.cached_prefixes.close()
         self._speculations.close()
         self._async_transport.close()
         self._transport.close()
@@ -351,11 +395,11 @@ class EngineClient:
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
-        return self._prefetching.prefetch(self._token_ids(prompt), cache_salt)
+        return self.prefetching.prefetch(self._token_ids(prompt), cache_salt)
 
     async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await self._prefetching.aprefetch(self._token_ids(prompt), cache_salt)
+        return await self.prefetching.aprefetch(self._token_ids(prompt), cache_salt)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         token_ids = prompt.token_ids if isinstance(prompt, RenderedPrompt) else self.tokenize(prompt)
@@ -498,6 +542,5 @@ class EngineClient:
         return f"{self.base_url.removesuffix('/v1')}/metrics"
 
     def _read(self, page: str) -> EngineStats:
-        num_restarts = self._watch.run - 1 if self._watch is not None else 0
-        counted = parse_metrics(page, num_restarts=num_restarts)
+        counted = parse_metrics(page, num_restarts=self.watch.run - 1)
         return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)

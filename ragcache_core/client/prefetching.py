@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -17,6 +17,16 @@ from ragcache_core.client.http.errors import translate_errors
 
 _TIMEOUT_S = 10.0
 """The engine answers between two steps."""
+
+
+class Prefetching(Protocol):
+    """Has what is on disk of a prompt read before it is asked. May be used by any thread and any event loop."""
+
+    def prefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Return for how many tokens KV is being read now."""
+        ...
+
+    async def aprefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int: ...
 
 
 class PrefetchRoute:

@@ -68,6 +68,13 @@ class Handshake:
         except (ValueError, LookupError, TypeError):
             return None
 
+    def tokenizer_offer(self) -> str | None:
+        """Return the SHA-256 of the tokenizer that the server hands out; ``None`` if it hands out none."""
+        match self._object("/ragcache/tokenizer"):
+            case {"sha256": str(sha256)}:
+                return sha256
+        return None
+
     def tokenizer_files(self) -> TokenizerFiles | None:
         """Return the tokenizer that the server hands out; ``None`` if it hands out none.
 

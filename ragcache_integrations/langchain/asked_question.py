@@ -12,7 +12,7 @@ from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.runnables import Runnable
 
-from ragcache_core.client import Engine
+from ragcache_core.client import EngineClient
 from ragcache_core.client.pipeline.run import PipelineEvent, Speculator
 from ragcache_core.client.pipeline.session import SearchOverlap, SearchSession
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
@@ -34,7 +34,7 @@ class AskedQuestion(SearchSession):
         super().__init__()
         self.question = question
         self.values = values
-        self.engine: Engine | None = None
+        self.engine: EngineClient | None = None
         self.speculator: AnswerAhead | None = None
         self.bound: Callable[[], BoundPrompt | None] = lambda: None
         self._prompt = prompt

@@ -22,7 +22,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_openai.chat_models.base import BaseChatOpenAI
 from pydantic import Field, PrivateAttr, SecretStr, field_validator
 
-from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.client import Engine, EngineClient, RequestPlan, translate_errors
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
@@ -78,7 +78,7 @@ class ChatRAGCache(BaseChatOpenAI):
         EngineError, PromptTooLongError: from requests; see :mod:`ragcache_core.errors`.
     """
 
-    engine: Engine | None = Field(default=None, exclude=True, repr=False)
+    engine: EngineClient | None = Field(default=None, exclude=True, repr=False)
     """The engine that answers; its owner closes it."""
     tokenizer: str | os.PathLike[str] | None = Field(default=None, exclude=True, repr=False)
     """With ``base_url``: a folder, or a name of the hub, with the model's tokenizer, if the server hands out none."""
@@ -93,7 +93,7 @@ class ChatRAGCache(BaseChatOpenAI):
     """The engine's own client repeats a request that was lost before its first token."""
     use_responses_api: bool | None = False
     _connecting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
-    _connected: Engine | None = PrivateAttr(default=None)
+    _connected: EngineClient | None = PrivateAttr(default=None)
     _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))
 
     @field_validator("chunk_reuse")
@@ -114,7 +114,7 @@ class ChatRAGCache(BaseChatOpenAI):
     def _check_ttft_slo(cls, ttft_slo: object) -> float | None:
         return None if ttft_slo is None else check_ttft_slo(ttft_slo)
 
-    def __init__(self, *, engine: Engine | None = None, **settings: Any) -> None:
+    def __init__(self, *, engine: EngineClient | None = None, **settings: Any) -> None:
         given = {alias: settings.pop(name) for name, alias in _ALIASES.items() if name in settings}
         settings |= {name: value for name, value in given.items() if value is not None}
         if engine is not None:
@@ -169,7 +169,7 @@ class ChatRAGCache(BaseChatOpenAI):
         """Return a runnable that answers with an instance of ``schema``; by default vLLM's grammar enforces it."""
         return super().with_structured_output(schema, method=method, **kwargs)
 
-    def connect(self) -> Engine:
+    def connect(self) -> EngineClient:
         """Return the engine that answers, connecting to it at the first call."""
         engine = self.engine or self._connected
         if engine is not None:
@@ -347,7 +347,7 @@ class ChatRAGCache(BaseChatOpenAI):
         sent: dict[str, Any] = self._get_request_payload([message])["messages"][0]
         return sent
 
-    def _use_clients_of(self, engine: Engine) -> None:
+    def _use_clients_of(self, engine: EngineClient) -> None:
         http, http_async = engine.http_client(), engine.http_async_client()
         timeout = http.timeout if self.request_timeout is None else self.request_timeout
         options: dict[str, Any] = {"base_url": engine.base_url, "timeout": timeout}
@@ -369,7 +369,7 @@ _ALIASES = {
 class _Call:
     """One request: its engine, its plan, its clock, and the usage and the id that the server reported."""
 
-    def __init__(self, engine: Engine, plan: RequestPlan, kwargs: dict[str, Any]) -> None:
+    def __init__(self, engine: EngineClient, plan: RequestPlan, kwargs: dict[str, Any]) -> None:
         self.engine = engine
         self.kwargs = kwargs
         self.response_id: str | None = None
@@ -441,7 +441,7 @@ def _documents_of(messages: Sequence[BaseMessage]) -> list[Document]:
     return [d for m in messages for d in to_core(m.additional_kwargs.get(DOCUMENTS_KEY) or ())]
 
 
-def _address_of(engine: Engine) -> dict[str, Any]:
+def _address_of(engine: EngineClient) -> dict[str, Any]:
     return {
         "base_url": engine.base_url,
         "api_key": engine.api_key or _NO_KEY,

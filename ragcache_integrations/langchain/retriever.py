@@ -14,7 +14,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableConfig
 from pydantic import AliasChoices, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from ragcache_core.client import Engine
+from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
 from ragcache_core.client.pipeline.run import Speculator, run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
@@ -87,7 +87,7 @@ class RAGCacheRetriever(BaseRetriever):
 
     store: StagedFAISS | AnyStore | StageSource = Field(exclude=True, repr=False)
     """What is searched: a store, shards of one, one that is served elsewhere, or any other source of stages."""
-    engine: Engine | None = Field(default=None, exclude=True, repr=False)
+    engine: EngineClient | None = Field(default=None, exclude=True, repr=False)
     prompt: BoundPrompt | None = Field(default=None, exclude=True, repr=False)
     """The prompt that shows the documents; by default the one that the engine knows."""
     k: int = Field(default=4, ge=1, validation_alias=AliasChoices("k", "top_k"))
@@ -291,7 +291,7 @@ class RAGCacheRetriever(BaseRetriever):
         return self.prompt or (None if self.engine is None else self.engine.integration.prompts.prompt_for(query))
 
     def _arranged(
-        self, engine: Engine | None, prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]
+        self, engine: EngineClient | None, prompt_of: Callable[[], BoundPrompt | None], documents: Sequence[Document]
     ) -> Sequence[Document]:
         prefix = _static_prefix(prompt_of, documents) if self.document_order == "cache_aware" else None
         ordering = None if engine is None else engine.integration.ordering
@@ -327,7 +327,7 @@ async def _compressed(compress: _Compress, documents: Sequence[Document]) -> Seq
 class _PromptWarmer:
     """Has an engine prefill what a prompt begins with: its static part and the documents of a stage."""
 
-    engine: Engine
+    engine: EngineClient
     prompt: Callable[[], BoundPrompt | None]
 
     def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:

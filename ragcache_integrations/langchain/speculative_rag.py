@@ -25,7 +25,7 @@ from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import run_in_executor
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from ragcache_core.client import Engine
+from ragcache_core.client import EngineClient
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval.threads import in_thread, run_blocking
@@ -234,7 +234,7 @@ class SpeculativeRAG(RunnableSerializable[str | dict[str, Any], AIMessage]):
             _log.warning("%s is no ChatRAGCache: it is asked when the search has ended", type(llm).__name__)
         return asked
 
-    def _bound_prompt(self, engine: Engine) -> BoundPrompt | None:
+    def _bound_prompt(self, engine: EngineClient) -> BoundPrompt | None:
         """Return the prompt as ``engine`` tokenises it; ``None`` where it is no template."""
         made_of = (engine, self.prompt, self.format_docs)
         if self._bound is None or any(a is not b for a, b in zip(self._bound.made_of, made_of, strict=True)):

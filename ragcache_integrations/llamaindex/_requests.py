@@ -11,7 +11,7 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, Completi
 from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index_instrumentation.span import active_span_id
 
-from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.client import EngineClient, RequestPlan, translate_errors
 from ragcache_core.stats import STATS_KEY, RequestStats
 from ragcache_integrations.llamaindex.events import CacheStatsEvent, dispatcher
 
@@ -21,7 +21,7 @@ _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 class MeasuredRequest:
     """One request; ``body`` is what it adds to what LlamaIndex sends. Made in the span that the request belongs to."""
 
-    def __init__(self, engine: Engine, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
+    def __init__(self, engine: EngineClient, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
         self.body = body
         self._engine = engine
         self._plan = plan

@@ -11,7 +11,7 @@ from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingR
 from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_instrumentation.span import active_span_id
 
-from ragcache_core.client import Engine
+from ragcache_core.client import EngineClient
 from ragcache_core.client.pipeline.session import SearchOverlap, SearchSession
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
@@ -32,7 +32,7 @@ class AskedQuery(SearchSession, AbstractContextManager["AskedQuery"]):
     def __init__(
         self,
         query: QueryBundle,
-        engine: Engine | None = None,
+        engine: EngineClient | None = None,
         ask_ahead: AskAhead | None = None,
         *,
         skipped_because: str | None = None,

@@ -30,7 +30,7 @@ from llama_index.llms.openai.utils import to_openai_message_dicts
 from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
 from ragcache_core.answers import AnswerCache
-from ragcache_core.client import Engine, RequestPlan, translate_errors
+from ragcache_core.client import Engine, EngineClient, RequestPlan, translate_errors
 from ragcache_core.client.generation import check_settings
 from ragcache_core.client.prompts.repeated_documents import check_deduplicate
 from ragcache_core.client.prompts.request_plan import merge_bodies
@@ -113,14 +113,14 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         description="Whether a document that an earlier message of a chat shows is referred to, and not sent again.",
     )
 
-    _engine: Engine = PrivateAttr()
+    _engine: EngineClient = PrivateAttr()
     _owns_engine: bool = PrivateAttr(default=False)
     _open_streams: OpenStreams | None = PrivateAttr(default=None)
     _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        engine: EngineClient | None = None,
         *,
         api_base: str | None = None,
         base_url: str | None = None,
@@ -180,7 +180,7 @@ class RAGCacheLLM(OpenAILike):  # type: ignore[misc]
         return "RAGCacheLLM"
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineClient:
         """The engine that answers."""
         return self._engine
 

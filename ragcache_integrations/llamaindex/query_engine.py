@@ -22,7 +22,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 
-from ragcache_core.client import Engine
+from ragcache_core.client import EngineClient
 from ragcache_core.client.pipeline.stages import check_timeout
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
@@ -268,7 +268,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             prompt=self._prompt_of(self._llm.engine) if isinstance(self._llm, RAGCacheLLM) else None,
         )
 
-    def _prompt_of(self, engine: Engine) -> Callable[[], BoundPrompt]:
+    def _prompt_of(self, engine: EngineClient) -> Callable[[], BoundPrompt]:
         """Return what gives the prompt as ``engine`` tokenises it, made when it is first asked for."""
 
         def bound() -> BoundPrompt:

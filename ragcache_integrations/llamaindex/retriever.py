@@ -17,7 +17,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation.span import active_span_id
 
-from ragcache_core.client import Engine
+from ragcache_core.client import EngineClient
 from ragcache_core.client.ordering.document_order import in_order
 from ragcache_core.client.pipeline.result import similarities
 from ragcache_core.client.pipeline.run import run_pipeline
@@ -111,7 +111,7 @@ class RAGCacheRetriever(BaseRetriever):
     def __init__(
         self,
         store: AnyStore | StagedFAISSVectorStore | StageSource,
-        engine: Engine | None = None,
+        engine: EngineClient | None = None,
         *,
         similarity_top_k: int = 2,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
@@ -287,7 +287,7 @@ class RAGCacheRetriever(BaseRetriever):
 
     def _arranged(
         self,
-        engine: Engine | None,
+        engine: EngineClient | None,
         prompt_of: Callable[[], BoundPrompt | None],
         found: _FoundNodes,
         documents: Sequence[Document],
@@ -349,7 +349,7 @@ class _NodesAhead:
         return self.ask_ahead(self.found.nodes(documents))
 
 
-def _prefill(engine: Engine, prompt_of: Callable[[], BoundPrompt | None]) -> AskAhead:
+def _prefill(engine: EngineClient, prompt_of: Callable[[], BoundPrompt | None]) -> AskAhead:
     """Return what has ``engine`` prefill what a prompt begins with: its static part and the nodes of a stage."""
 
     def ask(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ragcache_core.client.deadline.routes import DeadlineRoutes, EngineCosts
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
+from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
 from ragcache_core.client.prompts.client import PromptClient
 from ragcache_core.client.prompts.request_plan import RequestPlan
 from ragcache_core.client.request_scope import current_scope
@@ -41,7 +41,7 @@ class _Decision:
 class DeadlineClient:
     """Plans requests of one engine. May be used by any thread."""
 
-    def __init__(self, prompts: PromptClient, cached: CachedPrefixes, routes: DeadlineRoutes) -> None:
+    def __init__(self, prompts: PromptClient, cached: KnownPrefixes, routes: DeadlineRoutes) -> None:
         """``cached`` is what the engine has."""
         self._prompts = prompts
         self._cached = cached

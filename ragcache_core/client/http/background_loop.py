@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 
+from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas
 from ragcache_core.client.http.waiting import async_patient_transport
 from ragcache_core.runtime.event_loop_thread import EventLoopThread
 
@@ -17,7 +18,11 @@ class BackgroundLoop(EventLoopThread):
     ``transport`` is for the work that :meth:`run` is given; it sends nothing again.
     """
 
-    def __init__(self, name: str, *, verify: bool) -> None:
-        """Start the thread. ``verify``: whether the server has a certificate to check."""
-        self.transport = async_patient_transport(_LIMITS, httpx.create_ssl_context(verify=verify))
+    def __init__(self, name: str, *, verify: bool, replicas: Replicas | None = None) -> None:
+        """Start the thread. ``verify``: whether the server has a certificate to check.
+
+        With ``replicas`` each request goes to the one that is chosen for it.
+        """
+        inner = async_patient_transport(_LIMITS, httpx.create_ssl_context(verify=verify))
+        self.transport: httpx.AsyncBaseTransport = inner if replicas is None else AsyncRoutedTransport(replicas, inner)
         super().__init__(name, at_end=self.transport.aclose)

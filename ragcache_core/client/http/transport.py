@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import httpx
 
 from ragcache_core.client.http.attempt import BROKEN, Attempt, RetryPolicy, ServerWatch, engine_died
+from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas, RoutedTransport
 from ragcache_core.client.http.waiting import async_patient_transport, checking, patient_transport
 from ragcache_core.client.speculation.manager import SpeculationManager
 from ragcache_core.client.tracing import RequestTrace, RequestTraces, ended_by_errors
@@ -36,6 +37,8 @@ _FAILED = (*BROKEN, httpx.ReadTimeout)
 class RetryingTransport(httpx.BaseTransport):
     """The blocking transport. ``watch`` is the server's owner; without one nothing is sent again.
 
+    With ``replicas`` each request goes to the one that is chosen for it.
+
     A fork starts with connections of its own: on a shared one, two processes would read each other's answers.
     """
 
@@ -45,13 +48,15 @@ class RetryingTransport(httpx.BaseTransport):
         speculations: SpeculationManager | None = None,
         policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
         traces: RequestTraces | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._watch = watch
         self._speculations = speculations
         self._policy = policy
         self._traces = traces or RequestTraces()
+        self._replicas = replicas
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per fork
-        self._inner: httpx.HTTPTransport | None = self._new_inner()
+        self._inner: httpx.BaseTransport | None = self._new_inner()
         _all.add(self)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -102,8 +107,9 @@ class RetryingTransport(httpx.BaseTransport):
             self._inner.close()
             self._inner = None
 
-    def _new_inner(self) -> httpx.HTTPTransport:
-        return patient_transport(_LIMITS, self._tls)
+    def _new_inner(self) -> httpx.BaseTransport:
+        inner = patient_transport(_LIMITS, self._tls)
+        return inner if self._replicas is None else RoutedTransport(self._replicas, inner)
 
     def _start_anew(self) -> None:
         # The parent's connections are not closed here: that takes locks, which another of its threads may have held.
@@ -120,12 +126,14 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         speculations: SpeculationManager | None = None,
         policy: RetryPolicy = RetryPolicy(),  # noqa: B008 (frozen)
         traces: RequestTraces | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._watch = watch
         self._speculations = speculations
         self._policy = policy
         self._traces = traces or RequestTraces()
-        self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncHTTPTransport] = WeakKeyDictionary()
+        self._replicas = replicas
+        self._inner: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncBaseTransport] = WeakKeyDictionary()
         self._tls = httpx.create_ssl_context()  # takes milliseconds to make: once, not per event loop
         self._closed = False
 
@@ -172,10 +180,13 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
             except _FAILED as failure:
                 error = failure
 
-    def _transport(self) -> httpx.AsyncHTTPTransport:
+    def _transport(self) -> httpx.AsyncBaseTransport:
         loop = asyncio.get_running_loop()
         if (inner := self._inner.get(loop)) is None:
-            inner = self._inner[loop] = async_patient_transport(_ASYNC_LIMITS, self._tls)
+            inner = async_patient_transport(_ASYNC_LIMITS, self._tls)
+            if self._replicas is not None:
+                inner = AsyncRoutedTransport(self._replicas, inner)
+            self._inner[loop] = inner
         return inner
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,6 +28,18 @@ def checking(check: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _check.reset(token)
+
+
+def also_checking(check: Callable[[], None]) -> AbstractContextManager[None]:
+    """Do :func:`checking`, besides what is checked in this context already."""
+    outer = _check.get()
+
+    def both() -> None:
+        if outer is not None:
+            outer()
+        check()
+
+    return checking(both)
 
 
 def patient_transport(limits: httpx.Limits, tls: ssl.SSLContext) -> httpx.HTTPTransport:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -35,7 +36,43 @@ class _NothingToMirrorError(Exception):
     """The server does not tell what it has cached, and is not asked again."""
 
 
-class CachedPrefixes:
+class KnownPrefixes(ABC):
+    """What somebody knows of what engines have cached. May be used by any thread."""
+
+    @property
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether it is known as it was a moment ago."""
+
+    def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
+        """Return the order whose prefix is cached the furthest; None where that is not known (yet)."""
+        return self.look(lambda engines: best_order(engines, documents, prefix=prefix, keep_first=keep_first))
+
+    def look(self, answer: Callable[[Sequence[CachedPaths]], _Answer]) -> _Answer | None:
+        """Return what ``answer`` makes of what each engine has cached; None where that is not known (yet).
+
+        Never waits for a server. The first call begins to ask it.
+        """
+        with self.reading() as engines:
+            return None if engines is None else answer(engines)
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[Sequence[CachedPaths] | None]:
+        """Give what each engine has cached, which does not change inside; None where that is not known (yet)."""
+
+    @abstractmethod
+    def refresh(self, timeout_s: float) -> bool:
+        """Ask the engines now, and return whether they have answered within ``timeout_s`` seconds.
+
+        For who measures: a request need not wait for it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what asks. May be called again."""
+
+
+class CachedPrefixes(KnownPrefixes):
     """Asks one server each second from the first question on, in a thread of its own, until :meth:`close`.
 
     While the server does not answer nothing is known: what was cached before may be gone. A fork begins anew.
@@ -64,19 +101,12 @@ class CachedPrefixes:
         """Whether the engine's cache is known as it was a moment ago."""
         return self._engines is not None
 
-    def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
-        """Return the order whose prefix is cached the furthest; None where that is not known (yet)."""
-        return self.look(lambda engines: best_order(engines, documents, prefix=prefix, keep_first=keep_first))
-
-    def look(self, answer: Callable[[Sequence[CachedPaths]], _Answer]) -> _Answer | None:
-        """Return what ``answer`` makes of what each engine has cached; None where that is not known (yet).
-
-        Never waits for the server. The first call begins to ask it.
-        """
+    @contextmanager
+    def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
         if self._thread is None:
             self._start()
         with self._lock:
-            return None if self._engines is None else answer(self._engines)
+            yield self._engines
 
     def refresh(self, timeout_s: float) -> bool:
         """Ask the server now, and return whether it has answered within ``timeout_s`` seconds.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, aclosing, closing
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from ragcache_core.client.engine import Engine
+from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.pipeline.run import PipelineEvent, PipelineResult, run_pipeline
 from ragcache_core.client.pipeline.stages import DEFAULT_TIMEOUT_S
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
@@ -30,7 +30,7 @@ class SearchOverlap(Generic[_Ahead]):
     ``prompt`` is what will show the documents, for an order by what is cached after it; by default the retriever's.
     """
 
-    engine: Engine | None
+    engine: EngineClient | None
     ahead: _Ahead | None
     on_result: Callable[[PipelineResult], None]
     timeout_s: float | None = None

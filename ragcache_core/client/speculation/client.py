@@ -9,7 +9,7 @@ from typing import Literal
 
 import httpx
 
-from ragcache_core.client.prefetching import PrefetchRoute
+from ragcache_core.client.prefetching import Prefetching
 from ragcache_core.client.prompts.request_plan import plan_rendered
 from ragcache_core.client.speculation import request_capture
 from ragcache_core.client.speculation.engine_load import EngineLoad, LoadRoute
@@ -25,7 +25,7 @@ class PreparedRequest:
     def __init__(
         self,
         start: Callable[[CapturedRequest], Speculation],
-        prefetching: PrefetchRoute,
+        prefetching: Prefetching,
         captured: CapturedRequest,
     ) -> None:
         self._start = start
@@ -59,7 +59,7 @@ class SpeculationClient:
         max_model_len: int,
         speculations: SpeculationManager,
         load: LoadRoute,
-        prefetching: PrefetchRoute,
+        prefetching: Prefetching,
     ) -> None:
         """``base_url`` ends in ``/v1``; ``speculations`` are those of the transports that send its requests."""
         self._url = f"{base_url}/completions"

@@ -24,6 +24,7 @@ import httpx
 from ragcache_core.client.http.attempt import ServerWatch, check_progress
 from ragcache_core.client.http.background_loop import BackgroundLoop
 from ragcache_core.client.http.buffered_response import BufferedBody
+from ragcache_core.client.http.routing import Replicas
 from ragcache_core.client.http.waiting import checking
 from ragcache_core.client.request_scope import current_scope
 from ragcache_core.client.speculation.pending import Claims
@@ -48,9 +49,15 @@ class SpeculationManager:
     """
 
     def __init__(
-        self, base_url: str, api_key: str, watch: ServerWatch | None = None, *, resume_greedy: bool = False
+        self,
+        base_url: str,
+        api_key: str,
+        watch: ServerWatch | None = None,
+        *,
+        resume_greedy: bool = False,
+        replicas: Replicas | None = None,
     ) -> None:
-        """``base_url`` ends in ``/v1``, and ``watch`` knows whether its engine hangs.
+        """``base_url`` ends in ``/v1``, and ``watch`` knows whether its engine hangs. ``replicas`` are a fleet's.
 
         ``resume_greedy``: whether who joins an answer goes on with it after a cut.
         """
@@ -58,7 +65,8 @@ class SpeculationManager:
         self._routes = SpeculationRoutes(base_url, api_key)
         self._check = (lambda: None) if watch is None else partial(check_progress, watch)
         self._resume_greedy = resume_greedy
-        self._has_certificate = base_url.startswith("https")
+        self._replicas = replicas
+        self._has_certificate = replicas is not None or base_url.startswith("https")
         self._closed = False
         self._start_anew()
         _all.add(self)
@@ -164,7 +172,9 @@ class SpeculationManager:
                 work.close()
                 raise _closed_error()
             if self._background is None:
-                self._background = BackgroundLoop("ragcache-speculation", verify=self._has_certificate)
+                self._background = BackgroundLoop(
+                    "ragcache-speculation", verify=self._has_certificate, replicas=self._replicas
+                )
             return self._background.run(work)
 
     def _confirm(self, speculation: Speculation) -> None:
@@ -217,7 +227,7 @@ class SpeculationManager:
     async def _send_confirmation(self, speculation: Speculation) -> None:
         await self._routes.confirm(self._transport(), speculation.id, is_over=lambda: speculation.is_done)
 
-    def _transport(self) -> httpx.AsyncHTTPTransport:
+    def _transport(self) -> httpx.AsyncBaseTransport:
         assert self._background is not None
         return self._background.transport
 

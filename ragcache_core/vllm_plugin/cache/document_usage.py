@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from heapq import nsmallest
 
+from ragcache_core.stats import MAX_HOTTEST
 from ragcache_core.tree import KnowledgeTree, PathSegment
 from ragcache_core.types import DocId, Tier
 
-MAX_HOTTEST = 10
 _MAX_COUNTED = 1024
 
 

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragcache_core.config import ChunkReuseRequest
+from ragcache_core.merged_stats import merged_report
 from ragcache_core.vllm_plugin.server.notifier import Notifier
 from ragcache_core.vllm_plugin.server.series import ENGINE
-from ragcache_core.vllm_plugin.server.several_engines import merged_report, response_id_of
+from ragcache_core.vllm_plugin.server.several_engines import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _MAX_REQUESTS = 10_000

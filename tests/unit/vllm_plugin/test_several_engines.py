@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragcache_core.vllm_plugin.server.several_engines import joined_changes, joined_requests, merged_report
+from ragcache_core.merged_stats import merged_report
+from ragcache_core.vllm_plugin.server.several_engines import joined_changes, joined_requests
 
 
 def report(**figures: Any) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Several replicas of one server, asked as one engine."""

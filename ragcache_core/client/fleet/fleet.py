@@ -1,0 +1,267 @@
+"""A fleet: several servers of one model, asked like one engine, each question at the one that knows its documents."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import reduce
+from typing import Any, Literal, Self, TypeVar, cast
+
+from pydantic import TypeAdapter
+
+from ragcache_core.client.engine import Engine
+from ragcache_core.client.engine_client import EngineClient
+from ragcache_core.client.fleet.prefixes import FleetPrefixes
+from ragcache_core.client.fleet.replicas import HOME, Replica, ReplicaSet
+from ragcache_core.client.http.attempt import RetryPolicy
+from ragcache_core.client.launch.process import GRACE_S
+from ragcache_core.client.prompts.tokenizer import ModelTokenizer
+from ragcache_core.client.server_info import Handshake
+from ragcache_core.errors import ConfigError, EngineError
+from ragcache_core.merged_stats import merged_report
+from ragcache_core.stats import EngineStats, ForgetReceipt
+from ragcache_core.types import DocId
+
+_NO_KEY = "none"
+_Answer = TypeVar("_Answer")
+_STATS = TypeAdapter(EngineStats)
+_logger = logging.getLogger(__name__)
+
+
+class Fleet(EngineClient):
+    """Replicas of one server, to be used wherever an :class:`~ragcache_core.client.engine.Engine` is.
+
+    ::
+
+        with Fleet.connect(["http://a:8000", "http://b:8000"], api_key=...) as fleet:
+            llm = ChatRAGCache(engine=fleet)
+
+    A request goes to the replica that has most of its documents cached, in the order of its prompt, unless that one
+    has 1.25 times its share of the requests that this fleet is answering; documents that nobody has go by a hash, so
+    that they meet again. With ``document_order="cache_aware"`` order and replica are chosen together: from what those
+    have that may get the request. A speculation, its confirmation and its end reach the same replica.
+
+    A replica that fails, hangs or is drained is left alone until it is well; what it had not begun to answer is sent to
+    another one, and greedy answers go on there. Fails only what no replica answers.
+
+    ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them.
+
+    Attributes:
+        engines: the replicas.
+    """
+
+    def __init__(
+        self,
+        engines: Iterable[Engine],
+        *,
+        restart_timeout_s: float | None = 60.0,
+        first_token_timeout_s: float | None = None,
+        resume_greedy: bool = True,
+    ) -> None:
+        """Make a fleet of engines, launched or connected, which :meth:`close` ends.
+
+        Where none answers, requests wait ``restart_timeout_s`` seconds for one. The rest is as of ``Engine.launch``.
+
+        Raises:
+            ConfigError: there are none, one is there twice, or they do not serve the same model alike.
+        """
+        self.engines = tuple(engines)
+        _check_alike(self.engines)
+        self._replicas = ReplicaSet(self.engines, restart_timeout_s)
+        super().__init__(
+            f"{HOME}/v1",
+            _NO_KEY,
+            self._replicas,
+            RetryPolicy(first_token_timeout_s, resume_greedy),
+            replicas=self._replicas,
+            cached_prefixes=FleetPrefixes(self._replicas),
+        )
+        self.prefetching = _EachPrefetches(self._replicas)
+        try:
+            self._shake_hands(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
+        except BaseException:
+            self._close_connections()
+            raise
+
+    @classmethod
+    def connect(
+        cls,
+        urls: Sequence[str],
+        *,
+        api_key: str | None = None,
+        tokenizer: str | os.PathLike[str] | Literal[False] | None = None,
+        timeout_s: float = 10.0,
+        restart_timeout_s: float | None = 60.0,
+        hang_timeout_s: float | None = 30.0,
+        first_token_timeout_s: float | None = None,
+        resume_greedy: bool = True,
+    ) -> Self:
+        """Join servers that run already; the arguments are those of ``Engine.connect``, ``api_key`` is that of all.
+
+        Raises:
+            ConfigError: no address, one address twice, or servers of different models.
+            EngineUnreachableError, EngineAuthError, EngineError: of one of them, as of ``Engine.connect``.
+        """
+        if isinstance(urls, str) or not urls:
+            raise ConfigError(f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...]")
+        joined: list[Engine] = []
+        try:
+            for url in urls:  # one after the other: the first brings the tokenizer
+                joined.append(
+                    Engine.connect(
+                        url,
+                        api_key=api_key,
+                        tokenizer=False if joined else tokenizer,
+                        timeout_s=timeout_s,
+                        restart_timeout_s=restart_timeout_s,
+                        hang_timeout_s=hang_timeout_s,
+                    )
+                )
+            return cls(
+                joined,
+                restart_timeout_s=restart_timeout_s,
+                first_token_timeout_s=first_token_timeout_s,
+                resume_greedy=resume_greedy,
+            )
+        except BaseException:
+            for engine in joined:
+                engine.close()
+            raise
+
+    @classmethod
+    async def aconnect(cls, urls: Sequence[str], **settings: Any) -> Self:
+        """Do :meth:`connect` without blocking the event loop."""
+        return await asyncio.to_thread(cls.connect, urls, **settings)
+
+    def stats(self) -> EngineStats:
+        """Return the counters of all replicas that answer, added up; see ``Engine.stats``."""
+        return self._merged(self._of_each(lambda engine: engine.stats()))
+
+    async def astats(self) -> EngineStats:
+        return self._merged(await self._aof_each(lambda engine: engine.astats()))
+
+    def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
+        """Remove the KV of documents from every replica; see ``Engine.forget``.
+
+        Raises:
+            EngineError: a replica did not say that it has; the others have. Ask again when it is back.
+        """
+        wanted = self._dropped(doc_ids)
+        with ThreadPoolExecutor(len(self.engines)) as threads:
+            receipts = list(threads.map(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines))
+        return reduce(ForgetReceipt.beside, receipts[1:], receipts[0])
+
+    async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
+        wanted = self._dropped(doc_ids)
+        receipts = await asyncio.gather(*(engine.aforget(wanted, wait_s=wait_s) for engine in self.engines))
+        return reduce(ForgetReceipt.beside, receipts[1:], receipts[0])
+
+    def _dropped(self, doc_ids: Iterable[DocId]) -> list[DocId]:
+        """Return ids of documents that answers kept here do not stand on any more."""
+        wanted = read_doc_ids(list(doc_ids)) if not isinstance(doc_ids, str) else read_doc_ids(doc_ids)
+        for answers in list(self.integration.answer_caches):
+            answers.forget(wanted)
+        return wanted
+
+    def drain(self, timeout_s: float) -> bool:
+        """Have every replica take no more requests, and return whether they answer none any more in time."""
+        with ThreadPoolExecutor(len(self.engines)) as threads:
+            return all(threads.map(lambda engine: engine.drain(timeout_s), self.engines))
+
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """Close the connections, and every replica's; launched ones end. May be called again."""
+        self._close_connections()
+        ends_s = time.monotonic() + grace_s
+        for engine in self.engines:
+            engine.close(max(ends_s - time.monotonic(), 0.0))
+
+    def __repr__(self) -> str:
+        return f"Fleet(model={self.model!r}, replicas={self._replicas.names()})"
+
+    def _of_each(self, ask: Callable[[Engine], _Answer]) -> list[_Answer]:
+        """Return the answers of the replicas that give one.
+
+        Raises:
+            EngineError: none does.
+        """
+        answers: list[_Answer] = []
+        error: EngineError | None = None
+        for replica in self._replicas.ready() or self._replicas.all:
+            try:
+                answers.append(ask(replica.engine))
+            except EngineError as failure:
+                error = failure
+                _logger.debug("replica %s does not answer: %s", replica.name, failure)
+        if not answers and error is not None:
+            raise error
+        return answers
+
+    async def _aof_each(self, ask: Callable[[Engine], Coroutine[Any, Any, _Answer]]) -> list[_Answer]:
+        asked = self._replicas.ready() or self._replicas.all
+        answers = await asyncio.gather(*(ask(replica.engine) for replica in asked), return_exceptions=True)
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if failed := [
+            a for a in answers if isinstance(a, BaseException) and (not told or not isinstance(a, EngineError))
+        ]:
+            raise failed[0]
+        return told
+
+    def _merged(self, told: Sequence[EngineStats]) -> EngineStats:
+        merged: EngineStats = _STATS.validate_python(merged_report([asdict(stats) for stats in told]))
+        return replace(
+            merged,
+            kv_cache_usage=sum(stats.kv_cache_usage for stats in told) / len(told),
+            num_unnamed_chats=self.integration.prompts.num_unnamed_chats,
+        )
+
+
+class _EachPrefetches:
+    """Has each replica read what it has on disk of a prompt: who has none reads nothing."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+
+    def prefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Return the most tokens that one of them reads."""
+        return max((self._one(replica, token_ids, cache_salt) for replica in self._replicas.ready()), default=0)
+
+    def _one(self, replica: Replica, token_ids: Sequence[int], cache_salt: str | None) -> int:
+        with suppress(EngineError):
+            return replica.engine.prefetching.prefetch(token_ids, cache_salt)
+        return 0
+
+    async def aprefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
+        """Do :meth:`prefetch` without blocking the event loop."""
+        return await asyncio.to_thread(self.prefetch, token_ids, cache_salt)
+
+
+def _check_alike(engines: Sequence[Engine]) -> None:
+    """Refuse engines that are no replicas of each other.
+
+    Raises:
+        ConfigError: with what differs.
+    """
+    if not engines:
+        raise ConfigError("a fleet needs a replica at least: pass engines")
+    names = [engine.base_url for engine in engines]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
+    told = [_told_by(engine) for engine in engines]
+    for engine, other in zip(engines[1:], told[1:], strict=True):
+        for what, value in told[0].items():
+            if value is not None and other[what] is not None and other[what] != value:
+                raise ConfigError(
+                    f"{engine.base_url} has another {what} than {names[0]}, {other[what]!r:.80} and not {value!r:.80}: "
+                    "a fleet is of replicas that answer alike"
+                )
+
+
+def _told_by(engine: Engine) -> dict[str, object]:
+    offered = Handshake(engine.http_client(), engine.base_url, engine.api_key).tokenizer_offer()
+    return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered}

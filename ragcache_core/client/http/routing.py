@@ -1,0 +1,165 @@
+"""HTTP transports of a fleet: each request goes to the replica that is chosen for it, whenever it is sent.
+
+They lie under those that send requests again (:mod:`ragcache_core.client.http.transport`), so what one replica failed
+to answer is sent to another one, and a greedy answer that was cut goes on there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Protocol
+
+import httpx
+
+from ragcache_core.client.http.waiting import also_checking
+
+
+class Sending(Protocol):
+    """A request on its way to the replica that was chosen for it."""
+
+    @property
+    def request(self) -> httpx.Request:
+        """What is sent, to that replica's address."""
+        ...
+
+    def check(self) -> None:
+        """End a read for an answer that this replica will not give; called while one waits."""
+        ...
+
+    def answered(self, response: httpx.Response) -> None:
+        """Look at the head of its answer.
+
+        Raises:
+            httpx.ConnectError: it takes no requests now, and another replica does.
+        """
+        ...
+
+    def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
+        """Look at what its answer begins with."""
+        ...
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Note what broke it, and return what to raise."""
+        ...
+
+    def end(self) -> None:
+        """Note that its answer is over. May be called again."""
+        ...
+
+
+class Replicas(Protocol):
+    """Knows who gets a request. May be used by any thread."""
+
+    def send(self, request: httpx.Request) -> Sending:
+        """Choose a replica; :meth:`Sending.end` is the caller's.
+
+        Raises:
+            httpx.ConnectError: none is there.
+        """
+        ...
+
+
+class RoutedTransport(httpx.BaseTransport):
+    """Sends by ``inner`` to the replica that is chosen."""
+
+    def __init__(self, replicas: Replicas, inner: httpx.BaseTransport) -> None:
+        self._replicas = replicas
+        self._inner = inner
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        sending = self._replicas.send(request)
+        try:
+            with also_checking(sending.check):
+                response = self._inner.handle_request(sending.request)
+            try:
+                sending.answered(response)
+                assert isinstance(response.stream, httpx.SyncByteStream)
+                response.stream = _Body(sending, response, response.stream)
+            except BaseException:
+                response.close()
+                raise
+        except BaseException as error:
+            raise sending.failed(error) from error.__cause__
+        return response
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class AsyncRoutedTransport(httpx.AsyncBaseTransport):
+    """Sends by ``inner`` to the replica that is chosen."""
+
+    def __init__(self, replicas: Replicas, inner: httpx.AsyncBaseTransport) -> None:
+        self._replicas = replicas
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        sending = self._replicas.send(request)
+        try:
+            with also_checking(sending.check):
+                response = await self._inner.handle_async_request(sending.request)
+            try:
+                sending.answered(response)
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                response.stream = _AsyncBody(sending, response, response.stream)
+            except BaseException:
+                await response.aclose()
+                raise
+        except BaseException as error:
+            raise sending.failed(error) from error.__cause__
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _Body(httpx.SyncByteStream):
+    def __init__(self, sending: Sending, response: httpx.Response, body: httpx.SyncByteStream) -> None:
+        self._sending, self._response, self._body = sending, response, body
+
+    def __iter__(self) -> Iterator[bytes]:
+        parts, is_first = iter(self._body), True
+        while True:
+            try:
+                with also_checking(self._sending.check):
+                    part = next(parts, None)
+            except BaseException as error:
+                raise self._sending.failed(error) from error.__cause__
+            if part is None:
+                return
+            if is_first:
+                self._sending.begun(self._response, part)
+                is_first = False
+            yield part
+
+    def close(self) -> None:
+        try:
+            self._body.close()
+        finally:
+            self._sending.end()
+
+
+class _AsyncBody(httpx.AsyncByteStream):
+    def __init__(self, sending: Sending, response: httpx.Response, body: httpx.AsyncByteStream) -> None:
+        self._sending, self._response, self._body = sending, response, body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        parts, is_first = aiter(self._body), True
+        while True:
+            try:
+                with also_checking(self._sending.check):
+                    part = await anext(parts, None)
+            except BaseException as error:
+                raise self._sending.failed(error) from error.__cause__
+            if part is None:
+                return
+            if is_first:
+                self._sending.begun(self._response, part)
+                is_first = False
+            yield part
+
+    async def aclose(self) -> None:
+        try:
+            await self._body.aclose()
+        finally:
+            self._sending.end()

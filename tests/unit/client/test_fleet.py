@@ -1,0 +1,267 @@
+"""A fleet over real HTTP: who gets a request, what becomes of one whose replica fails, and what is asked of all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.client import Engine, Fleet
+from ragcache_core.errors import ConfigError, EngineAuthError, EngineError, EngineUnreachableError
+from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
+from ragcache_core.prompt import PromptLayout, RenderedPrompt
+from ragcache_core.types import Document
+from ragcache_integrations.langchain import ChatRAGCache
+from ragcache_integrations.llamaindex import RAGCacheLLM
+from tests.conftest import DEMO_MODEL
+from tests.support.asking_ahead import speculate
+from tests.support.scripted_server import ENGINE_DEAD, IDLE, THREE_TIERS, Refusal, Reply, ScriptedServer
+from tests.support.waiting import until
+
+NAMES = [f"document-{i}" for i in range(12)]
+
+
+@pytest.fixture
+def servers() -> Iterator[list[ScriptedServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(replica()) for _ in range(3)]
+
+
+@pytest.fixture
+def fleet(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 0.02)
+    with Fleet.connect([server.url for server in servers], api_key="key", restart_timeout_s=0.3) as joined:
+        yield joined
+
+
+def replica() -> ScriptedServer:
+    return ScriptedServer(api_key="key", root=str(DEMO_MODEL), cache=dict(THREE_TIERS), load=IDLE)
+
+
+def prompt(fleet: Fleet, *names: str, question: str = "Who?") -> RenderedPrompt:
+    return PromptLayout().render(fleet.tokenizer, [Document(n, f"The text of {n} is here.") for n in names], question)
+
+
+def asked(servers: list[ScriptedServer]) -> list[int]:
+    """Return how many requests each server got."""
+    return [len(server.requests) for server in servers]
+
+
+def tell(server: ScriptedServer, shown: RenderedPrompt, *documents: str, num_tokens: int = 400) -> None:
+    """Have a server say that it has these documents cached, behind the static prefix of a prompt."""
+    prefix = static_prefix_digest(shown.token_ids, shown.segments)
+    assert prefix is not None
+    changes = [PathChange(prefix, (), 10)]
+    changes += [PathChange(prefix, documents[: n + 1], num_tokens + n) for n in range(len(documents))]
+    server.cached_paths = said(changes)
+
+
+def said(changes: list[PathChange]) -> dict[str, Any]:
+    engines = [{"is_reset": True, "changes": encode_changes(changes)}]
+    return {"version": 3, "cursor": "1.1", "is_complete": True, "engines": engines}
+
+
+def test_documents_meet_again_at_one_replica_and_different_ones_are_spread(
+    fleet: Fleet, servers: list[ScriptedServer]
+) -> None:
+    places: dict[str, int] = {}
+    for name in NAMES * 2:
+        before = asked(servers)
+        fleet.generate(prompt(fleet, name, question=f"What of {name}?"))
+        (place,) = [i for i, (now, then) in enumerate(zip(asked(servers), before, strict=True)) if now > then]
+        assert places.setdefault(name, place) == place
+    assert set(places.values()) == {0, 1, 2}
+
+
+def test_a_conversation_stays_where_it_began(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    messages = [{"role": "user", "content": "Hello, I am Anna."}]
+    for turn in range(4):
+        messages += [{"role": "assistant", "content": fleet.generate(messages).text}]
+        messages += [{"role": "user", "content": f"And what of {turn}?"}]
+    assert sorted(asked(servers)) == [0, 0, 4]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_request_goes_where_most_of_its_documents_are_cached_not_counting_the_static_prefix(
+    fleet: Fleet, servers: list[ScriptedServer], place: int
+) -> None:
+    shown = prompt(fleet, "a", "b")
+    for server in servers:
+        tell(server, shown, "a", num_tokens=100)
+    tell(servers[place], shown, "a", "b", num_tokens=100)
+    assert fleet.integration.ordering.refresh()
+    fleet.generate(shown)
+    assert asked(servers) == [int(i == place) for i in range(3)]
+
+
+def test_order_and_replica_are_chosen_together(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    documents = [Document(n, f"The text of {n} is here.") for n in ("a", "b")]
+    for server in servers:
+        server.cached_paths = said([])
+    tell(servers[1], prompt(fleet, "b", "a"), "b", "a")
+    assert fleet.integration.ordering.refresh()
+    arranged = fleet.arrange_documents(documents, "cache_aware").documents
+    assert [d.doc_id for d in arranged] == ["b", "a"]
+    fleet.generate(PromptLayout().render(fleet.tokenizer, arranged, "Who?"))
+    assert asked(servers) == [0, 1, 0]
+
+
+def test_a_busy_replica_is_left_to_those_that_wait_for_it(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    shown = prompt(fleet, "a")
+    for server in servers:
+        server.cached_paths = said([])
+    tell(servers[0], shown, "a")
+    assert fleet.integration.ordering.refresh()
+    slow = Reply("slowly said " * 40, token_wait_s=0.05)
+    servers[0].script(slow, slow, slow)
+    streams = [fleet.stream(shown, max_tokens=64) for _ in range(3)]
+    for stream in streams:
+        next(stream)
+    assert asked(servers)[0] < 3
+    assert sum(asked(servers)) == 3
+    for stream in streams:
+        stream.close()
+
+
+def test_what_a_dead_replica_had_not_begun_is_answered_by_another(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    homes = {}
+    for name in NAMES:
+        before = asked(servers)
+        fleet.generate(prompt(fleet, name))
+        homes[name] = next(i for i, (now, then) in enumerate(zip(asked(servers), before, strict=True)) if now > then)
+    dead = homes[NAMES[0]]
+    servers[dead].__exit__()
+    before = asked(servers)
+    for name in NAMES:
+        assert fleet.generate(prompt(fleet, name)).text
+    after = asked(servers)
+    num_orphans = list(homes.values()).count(dead)
+    assert after[dead] == before[dead]
+    assert sum(after) - sum(before) == len(NAMES)
+    for place in {0, 1, 2} - {dead}:  # what was at home with those that live has stayed there
+        assert after[place] - before[place] >= list(homes.values()).count(place)
+        assert after[place] - before[place] <= list(homes.values()).count(place) + num_orphans
+
+
+@pytest.mark.parametrize("failure", [Refusal(503, "The server is being shut down.", "ServiceUnavailable"), ENGINE_DEAD])
+def test_a_replica_that_is_drained_or_whose_engine_died_is_left_alone(
+    fleet: Fleet, servers: list[ScriptedServer], failure: Refusal
+) -> None:
+    shown = prompt(fleet, "a")
+    fleet.generate(shown)
+    home = asked(servers).index(1)
+    servers[home].script(*[failure] * 3)
+    servers[home].is_healthy = False
+    assert fleet.generate(shown).text
+    assert fleet.generate(shown).text
+    assert asked(servers)[home] == 2
+    assert sum(asked(servers)) == 4
+
+
+def test_a_hung_replica_is_left_for_another(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    shown = prompt(fleet, "a")
+    fleet.generate(shown)
+    home = asked(servers).index(1)
+    servers[home].hang = "no step for 60 s"
+    servers[home].script(Reply("too late", wait_s=20.0))
+    assert fleet.generate(shown).text
+    assert sum(asked(servers)) == 3
+
+
+def test_where_all_replicas_are_drained_the_error_is_their_own(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    for server in servers:
+        server.script(*[Refusal(503, "Try again later.", "ServiceUnavailable")] * 5)
+    with pytest.raises(EngineError, match="Try again later"):
+        fleet.generate(prompt(fleet, "a"))
+
+
+def test_without_any_replica_the_error_names_them(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    for server in servers:
+        server.__exit__()
+    with pytest.raises(EngineUnreachableError):
+        fleet.generate(prompt(fleet, "a"))
+    with pytest.raises(EngineUnreachableError, match="none of the 3 replicas takes requests: http://127"):
+        fleet.generate(prompt(fleet, "a"))
+
+
+def test_a_speculation_and_its_confirmation_reach_one_replica(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    shown = prompt(fleet, "a")
+    assert asyncio.run(fleet.integration.speculation.acan_speculate())
+    speculation = speculate(fleet, lambda: fleet.generate(shown))
+    assert until(lambda: speculation.started_s is not None)
+    assert fleet.generate(shown).text
+    assert until(lambda: sum(len(server.confirmed) for server in servers) == 1)
+    assert sorted(asked(servers)) == [0, 0, 1]
+    assert [len(server.confirmed) for server in servers] == asked(servers)
+
+
+def test_frameworks_take_a_fleet_for_an_engine(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    assert ChatRAGCache(engine=fleet).invoke("Who?").content
+    assert RAGCacheLLM(engine=fleet).complete("Who?").text
+    assert sum(asked(servers)) == 2
+
+
+def test_figures_of_all_replicas_add_up(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    for name in NAMES:
+        fleet.generate(prompt(fleet, name))
+    one, all_three = fleet.engines[0].stats(), fleet.stats()
+    assert all_three.num_prompt_tokens == sum(engine.stats().num_prompt_tokens for engine in fleet.engines)
+    assert all_three.tiers[0].capacity_bytes == 3 * one.tiers[0].capacity_bytes
+    assert [tier.name for tier in all_three.tiers] == [tier.name for tier in one.tiers]
+    assert asyncio.run(fleet.astats()) == all_three
+
+
+def test_all_replicas_forget_and_unknown_is_what_none_knows(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    for place, server in enumerate(servers):
+        known = ["a"] if place == 1 else []
+        server.receipt = {"forgotten": known, "unknown": [n for n in ("a", "b") if n not in known], "num_paths": place}
+    receipt = fleet.forget(["a", "b"])
+    assert (receipt.forgotten, receipt.unknown, receipt.num_paths) == (("a",), ("b",), 3)
+    assert [server.forgotten for server in servers] == [[["a", "b"]]] * 3
+    assert asyncio.run(fleet.aforget(["a", "b"])).forgotten == ("a",)
+
+
+def test_each_replica_reads_ahead_what_it_has_on_disk(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    servers[2].num_read_tokens = 64
+    assert fleet.prefetch(prompt(fleet, "a")) == 64
+    assert all(server.prefetched for server in servers)
+
+
+@pytest.mark.parametrize("urls", ["http://127.0.0.1:1", [], None])
+def test_a_fleet_of_something_else_than_addresses_is_refused(urls: Any) -> None:
+    with pytest.raises(ConfigError, match="list of the replicas' addresses"):
+        Fleet.connect(urls)
+
+
+def test_one_address_twice_is_refused(servers: list[ScriptedServer]) -> None:
+    with pytest.raises(ConfigError, match="named 2 times"):
+        Fleet.connect([servers[0].url, f"{servers[0].url}/v1/"], api_key="key")
+
+
+@pytest.mark.parametrize(("what", "value"), [("model", "another"), ("max_model_len", 99), ("tokenizer", b"other")])
+def test_replicas_that_answer_differently_are_refused(
+    servers: list[ScriptedServer], what: str, value: Any, tmp_path: Path
+) -> None:
+    servers[0].tokenizer = b"one"
+    setattr(servers[1], what, value)
+    with pytest.raises(ConfigError, match=f"another {what} than"):
+        Fleet.connect([servers[0].url, servers[1].url], api_key="key", tokenizer=str(DEMO_MODEL))
+
+
+def test_a_wrong_key_and_a_missing_replica_are_said_at_the_door(servers: list[ScriptedServer]) -> None:
+    with pytest.raises(EngineAuthError):
+        Fleet.connect([server.url for server in servers], api_key="wrong")
+    with pytest.raises(EngineUnreachableError, match="127.0.0.1:1"):
+        Fleet.connect([servers[0].url, "http://127.0.0.1:1"], api_key="key")
+
+
+def test_engines_of_somebody_else_make_a_fleet_which_closes_them(servers: list[ScriptedServer]) -> None:
+    engines = [Engine.connect(server.url, api_key="key") for server in servers]
+    with Fleet(engines) as fleet:
+        assert fleet.generate(prompt(fleet, "a")).text
+    fleet.close()
+    assert all(engine._transport._inner is None for engine in engines)
