@@ -1,0 +1,82 @@
+"""A fleet of two real engines: the same answers as one, from caches that add up, and none lost with a replica."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ragcache_core import CacheConfig, Document, Fleet, PromptLayout, RenderedPrompt
+from ragcache_core.client import Engine
+from tests.conftest import DEMO_MODEL, ENGINE_ARGS
+
+TOWNS = [f"{first}{last}" for first in ("Ar", "Be", "Co", "Du") for last in ("ville", "ton", "ham", "berg")]
+"""So many that a hash spreads them."""
+
+
+@pytest.fixture(scope="module")
+def second(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    settings = {**ENGINE_ARGS, "cache": CacheConfig(kv_cache_bytes="256MiB", block_size=32, host_bytes="64MiB")}
+    log_path = tmp_path_factory.mktemp("second") / "server.log"
+    with Engine.launch(
+        str(DEMO_MODEL), api_key=engine.api_key, max_restarts=0, log_path=Path(log_path), **settings
+    ) as own:
+        yield own
+
+
+@pytest.fixture
+def fleet(engine: Engine, second: Engine) -> Iterator[Fleet]:
+    with Fleet.connect([engine.base_url, second.base_url], api_key=engine.api_key) as joined:
+        yield joined
+
+
+def prompt(fleet: Fleet, *towns: str, question: str = "Who founded it?") -> RenderedPrompt:
+    shown = [Document(f"fleet-{town}", f"{town} was founded by the mayor of {town}. " * 12) for town in towns]
+    return PromptLayout().render(fleet.tokenizer, shown, question)
+
+
+def test_replicas_share_the_documents_and_each_is_found_again_where_it_is(
+    fleet: Fleet, engine: Engine, second: Engine
+) -> None:
+    asked = [prompt(fleet, town) for town in TOWNS]
+    cold = [fleet.generate(each, max_tokens=8) for each in asked]
+    warm = [fleet.generate(each, max_tokens=8) for each in asked]
+    assert [answer.text for answer in warm] == [answer.text for answer in cold]
+    assert [answer.text for answer in cold] == [engine.generate(each, max_tokens=8).text for each in asked]
+    for answer in warm:
+        assert answer.stats.num_cached_tokens > 0.7 * answer.stats.num_prompt_tokens
+        assert answer.stats.num_gpu_tokens == answer.stats.num_cached_tokens, "the replica that answered tells"
+    assert 0 < second.stats().num_requests < 2 * len(TOWNS)
+    assert fleet.stats().num_requests == engine.stats().num_requests + second.stats().num_requests
+
+
+def test_an_order_is_chosen_by_what_any_replica_has(fleet: Fleet) -> None:
+    shown = prompt(fleet, "Gor", "Hul", "Ing")
+    fleet.generate(shown, max_tokens=4)
+    fleet.arrange_documents([], "cache_aware")  # begins to ask
+    assert fleet.integration.ordering.refresh(10.0)
+    mixed = [
+        Document(f"fleet-{town}", f"{town} was founded by the mayor of {town}. " * 12) for town in ("Ing", "Gor", "Hul")
+    ]
+    arranged = fleet.arrange_documents(mixed, "cache_aware")
+    assert [d.doc_id for d in arranged.documents] == ["fleet-Gor", "fleet-Hul", "fleet-Ing"]
+    again = fleet.generate(PromptLayout().render(fleet.tokenizer, arranged.documents, "Why?"), max_tokens=4)
+    assert again.stats.num_cached_tokens > 0.7 * again.stats.num_prompt_tokens
+
+
+def test_no_answer_is_lost_when_a_replica_is_killed_under_load(fleet: Fleet, second: Engine) -> None:
+    asked = [prompt(fleet, town, question=f"What of it, {turn}?") for turn in range(2) for town in TOWNS]
+    expected = [fleet.generate(each, max_tokens=64, extra_body={"ignore_eos": True}).text for each in asked]
+    assert second.pid is not None
+    with ThreadPoolExecutor(8) as threads:
+        answers = [
+            threads.submit(lambda each=each: fleet.generate(each, max_tokens=64, extra_body={"ignore_eos": True}).text)
+            for each in asked
+        ]
+        answers[3].result()
+        os.killpg(os.getpgid(second.pid), signal.SIGKILL)
+        assert [answer.result() for answer in answers] == expected
