@@ -50,7 +50,7 @@ class DocumentRoutes:
     def forget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
         """Do what :meth:`EngineClient.forget <ragcache_core.client.engine_client.EngineClient.forget>` says."""
         receipts = []
-        for body in self._begun(doc_ids, wait_s):
+        for body in self.begin(doc_ids, wait_s):
             with translate_errors():
                 answer = self._http.post(f"{self._url}/forget", json=body, **self._how(wait_s))
                 receipts.append(_receipt(answer))
@@ -59,13 +59,14 @@ class DocumentRoutes:
     async def aforget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
         """Do :meth:`forget` without blocking the event loop."""
         receipts = []
-        for body in self._begun(doc_ids, wait_s):
+        for body in self.begin(doc_ids, wait_s):
             with translate_errors():
                 answer = await self._http_async.post(f"{self._url}/forget", json=body, **self._how(wait_s))
                 receipts.append(_receipt(answer))
         return reduce(ForgetReceipt.plus, receipts, ForgetReceipt())
 
-    def _begun(self, doc_ids: Iterable[DocId], wait_s: float) -> list[dict[str, Any]]:
+    def begin(self, doc_ids: Iterable[DocId], wait_s: float) -> list[dict[str, Any]]:
+        """Have the caches of answers forget, and return what to ask the engine."""
         bodies = list(_bodies(doc_ids, wait_s))
         for answers in list(self.answer_caches):
             answers.forget([doc_id for body in bodies for doc_id in body["ids"]])

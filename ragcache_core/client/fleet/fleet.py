@@ -152,22 +152,17 @@ class Fleet(EngineClient):
         Raises:
             EngineError: a replica did not say that it has; the others have. Ask again when it is back.
         """
-        wanted = self._dropped(doc_ids)
+        wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
+        self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
         with ThreadPoolExecutor(len(self.engines)) as threads:
             receipts = list(threads.map(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines))
         return reduce(ForgetReceipt.beside, receipts[1:], receipts[0])
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        wanted = self._dropped(doc_ids)
+        wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
+        self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
         receipts = await asyncio.gather(*(engine.aforget(wanted, wait_s=wait_s) for engine in self.engines))
         return reduce(ForgetReceipt.beside, receipts[1:], receipts[0])
-
-    def _dropped(self, doc_ids: Iterable[DocId]) -> list[DocId]:
-        """Return ids of documents that answers kept here do not stand on any more."""
-        wanted = read_doc_ids(list(doc_ids)) if not isinstance(doc_ids, str) else read_doc_ids(doc_ids)
-        for answers in list(self.integration.answer_caches):
-            answers.forget(wanted)
-        return wanted
 
     def drain(self, timeout_s: float) -> bool:
         """Have every replica take no more requests, and return whether they answer none any more in time."""

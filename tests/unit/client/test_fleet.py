@@ -225,6 +225,23 @@ def test_all_replicas_forget_and_unknown_is_what_none_knows(fleet: Fleet, server
     assert asyncio.run(fleet.aforget(["a", "b"])).forgotten == ("a",)
 
 
+def test_answers_that_were_kept_for_a_fleet_are_dropped_with_their_documents(
+    fleet: Fleet, servers: list[ScriptedServer]
+) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.forgotten: list[str] = []
+
+        def forget(self, doc_ids: list[str]) -> None:
+            self.forgotten += doc_ids
+
+    kept = Kept()
+    fleet.integration.answer_caches.add(kept)
+    with pytest.raises(EngineError):  # of plain servers
+        fleet.forget(["a"])
+    assert kept.forgotten == ["a"]
+
+
 def test_each_replica_reads_ahead_what_it_has_on_disk(fleet: Fleet, servers: list[ScriptedServer]) -> None:
     servers[2].num_read_tokens = 64
     assert fleet.prefetch(prompt(fleet, "a")) == 64
