@@ -154,10 +154,10 @@ def write_identity(folder: Path, identity: Identity) -> None:
 
 
 def check_key_in_use(folder: Path, keys: Keys) -> None:
-    """Note which key seals the folder's chunks from now on, if that of the last time is among ``keys``.
+    """Refuse keys among which that is not with which the folder's chunks were sealed last.
 
     Raises:
-        CacheDirectoryError: it is not. OSError: it cannot be read or noted.
+        CacheDirectoryError: it is not. OSError: it cannot be read.
     """
     path = folder / _KEY_NAME
     names = [key_id(secret).hex() for secret in keys.secrets]
@@ -170,9 +170,18 @@ def check_key_in_use(folder: Path, keys: Keys) -> None:
             f"{folder} is encrypted with the key {last:.8}, and the keys that were given are {', '.join(names)}: give "
             "that one as a further line, behind the key to use from now on, or delete the folder, which is a cache"
         )
+
+
+def note_key_in_use(folder: Path, keys: Keys) -> None:
+    """Note which key seals the folder's chunks from now on, when nothing else can refuse the folder any more.
+
+    Raises:
+        OSError
+    """
+    path = folder / _KEY_NAME
     temporary = path.with_name(f"{_KEY_NAME}.new")
     with open(temporary, "w", encoding="ascii", opener=open_private) as file:
-        file.write(names[0])
+        file.write(keys.sealing_id)
     temporary.replace(path)
 
 

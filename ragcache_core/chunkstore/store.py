@@ -44,6 +44,7 @@ from ragcache_core.chunkstore.namespace import (
     enter,
     is_identity,
     namespace_path,
+    note_key_in_use,
     write_identity,
 )
 from ragcache_core.chunkstore.old_namespaces import delete_old, delete_plain
@@ -135,6 +136,8 @@ class ChunkStore:
                 self._index, self._loaded = open_index(self.path, self._file, self.num_slots)
                 self._num_resets += self._loaded.num_resets
                 opened.callback(self._index.close)
+                if keys is not None:
+                    note_key_in_use(self.path, keys)
                 self._places = [(path, path.stat()) for path in (self.path / _DATA_NAME, self._index.path)]
             except (OSError, IndexDamagedError) as error:
                 raise directory_error(directory, error) from error
@@ -334,24 +337,27 @@ class ChunkStore:
         """Forget chunks, and return how many there were: no byte of them is left in a file when this returns.
 
         Nor is one of those that were deleted before, whose slots are free. ``on_part`` is called now and then: all of
-        it may take seconds.
+        it may take seconds. The data goes first: that needs no space, which a full disk has not for the index.
 
         Raises:
-            CacheWriteError: something may be left; what is, is found no more, unless none of it could be deleted.
+            CacheWriteError: something may be left; what is, is found no more, at least until the next opening.
         """
         with self._changing:
             self._check_open()
             self.check_in_place()
-            num_gone = self.delete_many(keys)
+            gone = {key: slot for key in keys if (slot := self._residents.slot_of(key)) is not None}
+            self._residents.forget(list(gone))
             slots = self._residents.slots
             left_over = slots.left_over()
             try:
                 self._file.erase(left_over, on_part)
             except OSError as error:
                 raise write_error(self.path / _DATA_NAME, error) from error
+            finally:
+                self._index.discard(gone.values())
             slots.mark_blank(left_over)
             self._index.scrub()
-        return num_gone
+        return len(gone)
 
     def update_notes(self, worths: Iterable[tuple[bytes, float, float]]) -> int:
         """Set key, frequency and cost of chunks and return how many there are; unknown keys are passed over.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
 
-from ragcache_core.chunkstore.sealing import load_keys
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import make_policy
 from ragcache_core.vllm_plugin.chunks.compute.executor import ChunkExecutor
@@ -126,8 +125,8 @@ def build_execution(
         folder = settings.directory if num_workers == 1 else settings.directory / f"worker-{parallel.rank}"
         if parallel.data_parallel_index:
             folder /= f"engine-{parallel.data_parallel_index}"
-        keys = load_keys(settings.disk_key_file)
-        disk = DiskPlace(folder, chunk_identity(vllm_config), disk_bytes // num_workers, KIN, keys)
+        identity = chunk_identity(vllm_config)
+        disk = DiskPlace(folder, identity, disk_bytes // num_workers, KIN, settings.disk_key_file)
     memory = ChunkMemory(
         layers=[LayerShape(layer.kv.num_kv_heads, layer.kv.head_dim) for layer in layers],
         dtype=layers[0].kv.cache.dtype,

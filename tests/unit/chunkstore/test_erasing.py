@@ -118,6 +118,25 @@ def test_an_erasure_that_fails_says_so_serves_nothing_and_can_be_done_again(
     assert is_left(store, keys(4)) == [False, False, True, True]
 
 
+def test_on_a_disk_that_is_full_the_data_is_overwritten_although_the_index_cannot_be_written(
+    store: ChunkStore, opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write_many(named(keys(4)))
+
+    def fail(*_: object) -> None:
+        raise CacheWriteError("there is no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkIndex, "delete", fail)
+        with pytest.raises(CacheWriteError, match="no room"):
+            store.erase(keys(2))
+    data = (store.path / "chunks.data").read_bytes()
+    assert [payload(key) in data for key in keys(4)] == [False, False, True, True]
+    store.close()
+    store = opening()
+    assert [read(store, key) for key in keys(4)] == [None, None, *map(payload, keys(2, first=2))]
+
+
 KILLED = """
 import os, signal, sys
 from ragcache_core.chunkstore import slotfile
@@ -138,7 +157,7 @@ store.erase(c.keys(2))
 """
 
 
-@pytest.mark.parametrize("when", ["before the rows", "before the slots", "before the log"])
+@pytest.mark.parametrize("when", ["before the slots", "before the rows", "before the log"])
 def test_killed_amid_an_erasure_a_store_serves_whole_chunks_or_none_and_the_next_one_ends_it(
     folder: Path, opening: Opening, when: str
 ) -> None:
@@ -146,7 +165,7 @@ def test_killed_amid_an_erasure_a_store_serves_whole_chunks_or_none_and_the_next
     assert done.returncode < 0, done.stderr
     store = opening()
     found = [read(store, key) for key in keys(4)]
-    assert found[:2] == ([None, None] if when != "before the rows" else [payload(key) for key in keys(2)])
+    assert found[:2] == ([None, None] if when != "before the slots" else [payload(key) for key in keys(2)])
     assert found[2:] == [payload(key) for key in keys(2, first=2)]
     store.erase(keys(2))
     assert is_left(store, keys(4)) == [False, False, True, True]

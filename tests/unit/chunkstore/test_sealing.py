@@ -12,7 +12,7 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkStore
 from ragcache_core.chunkstore.sealing import KEY_ENV, Keys, load_keys
-from ragcache_core.errors import CacheDirectoryError, ConfigError
+from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, ConfigError
 
 from .conftest import CHUNK_BYTES, IDENTITY, Opening, keys, payload, read, writes
 from .test_damage import turn_bit
@@ -159,6 +159,15 @@ def test_a_cleared_or_smaller_store_keeps_no_seals_of_slots_that_it_has_no_more(
         assert (store.path / "chunks.seals").stat().st_size == 2 * 32
         store.clear()
         assert (store.path / "chunks.seals").stat().st_size == 0
+
+
+def test_a_start_that_is_refused_for_its_capacity_notes_no_new_key(sealed: Callable[..., ChunkStore]) -> None:
+    with sealed() as store:
+        store.write_many(writes(keys(2)))
+    with pytest.raises(CacheCapacityError):
+        sealed(both(SECOND, FIRST), num_slots=0)
+    with sealed() as store:
+        assert read(store, b"key 0") == payload(b"key 0")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 8, b"no key's name"])

@@ -272,6 +272,22 @@ def test_an_engine_that_served_before_comes_back_without_a_disk_that_it_can_no_l
     assert holds(without, (1, 2), 7)
 
 
+def test_a_key_that_is_gone_is_refused_and_an_engine_that_served_before_goes_on_without_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = DiskPlace(tmp_path, {}, 1 << 20, key_file=tmp_path / "key")
+
+    def open_memory() -> ChunkMemory:
+        return ChunkMemory(layers=LAYERS, dtype=torch.float32, tokens_per_page=T, num_pages=NUM_PAGES, disk=place)
+
+    with pytest.raises(ConfigError, match="key cannot be read"):
+        open_memory()
+    monkeypatch.setenv(STARTED_AGAIN_ENV, "1")
+    without = open_memory()
+    assert without.take_report().is_disk_down
+    without.close()
+
+
 def test_two_engines_do_not_share_a_store(opening: Opening) -> None:
     opening()
     with pytest.raises(CacheLockedError):

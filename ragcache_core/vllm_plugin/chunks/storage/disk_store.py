@@ -22,7 +22,7 @@ import numpy as np
 from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 from ragcache_core.chunkstore import ChunkNote, ChunkStore, ChunkWrite, Scratch, aligned_rows
 from ragcache_core.chunkstore.chunks import ChunkEntry, names_of_text, text_of_names
-from ragcache_core.chunkstore.sealing import Keys
+from ragcache_core.chunkstore.sealing import Keys, load_keys
 from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
@@ -57,8 +57,8 @@ class DiskPlace:
     capacity_bytes: int
     kin: tuple[str, ...] = ()
     """Entries of the identity that older ones of the same engine share, whose chunks may be deleted for room."""
-    keys: Keys | None = None
-    """What encrypts them, if anything does."""
+    key_file: Path | None = None
+    """Holds the key that encrypts them, as :func:`load_keys` finds it."""
 
 
 class ChunkDisk:
@@ -68,7 +68,7 @@ class ChunkDisk:
         """Open the stores, or make them; what they hold of other weights is never read.
 
         Raises:
-            ConfigError: there is no room for a page.
+            ConfigError: there is no room for a page, or no key in ``place.key_file``.
             CacheTierError: another engine uses them, or they cannot be written to.
         """
         self.num_pages = num_disk_pages_within(place.capacity_bytes, page_bytes, tokens_per_page)
@@ -80,16 +80,17 @@ class ChunkDisk:
         self.page_bytes = page_bytes
         self._tokens_per_page = tokens_per_page
         self._pieces_per_page = statistics_bytes_per_page(tokens_per_page) // STATISTICS_BYTES
+        keys = load_keys(place.key_file)
         with ExitStack() as opened:
-            self._pages = opened.enter_context(self._store(place, "chunks", page_bytes, self.num_pages))
+            self._pages = opened.enter_context(self._store(place, keys, "chunks", page_bytes, self.num_pages))
             num_pieces = self.num_pages * self._pieces_per_page
             self._statistics = opened.enter_context(
-                self._store(place, "statistics of chunks", STATISTICS_BYTES, num_pieces)
+                self._store(place, keys, "statistics of chunks", STATISTICS_BYTES, num_pieces)
             )
             self._opened = opened.pop_all()
 
     @staticmethod
-    def _store(place: DiskPlace, holds: str, chunk_bytes: int, num_slots: int) -> ChunkStore:
+    def _store(place: DiskPlace, keys: Keys | None, holds: str, chunk_bytes: int, num_slots: int) -> ChunkStore:
         slot_bytes = -(-chunk_bytes // STATISTICS_BYTES) * STATISTICS_BYTES
         identity = {**place.identity, "holds": holds}
         return ChunkStore(
@@ -98,7 +99,7 @@ class ChunkDisk:
             chunk_bytes=chunk_bytes,
             capacity_bytes=num_slots * slot_bytes,
             kin=place.kin,
-            keys=place.keys,
+            keys=keys,
         )
 
     @property

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ragcache_core.chunkstore import AsyncStore, Scratch, Transfer
-from ragcache_core.errors import CacheTierError
+from ragcache_core.errors import CacheTierError, ConfigError
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.vllm_plugin.chunks.messages import (
     DropChunks,
@@ -56,8 +56,8 @@ class ChunkMemory:
         disk: where chunks outlive the engine; None keeps none there.
 
     Raises:
-        ConfigError: the disk's share holds not a page. CacheTierError: the disk cannot be used, and this engine has not
-            served before, which would go on without it.
+        ConfigError, CacheTierError: the disk's share holds not a page, its key is gone, or it cannot be used, and this
+            engine has not served before, which would go on without it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ChunkMemory:
         try:
             if disk is not None:
                 self._disk = ChunkDisk(disk, page_bytes=self.page_bytes, tokens_per_page=tokens_per_page)
-        except CacheTierError as error:
+        except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
             if STARTED_AGAIN_ENV not in os.environ:
                 raise
             logger.error("RAGCache's disk of chunks is out of service until the next start: %s", error)
