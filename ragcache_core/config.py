@@ -171,6 +171,10 @@ class CacheConfig(_Settings):
     """Of host memory, the share for copies of the most used upper documents (a prompt's prefix, the first behind it):
     they are given up last while the GPU has them, so that a GPU's failure does not take them along (RAGCache §6)."""
 
+    pinned_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.25
+    """Of the smallest tier, the share that the paths of pinned documents may take (:meth:`EngineClient.cache
+    <ragcache_core.client.engine_client.EngineClient>`): they are given up last in every tier. 0 allows no pins."""
+
     queue: QueueOrder = "cache_aware"
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
     computed (RAGCache §5.2), ``fifo`` the one that came first."""

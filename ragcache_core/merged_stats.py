@@ -18,12 +18,12 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return reports[0]
     total = reports[0]
     for report in reports[1:]:
-        total = _added(total, report)
+        total = added(total, report)
     tiers: dict[str, dict[str, Any]] = {}
     uses: dict[str, dict[str, Any]] = {}
     for report in reports:
         for tier in report["tiers"]:
-            tiers[tier["name"]] = _added(tiers[tier["name"]], tier) if tier["name"] in tiers else tier
+            tiers[tier["name"]] = added(tiers[tier["name"]], tier) if tier["name"] in tiers else tier
         for use in report["hottest_documents"]:
             uses[use["doc_id"]] = _merged_use(uses[use["doc_id"]], use) if use["doc_id"] in uses else use
     return {
@@ -43,7 +43,7 @@ def _merged_use(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return the sum of two records, number by number; a flag is set where it is in both, all else is the first's."""
     total = {**other, **one}
     for name in one.keys() & other.keys():
@@ -53,5 +53,5 @@ def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
             case (int() | float()) as first, (int() | float()) as second:
                 total[name] = first + second
             case dict(first), dict(second):
-                total[name] = _added(first, second)
+                total[name] = added(first, second)
     return total

@@ -10,6 +10,10 @@ from ragcache_core.types import DocId, PromptSegment, SegmentKind, Swap
 
 MAX_HOTTEST = 10
 """Documents that an engine names as its hottest."""
+CONTENTS_ORDERS = ("bytes", "uses", "saved", "age")
+"""What cached documents are listed by, the largest first."""
+MAX_LISTED = 10_000
+"""Documents in one list."""
 STATS_KEY = "ragcache"
 """Key of a response's metadata for its statistics, :meth:`RequestStats.to_dict`, in every framework."""
 PIPELINE_KEY = "pipeline"
@@ -350,6 +354,116 @@ class ForgetReceipt:
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
         return {**asdict(self), "is_complete": self.is_complete}
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPlace:
+    """One path to a document: the documents that it stands ``behind``, and what of it lies where, in bytes by tier."""
+
+    behind: tuple[DocId, ...]
+    tokens: int
+    bytes: Mapping[str, int]
+    uses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CachedDocument:
+    """What the cache has of one document.
+
+    It stands on ``paths`` (a document behind two different ones is on two), and ``variants`` of it are kept for reuse
+    anywhere; ``bytes`` are those of both, by tier (``gpu``, ``host``, ``disk``). A text that was asked about under two
+    ids is shown under both, with the same bytes.
+
+    ``uses`` are the requests that retrieved it, ``saved_s`` the seconds of computing that those were spared which found
+    it cached: both as far as the cache remembers, over restarts where there is a disk. ``age_s`` is the age of the
+    oldest KV of it. ``places`` are its paths, where they were asked for.
+    """
+
+    id: DocId
+    paths: int
+    tokens: int
+    variants: int
+    bytes: Mapping[str, int]
+    uses: int
+    saved_s: float
+    age_s: float | None
+    pinned: bool
+    places: tuple[CachedPlace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheContents:
+    """Documents in the cache, the largest first by what they were sorted by; ``total`` is how many there are."""
+
+    documents: tuple[CachedDocument, ...] = ()
+    total: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PinReceipt:
+    """What became of documents that were to be pinned, or unpinned: ``changed``, or ``unknown`` to the cache.
+
+    ``num_pinned`` documents are pinned now; their paths take ``num_bytes`` of the engine's own KV memory, of the
+    ``limit_bytes`` that they may.
+    """
+
+    changed: tuple[DocId, ...] = ()
+    unknown: tuple[DocId, ...] = ()
+    num_pinned: int = 0
+    num_bytes: int = 0
+    limit_bytes: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchReceipt:
+    """What is being read from disk of documents: tokens, on ``num_paths`` paths.
+
+    ``num_left_out`` further paths have something on disk alone as well, and no room in host memory: a path has at most
+    a quarter of it.
+    """
+
+    num_read_tokens: int = 0
+    num_paths: int = 0
+    num_left_out: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedFolder:
+    """A folder of chunks that nobody used for ``days``, and whose chunks they were."""
+
+    path: str
+    num_bytes: int
+    days: float
+    of: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedFolders:
+    """Folders that were deleted, or, of a trial, would be."""
+
+    folders: tuple[CollectedFolder, ...] = ()
+    is_trial: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What they took on disk."""
+        return sum(folder.num_bytes for folder in self.folders)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
 
 
 def _summed(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

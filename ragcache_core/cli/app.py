@@ -11,6 +11,7 @@ from ragcache_core.cli.command import Group
 from ragcache_core.cli.commands.advise import advise
 from ragcache_core.cli.commands.ask import ask
 from ragcache_core.cli.commands.bench import bench
+from ragcache_core.cli.commands.cache import cache
 from ragcache_core.cli.commands.calibrate import calibrate
 from ragcache_core.cli.commands.forget import forget
 from ragcache_core.cli.commands.index import index
@@ -40,7 +41,7 @@ def cli() -> None:
 
 
 for command in (
-    *(index, ask, store, serve, serve_store, stats, forget, warm),
+    *(index, ask, store, serve, serve_store, stats, cache, forget, warm),
     *(profile, quality, calibrate, trace, simulate, advise, bench),
 ):
     cli.add_command(command)

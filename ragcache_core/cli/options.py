@@ -128,6 +128,12 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         help="Of host memory, for copies of the hottest upper documents, which go last. [default: 0]",
     ),
     click.option(
+        "--pinned-share",
+        type=float,
+        metavar="SHARE",
+        help="Of the smallest tier, what pinned documents may take, which go last. [default: 0.25]",
+    ),
+    click.option(
         "--queue",
         type=click.Choice(get_args(QueueOrder)),
         help="Which waiting request is next: the one the cache knows best, or the first. [default: cache_aware]",

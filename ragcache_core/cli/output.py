@@ -17,11 +17,20 @@ from ragcache_core.private_files import make_folders, replacing
 from ragcache_core.runtime.terminal import Bar
 
 _PLOT_KINDS = (".png", ".svg", ".html")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable(text: str) -> str:
     """Return a text that cannot steer a terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes for a person."""
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from ragcache_core.cli.output import printable
+from ragcache_core.cli.output import printable, size
 from ragcache_core.runtime.terminal import columns
 from ragcache_core.stats import DocumentUse, EngineStats, TierStats
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _BAR_CELLS = 20
 _DOC_ID_CHARS = 40
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ def _watched_tiers(reading: EngineStats, last: Interval | None, room: Room) -> R
         if last is not None and tier.name in counted:
             evicted = f"{counted[tier.name].num_evicted_blocks / last.seconds:.3g}"
             hits = f"{last.counted.tier_hit_rate(counted[tier.name]):.1%}"
-        used = f"{_size(tier.used_bytes)} of {_size(tier.capacity_bytes)}"
+        used = f"{size(tier.used_bytes)} of {size(tier.capacity_bytes)}"
         full = f"{tier.usage:.0%}" if tier.is_enabled else "off"
         hit_rate = f"{reading.tier_hit_rate(tier):.1%}"
         sizes = [used] if room.has_sizes else []
@@ -200,7 +199,7 @@ def _tiers(reading: EngineStats, room: Room) -> RenderableType:
     rows = (
         (
             tier.name,
-            f"{_size(tier.used_bytes)} of {_size(tier.capacity_bytes)}",
+            f"{size(tier.used_bytes)} of {size(tier.capacity_bytes)}",
             *([_bar(tier)] if room.has_bars else []),
             f"{tier.usage:.0%}" if tier.is_enabled else "switched off: see the log",
             f"{tier.num_blocks:,}",
@@ -237,13 +236,6 @@ def _bar(tier: TierStats) -> RenderableType:
     from rich.progress_bar import ProgressBar
 
     return ProgressBar(tier.capacity_bytes or 1, min(tier.used_bytes, tier.capacity_bytes), _BAR_CELLS)
-
-
-def _size(num_bytes: int) -> str:
-    value, unit = float(num_bytes), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
 
 
 def _printable(doc_id: str) -> str:

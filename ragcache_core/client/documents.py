@@ -17,11 +17,11 @@ from ragcache_core.types import DocId
 from ragcache_core.wire import MAX_DOCUMENTS, read_doc_ids
 
 _MAX_WAIT_S = 600.0
-_CONNECT_S = 10.0
-_BESIDES_S = 120.0
+CONNECT_S = 10.0
+BESIDES_S = 120.0
 """An engine is asked between two steps, and its first step may compile."""
 _RECEIPT = TypeAdapter(ForgetReceipt)
-_REFUSALS = (400, 404, 405, 409, 413)
+REFUSALS = (400, 404, 405, 409, 413)
 
 
 class StandsOnDocuments(Protocol):
@@ -53,7 +53,7 @@ class DocumentRoutes:
         for body in self.begin(doc_ids, wait_s):
             with translate_errors():
                 answer = self._http.post(f"{self._url}/forget", json=body, **self._how(wait_s))
-                receipts.append(_receipt(answer))
+                receipts.append(read_receipt(answer))
         return reduce(ForgetReceipt.plus, receipts, ForgetReceipt())
 
     async def aforget(self, doc_ids: Iterable[DocId], wait_s: float) -> ForgetReceipt:
@@ -62,7 +62,7 @@ class DocumentRoutes:
         for body in self.begin(doc_ids, wait_s):
             with translate_errors():
                 answer = await self._http_async.post(f"{self._url}/forget", json=body, **self._how(wait_s))
-                receipts.append(_receipt(answer))
+                receipts.append(read_receipt(answer))
         return reduce(ForgetReceipt.plus, receipts, ForgetReceipt())
 
     def begin(self, doc_ids: Iterable[DocId], wait_s: float) -> list[dict[str, Any]]:
@@ -73,12 +73,11 @@ class DocumentRoutes:
         return bodies
 
     def _how(self, wait_s: float) -> dict[str, Any]:
-        return {"headers": self._headers, "timeout": httpx.Timeout(wait_s + _BESIDES_S, connect=_CONNECT_S)}
+        return {"headers": self._headers, "timeout": httpx.Timeout(wait_s + BESIDES_S, connect=CONNECT_S)}
 
 
 def _bodies(doc_ids: Iterable[DocId], wait_s: float) -> Iterator[dict[str, Any]]:
-    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
-        raise ConfigError(f"wait_s is {wait_s!r:.80}: give 0 to {_MAX_WAIT_S:g} seconds")
+    check_wait(wait_s)
     if isinstance(doc_ids, str):
         raise ConfigError(f"doc_ids is {doc_ids!r:.80}, a text: give a list of ids, [{doc_ids!r:.80}]")
     wanted = list(dict.fromkeys(doc_ids))
@@ -86,9 +85,20 @@ def _bodies(doc_ids: Iterable[DocId], wait_s: float) -> Iterator[dict[str, Any]]
         yield {"ids": read_doc_ids(wanted[start : start + MAX_DOCUMENTS]), "wait_s": wait_s}
 
 
-def _receipt(answer: httpx.Response) -> ForgetReceipt:
-    if answer.status_code in _REFUSALS:
-        raise RequestRejectedError(f"the engine forgets nothing: {_message(answer)}")
+def check_wait(wait_s: float) -> None:
+    """Raise ConfigError unless a server may be asked to wait so long."""
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
+        raise ConfigError(f"wait_s is {wait_s!r:.80}: give 0 to {_MAX_WAIT_S:g} seconds")
+
+
+def read_receipt(answer: httpx.Response) -> ForgetReceipt:
+    """Return the receipt in an answer.
+
+    Raises:
+        RequestRejectedError: the server refuses. EngineError: it says something else.
+    """
+    if answer.status_code in REFUSALS:
+        raise RequestRejectedError(f"the engine forgets nothing: {message_of(answer)}")
     answer.raise_for_status()
     try:
         return _RECEIPT.validate_python({**answer.json(), "is_complete": None})
@@ -98,7 +108,8 @@ def _receipt(answer: httpx.Response) -> ForgetReceipt:
         ) from error
 
 
-def _message(answer: httpx.Response) -> str:
+def message_of(answer: httpx.Response) -> str:
+    """Return why a server refuses."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import httpx
 import openai
 
+from ragcache_core.client.cache import CacheRoutes
 from ragcache_core.client.deadline.client import DeadlineClient
 from ragcache_core.client.deadline.routes import DeadlineRoutes
 from ragcache_core.client.documents import DocumentRoutes, StandsOnDocuments
@@ -80,6 +81,7 @@ class EngineClient(ABC):
         base_url: the root of its OpenAI protocol, ``http://host:port/v1``.
         api_key: the key that it asks for.
         max_model_len: its context window in tokens.
+        cache: what the server has cached, to look into and act upon.
         integration: the parts that integrations of frameworks use.
         watch: knows how the server is.
         cached_prefixes: knows what it has cached.
@@ -120,6 +122,7 @@ class EngineClient(ABC):
             base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
         )
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces)
+        self.cache = CacheRoutes(base_url, api_key, self._http, self._http_async)
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
         self.prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
         self.cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)

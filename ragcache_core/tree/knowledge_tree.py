@@ -77,7 +77,7 @@ class KnowledgeTree(TieredTree):
         num_units = num_tokens = 0
         by_tier = [0] * len(Tier)
         for node, num_common in self._walk([key for segment in segments for key in segment.keys]):
-            leading = min(_num_leading(self._resident_anywhere(node)), num_common)
+            leading = min(_num_leading(self.resident_anywhere(node)), num_common)
             if leading:
                 matched.append(node)
                 num_units += leading
@@ -103,7 +103,7 @@ class KnowledgeTree(TieredTree):
 
     def num_own_leading_tokens(self, node: TreeNode) -> int:
         """Return the tokens of the longest beginning of ``node`` that lies in any tiers, whatever stands before it."""
-        return node.num_tokens_of(_num_leading(self._resident_anywhere(node)))
+        return node.num_tokens_of(_num_leading(self.resident_anywhere(node)))
 
     def num_leading_units(self, node: TreeNode, tiers: Sequence[Tier]) -> int:
         """Return the units of the longest prefix of the path to ``node`` that lies in any of ``tiers``; O(height)."""
@@ -299,7 +299,7 @@ class KnowledgeTree(TieredTree):
         if self._keeps_frequency:
             return
         for node in nodes:
-            if not self._resident_anywhere(node):
+            if not self.resident_anywhere(node):
                 node.frequency = node.num_computed = 0
                 node.total_cost_s = 0.0
 
@@ -340,7 +340,7 @@ class KnowledgeTree(TieredTree):
     def _note_if_ghost(self, node: TreeNode) -> None:
         if node.children or node.num_users or node.num_pins or self.is_protected(node):
             return
-        if not self._resident_anywhere(node):
+        if not self.resident_anywhere(node):
             self._ghosts[node.id] = None
             if node.doc_id is None:  # a run without a name hardly comes back: it is the first to be forgotten
                 self._ghosts.move_to_end(node.id, last=False)

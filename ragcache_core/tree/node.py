@@ -46,15 +46,17 @@ class TreeNode(NodeStats):
         children: by the first key of the child; None where there are none.
         doc_id: the document, if the run has a name.
         other_ids: documents with the same tokens, and those that lie in its first unit as a whole.
-        is_private: it begins a path of requests with a salt, whose documents are in no report.
         num_pins: while positive, no tier may evict it.
         num_users: while positive, it stays in the tree, resident or not.
+        is_private: no other application may know that it is here: it was asked with a salt.
+        stored_s: the moment from which on units of it have been in some tier, and so the age of the oldest of them.
         updated: sequence number of the last change of its numbers; breaks ties between equal ranks.
     """
 
     __slots__ = (
-        "children", "doc_id", "is_private", "keys", "num_pins", "num_users", "other_ids", "parent", "start", "updated"
-    )  # fmt: skip
+        *("children", "doc_id", "is_private", "keys", "num_pins", "num_users", "other_ids", "parent", "start"),
+        *("stored_s", "updated"),
+    )
 
     def __init__(
         self, node_id: int, parent: TreeNode | None, keys: list[Hashable], num_tokens: int, doc_id: DocId | None
@@ -66,9 +68,10 @@ class TreeNode(NodeStats):
         self.children: dict[Hashable, TreeNode] | None = None
         self.doc_id = doc_id
         self.other_ids = NO_IDS
-        self.is_private = False
         self.num_pins = 0
         self.num_users = 0
+        self.is_private = False
+        self.stored_s: float | None = None
         self.updated = 0
 
     @property

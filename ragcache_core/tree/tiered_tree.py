@@ -29,6 +29,7 @@ class TieredTree(PrefixTree):
         replicated: nodes whose copy in host memory is evicted last, by node id, with their units.
         num_replicated_units: of all of them.
         changes: is told of every node that changes, if somebody wants to know.
+        now_s: the moment, as whoever feeds the tree tells it.
     """
 
     def __init__(self, policy: ReplacementPolicy, *, moves_down: bool = False) -> None:
@@ -36,6 +37,7 @@ class TieredTree(PrefixTree):
         self._looks_below = policy.copy_discount != 0.0
         self.num_requests = 0
         self.changes: NodeChanges | None = None
+        self.now_s = 0.0
         self.protected_keys: dict[Hashable, int] = {}
         self.protected: dict[int, int] = {}
         self.replicated: dict[int, int] = {}
@@ -264,6 +266,9 @@ class TieredTree(PrefixTree):
                     state.in_use[lower.id] = held >> num_units
             if mask and not mask & low_bits and node.parent is not None:
                 state.num_resident_children[node.parent.id] -= 1
+        stored_s = node.stored_s
+        for part in (node, lower):
+            part.stored_s = stored_s if self.resident_anywhere(part) else None
         for state in self.tiers:
             state.offer(node)
             state.offer(lower)
@@ -279,6 +284,8 @@ class TieredTree(PrefixTree):
         if not before and units:
             if node.parent is not None:
                 state.num_resident_children[node.parent.id] += 1
+            if node.stored_s is None:
+                node.stored_s = self.now_s
             self._on_arrived(node)
         if units & ~before:
             self._note_change(node, state)
@@ -294,6 +301,8 @@ class TieredTree(PrefixTree):
         self._offer_again(node, state)
         if after:
             return
+        if not self.resident_anywhere(node):
+            node.stored_s = None
         if node.id in self.replicated and state is self.tiers[Tier.GPU]:
             self.unreplicate(node)
         if node.parent is not None:
@@ -387,7 +396,7 @@ class TieredTree(PrefixTree):
             for tier in self._up_from[state]:
                 tier.record_copies(node)
 
-    def _resident_anywhere(self, node: TreeNode) -> int:
+    def resident_anywhere(self, node: TreeNode) -> int:
         """Return which units of ``node`` lie in any tier, one bit each."""
         gpu, host, disk = self.tiers
         return gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id]

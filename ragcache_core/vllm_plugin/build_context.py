@@ -22,6 +22,7 @@ from vllm.logger import init_logger
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
+from ragcache_core.runtime.clock import steady_s
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
@@ -91,6 +92,7 @@ class BuildContext:
             has_room=self.has_room,
             chunks=self.chunks,
             groups=groups,
+            now_s=steady_s(),
         )
         return self.controller
 

@@ -7,7 +7,7 @@ for. See ``docs/vllm-versions.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,7 @@ _CONFIRM, _REPORT, _PATHS = "ragcache_confirm", "ragcache_report", "ragcache_cac
 _FORGET, _LEFT = "ragcache_forget", "ragcache_left"
 _PREFETCH = "ragcache_prefetch"
 _TREE, _REQUESTS = "ragcache_tree", "ragcache_requests"
+_CACHE = "ragcache_act_on_cache"
 _OWN: dict[str, Any] = {name: getattr(EngineCore, name, None) for name in ("_reset_caches", "sleep", "collective_rpc")}
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
 _GAUGES = (
@@ -170,6 +171,7 @@ __all__ = [
     "build_offloading_config",
     "bytes_of_stages",
     "cached_copies",
+    "call_cache",
     "call_cached_paths",
     "call_confirm",
     "call_forget",
@@ -189,6 +191,7 @@ __all__ = [
     "kv_bytes_per_block",
     "make_block_hash_with_group_id",
     "platform_worker",
+    "prompt_of_keys",
     "require_embeddings",
     "resolve_kv_cache_block_sizes",
     "sum_over_workers",
@@ -252,6 +255,12 @@ def attach_utilities() -> None:
 
     setattr(EngineCore, _TREE, ragcache_tree)
     setattr(EngineCore, _REQUESTS, ragcache_requests)
+
+    def ragcache_act_on_cache(core: EngineCore, action: str, body: dict[str, Any]) -> dict[str, object]:
+        answer: dict[str, object] = core.scheduler.act_on_cache(action, body)
+        return answer
+
+    setattr(EngineCore, _CACHE, ragcache_act_on_cache)
     setattr(EngineCore, _FORGET, ragcache_forget)
     setattr(EngineCore, _LEFT, ragcache_left)
     setattr(EngineCore, _CONFIRM, ragcache_confirm)
@@ -378,6 +387,20 @@ async def call_left(engine_client: Any) -> list[dict[str, Any]]:
     """Return what every data-parallel engine still has of what was forgotten."""
     left: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_LEFT)
     return left
+
+
+async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what every data-parallel engine answers to an action upon its cache; see the scheduler's."""
+    answers: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_CACHE, action, body)
+    return answers
+
+
+def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:
+    """Return a prompt of which nothing is known but the hashes of its blocks, and that it goes on behind them."""
+    num_tokens = len(keys) * tokens_per_block + 1
+    prompt = Request(f"prefetch-{uuid4().hex}", [0] * num_tokens, SamplingParams(max_tokens=1), None)
+    prompt.block_hashes = list(keys)
+    return prompt
 
 
 def hash_seed(algorithm: str) -> str | None:

@@ -28,6 +28,20 @@ forget_option = click.option(
     help="Remove what is replaced or removed from the cache of this server, too. May be repeated.",
 )
 
+ids_argument = click.argument("ids", nargs=-1, required=True, metavar="ID...")
+url_option = click.option(
+    "--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it."
+)
+wait_option = click.option(
+    "--wait",
+    "wait_s",
+    type=FiniteRange(min=0, max=_MAX_WAIT_S),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Wait so long for requests that are using them, and for the disk.",
+)
+
 
 @click.command(
     cls=Command,
@@ -38,18 +52,10 @@ forget_option = click.option(
         "cut -f1 withdrawn.tsv | ragcache forget - --url http://127.0.0.1:8000",
     ],
 )
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
-@click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
+@ids_argument
+@url_option
 @api_key_option
-@click.option(
-    "--wait",
-    "wait_s",
-    type=FiniteRange(min=0, max=_MAX_WAIT_S),
-    default=30.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Wait so long for requests that are using them, and for the disk.",
-)
+@wait_option
 def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, as_json: bool) -> None:
     """Remove the KV of documents from the server at URL: from the GPU, host memory, disk and reused chunks.
 
@@ -58,7 +64,7 @@ def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, a
     """
     from ragcache_core.client import Engine
 
-    wanted = [each for doc_id in ids for each in ([doc_id] if doc_id != "-" else sys.stdin.read().splitlines()) if each]
+    wanted = read_ids(ids)
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
         receipt = engine.forget(wanted, wait_s=wait_s)
     if as_json:
@@ -66,6 +72,11 @@ def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, a
     else:
         click.echo("\n".join(lines_of(receipt)))
     check_complete({url: receipt})
+
+
+def read_ids(ids: Sequence[str]) -> list[DocId]:
+    """Return the ids that were typed; "-" stands for those on standard input, one a line."""
+    return [each for doc_id in ids for each in ([doc_id] if doc_id != "-" else sys.stdin.read().splitlines()) if each]
 
 
 def lines_of(receipt: ForgetReceipt) -> list[str]:

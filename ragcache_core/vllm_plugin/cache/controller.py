@@ -6,7 +6,7 @@ on the scheduler's thread, call it when a request or a block changes its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,15 +14,18 @@ from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
 from ragcache_core.types import DocId, SegmentKind, Tier
+from ragcache_core.vllm_plugin.cache.contents import ChunkHolding, Contents
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
 from ragcache_core.vllm_plugin.cache.forgetting import Forgetting
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
+from ragcache_core.vllm_plugin.cache.pins import Pins
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
 from ragcache_core.vllm_plugin.cache.recent_requests import RecentRequests
 from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestState
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.vllm_plugin.cache.tree_view import tree_view
+from ragcache_core.vllm_plugin.chunks.page_layout import digest_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -64,12 +67,15 @@ class CacheController:
         has_room: whether a speculative request would be admitted at once; never by default.
         chunks: which chunks are stored, with chunk reuse.
         groups: the model's groups of KV caches; one by default.
+        now_s: the time, as :meth:`tick` takes it.
 
     Attributes:
         is_profiled: whether the seconds of a prefill were measured.
         queue: of real requests in vLLM's scheduler, by their ``request_id``.
         last_step: the first and the last moment of the engine's last step.
         forgetting: gives up documents, and has whoever keeps KV do so.
+        pins: documents that are evicted last.
+        contents: lists what is cached.
         leaving: the keys of chunks in host memory that are forgotten, and still copied from or to.
     """
 
@@ -86,6 +92,7 @@ class CacheController:
         has_room: Callable[[], bool] | None = None,
         chunks: ChunkManager | None = None,
         groups: KVGroups | None = None,
+        now_s: float = 0.0,
     ) -> None:
         self.settings = settings
         self.groups = groups or KVGroups()
@@ -99,6 +106,7 @@ class CacheController:
             shadow_tokens=shadow_blocks * tokens_per_block,
             replicated_units=int(settings.replicated_share * num_host_units),
         )
+        self.tree.now_s = now_s
         self.paths = PrefixPublisher(self.tree, tokens_per_block, chunks=dict if chunks is None else chunks.stored)
         self.counters = Counters()
         self.has_room = has_room or (lambda: False)
@@ -124,7 +132,9 @@ class CacheController:
         self.document_uses = DocumentUses(self.tree)
         self._recent = RecentRequests()
         self.leaving: dict[bytes, None] = {}
-        self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block)
+        self.pins = Pins(self.tree, self._most_pinned_units, self._shown)
+        self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block, self.pins)
+        self.contents = Contents(self.tree, self._block_bytes_by_tier, self._chunk_holdings, self.pins.doc_ids)
 
     def add_tier(self, tier: Tier, report: TierReport) -> None:
         """Report of a tier from now on; ``is_enabled`` of its report may change."""
@@ -144,6 +154,32 @@ class CacheController:
         """Record when the engine's last step began and ended."""
         self.last_step = began_s, ended_s
         self.paths.drop_unread()
+
+    def tick(self, now_s: float) -> None:
+        """Take note of the time, in seconds since 1970 that do not jump."""
+        self.tree.now_s = now_s
+
+    def _block_bytes_by_tier(self) -> dict[Tier, int]:
+        return {tier: report.block_bytes for tier, report in self.tiers.items()}
+
+    def _most_pinned_units(self) -> int:
+        """Return how many units pins may have: a share of the smallest tier, so that they fill none."""
+        num_blocks = min(report.num_blocks for report in self.tiers.values() if report.is_enabled)
+        return int(self.settings.pinned_share * num_blocks) // self.groups.blocks_per_unit
+
+    def _shown(self, num_units: int) -> str:
+        return f"{num_units * self.groups.blocks_per_unit * self.block_bytes / (1 << 20):.1f} MiB"
+
+    def _chunk_holdings(self, doc_ids: Collection[DocId]) -> dict[DocId, ChunkHolding]:
+        held = {} if self._chunks is None else self._chunks.holdings()
+        found: dict[DocId, ChunkHolding] = {}
+        for doc_id in doc_ids if held else ():
+            if (mine := held.get(digest_of(doc_id))) is not None:
+                num_variants, num_pages, num_disk_pages = mine
+                found[doc_id] = ChunkHolding(
+                    num_variants, num_pages * self.block_bytes, num_disk_pages * self.block_bytes
+                )
+        return found
 
     # A request's life
 
@@ -172,8 +208,9 @@ class CacheController:
         state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, turn=turn)
         self._requests[request_id] = state
         path = self.tree.insert(self._path_segments(state, keys))
+        for node in path if is_salted else ():
+            node.is_private = True
         if path:
-            path[0].is_private = is_salted
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
         self.speculations.on_new_request(state)
@@ -381,6 +418,53 @@ class CacheController:
         self.retrieved = {key: worth for key, worth in self.retrieved.items() if self.tree.locate(key) is not None}
         return receipt
 
+    def forget_all(self) -> dict[str, object]:
+        """Give everything up in all tiers, as :meth:`forget` does."""
+        self.record_change()
+        receipt = self.forgetting.forget_all()
+        self.document_uses.clear()
+        self.retrieved.clear()
+        return receipt
+
+    def pin(self, doc_ids: Collection[DocId], *, is_trial: bool = False) -> dict[str, object]:
+        """Pin documents, or only say which of them could be; see :class:`~ragcache_core.stats.PinReceipt`.
+
+        Raises:
+            ConfigError: they are too much.
+        """
+        changed = self.pins.check(doc_ids) if is_trial else self.pins.pin(doc_ids)
+        return self._pin_receipt(doc_ids, changed)
+
+    def unpin(self, doc_ids: Collection[DocId]) -> dict[str, object]:
+        """Pin documents no more."""
+        return self._pin_receipt(doc_ids, self.pins.unpin(doc_ids))
+
+    def _pin_receipt(self, doc_ids: Collection[DocId], changed: Set[DocId]) -> dict[str, object]:
+        unit_bytes = self.groups.blocks_per_unit * self.block_bytes
+        return {
+            "changed": [doc_id for doc_id in doc_ids if doc_id in changed],
+            "unknown": [doc_id for doc_id in doc_ids if doc_id not in changed],
+            "num_pinned": len(self.pins.doc_ids),
+            "num_bytes": self.pins.num_units * unit_bytes,
+            "limit_bytes": self._most_pinned_units() * unit_bytes,
+        }
+
+    def paths_on_disk(self, doc_ids: Set[DocId]) -> list[list[Key]]:
+        """Return the units of the paths to documents of which some lie on disk alone, the most worthy path first."""
+        disk = self.tree.tiers[Tier.DISK]
+        fast = self.tree.tiers[Tier.GPU], self.tree.tiers[Tier.HOST]
+        below = {
+            node.id: node
+            for node in self.tree.nodes()
+            if not node.is_private
+            and node.is_named(doc_ids)
+            and disk.resident[node.id] & ~(fast[0].resident[node.id] | fast[1].resident[node.id])
+        }
+        inner = {step.id for node in below.values() for step in node.path()[:-1]}
+        ends = [node for node in below.values() if node.id not in inner]
+        ends.sort(key=lambda node: -node.frequency * node.avg_cost_s * node.num_tokens)
+        return [[cast("Key", key) for step in node.path() for key in step.keys] for node in ends]
+
     def take_retrieved(self) -> dict[Key, tuple[float, float]]:
         """Return frequency and cost of the documents that were retrieved since the last call, by their first block."""
         retrieved, self.retrieved = self.retrieved, {}
@@ -515,6 +599,8 @@ class CacheController:
         self.tree.record_access(path, num_hit_units=num_hit_units, cost_per_token_s=cost_s, turn=state.turn)
         has_disk = (disk := self.tiers.get(Tier.DISK)) is not None and disk.is_enabled
         doc_ids = {segment.doc_id for segment in state.metadata.segments if segment.doc_id is not None}
+        if self.pins.doc_ids:
+            self.pins.on_used(path)
         if doc_ids and not state.is_salted:
             self.document_uses.count(doc_ids, self._path_segments(state, keys))
         if has_disk:

@@ -51,6 +51,10 @@ class DocumentUses:
         for doc_id in doc_ids:
             self._uses.pop(doc_id, None)
 
+    def clear(self) -> None:
+        """Count all documents anew."""
+        self._uses.clear()
+
     def hottest(self) -> list[dict[str, object]]:
         """Return the documents used most, as the engine's stats route has them; see ``client/stats/cache_stats.py``."""
         hottest = nsmallest(MAX_HOTTEST, self._uses.items(), key=lambda item: (-item[1].num_uses, item[0]))

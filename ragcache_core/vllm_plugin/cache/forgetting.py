@@ -11,16 +11,18 @@ the documents of all these ids: to forget one is to forget that KV.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ragcache_core.tree import KnowledgeTree
+from ragcache_core.tree import KnowledgeTree, TreeNode
 from ragcache_core.types import DocId, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
 
 if TYPE_CHECKING:
     from collections.abc import Set
+
+    from ragcache_core.vllm_plugin.cache.pins import Pins
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,13 @@ class Forgotten:
         doc_ids: the documents.
         units: of the tree, as they stand there and behind, each before those that stand on it.
         requests: those in the engine that keep some of it, each with its first such block.
+        is_all: whatever there is, also what no document or unit names.
     """
 
     doc_ids: Set[DocId]
     units: Collection[Key]
     requests: Mapping[str, int]
+    is_all: bool = False
 
 
 @dataclass(slots=True)
@@ -105,12 +109,17 @@ class Forgetting:
         requests: those in the engine, by id.
         tokens_per_block: of a unit.
 
+        pins: protect nothing of what goes.
+
     Attributes:
         store_at_most: stores no more of a request below the GPU than so many tokens, if there is anything below.
     """
 
-    def __init__(self, tree: KnowledgeTree, requests: Mapping[str, RequestState], tokens_per_block: int) -> None:
+    def __init__(
+        self, tree: KnowledgeTree, requests: Mapping[str, RequestState], tokens_per_block: int, pins: Pins
+    ) -> None:
         self._tree = tree
+        self._pins = pins
         self._requests = requests
         self._tokens_per_block = tokens_per_block
         self._holders: list[Holder] = []
@@ -130,12 +139,29 @@ class Forgetting:
 
     def forget(self, doc_ids: Set[DocId]) -> dict[str, object]:
         """Give documents up, and return the receipt; see :class:`~ragcache_core.stats.ForgetReceipt`."""
-        tops = self._tree.named(doc_ids)
+        return self._give_up(self._tree.named(doc_ids), doc_ids)
+
+    def forget_all(self) -> dict[str, object]:
+        """Give up everything, and return the receipt."""
+        tops = list(self._tree.root.iter_children())
+        named = {name for top in tops for node in top.below() for name in (node.doc_id, *node.other_ids)}
+        return self._give_up(tops, {name for name in named if name is not None} | self._pins.doc_ids, is_all=True)
+
+    def forget_nodes(self, nodes: Iterable[TreeNode]) -> None:
+        """Give up nodes, with what stands behind them; their documents stay what they are elsewhere."""
+        chosen = {node.id: node for node in nodes}
+        tops = [node for node in chosen.values() if not any(step.id in chosen for step in node.path()[:-1])]
+        if tops:
+            self._give_up(tops, frozenset())
+
+    def _give_up(self, tops: Sequence[TreeNode], doc_ids: Set[DocId], *, is_all: bool = False) -> dict[str, object]:
         nodes = [node for top in tops for node in top.below()]
         units = [cast("Key", key) for node in nodes for key in node.keys]
         named = {name for node in nodes for name in (node.doc_id, *node.other_ids)}
         freed = Freed(doc_ids={doc_id for doc_id in doc_ids if doc_id in named})
-        forgotten = Forgotten(doc_ids, units, self._concerned(doc_ids, frozenset(units), freed))
+        all_units = frozenset(units)
+        forgotten = Forgotten(doc_ids, units, self._concerned(doc_ids, all_units, freed), is_all)
+        self._pins.on_forgotten(doc_ids, all_units)
         for request_id, first_block in forgotten.requests.items():
             state = self._requests[request_id]
             state.has_forgotten = True

@@ -228,10 +228,10 @@ class ChunkScheduling:
     def forget(self, forgotten: Forgotten) -> Freed:
         """Drop the chunks of documents and those that were computed behind them, and keep none that is computed now."""
         digests = {digest_of(doc_id): doc_id for doc_id in forgotten.doc_ids}
-        gone = self.library.forget(digests.keys())
+        gone = self.library.forget(digests.keys(), is_all=forgotten.is_all)
         for request_id, request in list(self._requests.items()):
             keys = (span.key for span in request.spans)
-            if not digests.keys().isdisjoint(request.documents) or not gone.keys.isdisjoint(keys):
+            if forgotten.is_all or not digests.keys().isdisjoint(request.documents) or not gone.keys.isdisjoint(keys):
                 request.is_forgotten = True
                 self._stop_capturing(request_id, request)
         num_bytes = {Tier.HOST: gone.num_pages, Tier.DISK: gone.num_disk_pages}
@@ -239,7 +239,7 @@ class ChunkScheduling:
             {},
             {tier: num_pages * self._page_bytes for tier, num_pages in num_bytes.items() if num_pages},
             gone.num_variants,
-            {digests[digest] for digest in gone.documents},
+            {digests[digest] for digest in gone.documents if digest in digests},
         )
 
     def num_left(self) -> int:

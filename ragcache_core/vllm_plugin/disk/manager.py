@@ -227,6 +227,8 @@ class DiskTier(SecondaryTierManager):
             for unit in forgotten.units
             for group in (groups.main, *groups.others)
         ]
+        if forgotten.is_all:
+            names = [*self._stored, *self._writing]
         num_chunks = sum(map(self._is_here, names))
         for name in names:
             if self._is_here(name):

@@ -101,6 +101,10 @@ class TreeCachePolicy(CachePolicy):
         keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
         return [key for key in keys if key in self._chunks]
 
+    def keys(self) -> list[OffloadKey]:
+        """Return all chunks that are here."""
+        return list(self._chunks)
+
     def note_leftovers(self) -> None:
         """Take note that an engine before may have left something in any chunk."""
         self._written.update(range(self._capacity))
@@ -425,6 +429,8 @@ class TreeHostTier(CPUPrimaryTierOffloadingManager):
     def forget(self, forgotten: Forgotten) -> Freed:
         """Give chunks up, or let no look-up find those that are being copied."""
         keys = [key for unit in forgotten.units for key in self._policy.keys_of(unit)]
+        if forgotten.is_all:
+            keys = self._policy.keys()
         self._policy.controller.leaving.update(dict.fromkeys(keys))
         self._give_up_idle()
         self._overwrite(self._policy.take_unused())

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing import parent_process
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.memory import collect_rarely, freeze_survivors
+from ragcache_core.runtime.clock import steady_s
 from ragcache_core.vllm_plugin.build_context import building
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
@@ -27,6 +28,7 @@ from ragcache_core.vllm_plugin.compat import (
     Scheduler,
     attach_utilities,
     front_end_of,
+    prompt_of_keys,
     tell_all_front_ends,
 )
 from ragcache_core.vllm_plugin.refusals import check_engine
@@ -95,6 +97,7 @@ class _TreeScheduling:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._step_began_s = time.monotonic()
+        self._controller.tick(steady_s())
         self.finished_req_ids |= self.connector.take_prefetched()
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -162,6 +165,28 @@ class _TreeScheduling:
             return {"refused": "this model's groups of KV caches are in vLLM's own order, which knows no documents"}
         return self._controller.forget(set(doc_ids))
 
+    def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
+        """Answer one of the routes of the cache's contents, or why it cannot be done."""
+        controller = self._controller
+        controller.tick(steady_s())
+        try:
+            match action:
+                case "list":
+                    return controller.contents.list(body["token"], body["sort"], body["limit"])
+                case "show":
+                    return controller.contents.show(body["ids"])
+                case "pin":
+                    return controller.pin(body["ids"], is_trial=body["is_trial"])
+                case "unpin":
+                    return controller.unpin(body["ids"])
+                case "prefetch":
+                    return self._prefetch_documents(body["ids"])
+                case "purge" if self._tree_queue is not None:
+                    return controller.forget_all()
+        except ConfigError as error:
+            return {"refused": str(error)}
+        return {"refused": f"nothing is known of {action} with this model's groups of KV caches, or in this version"}
+
     def left(self) -> dict[str, object]:
         """Return what is left of what was forgotten."""
         return self._controller.forgetting.left()
@@ -186,6 +211,16 @@ class _TreeScheduling:
         _, num_fast, num_all = self._controller.leading_blocks(self._controller.last_known(prompt.block_hashes))
         num_blocks = num_all - num_fast if self.connector.prefetch(prompt) else 0
         return {"num_read_tokens": num_blocks * self._controller.tokens_per_block}
+
+    def _prefetch_documents(self, doc_ids: list[str]) -> dict[str, object]:
+        """Have the paths of documents that lie on disk read into host memory, as :meth:`prefetch` does with a prompt."""
+        paths = self._controller.paths_on_disk(set(doc_ids))
+        num_tokens, num_begun = 0, 0
+        for keys in paths:
+            prompt = prompt_of_keys(keys, self._controller.tokens_per_block)
+            read = self.prefetch(prompt)["num_read_tokens"]
+            num_tokens, num_begun = num_tokens + cast("int", read), num_begun + bool(read)
+        return {"num_read_tokens": num_tokens, "num_paths": num_begun, "num_left_out": len(paths) - num_begun}
 
     def keeping_weights(self) -> AbstractContextManager[None]:
         """Inside, resets of the caches leave alone what outlives them."""

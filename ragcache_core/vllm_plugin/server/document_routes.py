@@ -1,21 +1,30 @@
 """Routes that act upon the cache by document: ``POST /v1/ragcache/documents/<what to do>`` with ``{"ids": [...]}``.
 
+::
+
+    forget    remove their KV from every tier           show       what is cached of them, path by path
+    pin       evict their paths last                    unpin      as any other again
+    prefetch  read what is on disk into host memory
+
 Ids are in the body, for they may hold anything, a slash as well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.stats import ForgetReceipt
-from ragcache_core.vllm_plugin.compat import call_forget, call_left
+from ragcache_core.stats import CONTENTS_ORDERS, ForgetReceipt
+from ragcache_core.vllm_plugin.compat import call_cache, call_forget, call_left
 from ragcache_core.vllm_plugin.server.engine_view import received
+from ragcache_core.vllm_plugin.server.several_engines import merged_contents, merged_pins
 from ragcache_core.wire import read_doc_ids
 
 router = APIRouter(prefix="/v1/ragcache/documents", tags=["ragcache"])
@@ -34,16 +43,21 @@ async def forget(request: Request) -> dict[str, object]:
     tells what is left. Every data-parallel engine of this server forgets.
     """
     doc_ids, wait_s = await _asked(request)
-    if received.engine() is None:
-        raise HTTPException(404, "this server runs without RAGCache")
     began_s = time.monotonic()
     client = request.app.state.ragcache_engine_client
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Start the engine anew instead")
-    left = await _wait(client, began_s + wait_s)
+    left = await wait_until_gone(client, began_s + wait_s)
+    return receipt_of(gone, left, doc_ids, began_s).to_dict()
+
+
+def receipt_of(
+    gone: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]], doc_ids: Sequence[str], began_s: float
+) -> ForgetReceipt:
+    """Return one receipt for what several engines gave up, and have left."""
     known = {doc_id for each in gone for doc_id in each["forgotten"]}
-    receipt = ForgetReceipt(
+    return ForgetReceipt(
         forgotten=tuple(doc_id for doc_id in doc_ids if doc_id in known),
         unknown=tuple(doc_id for doc_id in doc_ids if doc_id not in known),
         num_paths=_sum(gone, "num_paths"),
@@ -55,27 +69,81 @@ async def forget(request: Request) -> dict[str, object]:
         problems=tuple(dict.fromkeys(problem for each in left for problem in each["problems"])),
         took_s=time.monotonic() - began_s,
     )
-    return receipt.to_dict()
 
 
-async def _asked(request: Request) -> tuple[list[str], float]:
+@router.post("/show")
+async def show(request: Request) -> dict[str, object]:
+    """Return what is cached of documents, with their paths; those that are not cached are left out."""
+    doc_ids, _ = await _asked(request, takes_wait=False)
+    return merged_contents(await ask_engines(request, "show", {"ids": doc_ids}), CONTENTS_ORDERS[0], len(doc_ids))
+
+
+@router.post("/pin")
+async def pin(request: Request) -> dict[str, object]:
+    """Pin documents of which something is cached, all of them or none; see :class:`PinReceipt`."""
+    doc_ids, _ = await _asked(request, takes_wait=False)
+    found = merged_pins(await ask_engines(request, "pin", {"ids": doc_ids, "is_trial": True}), doc_ids)
+    body = {"ids": list(found.changed), "is_trial": False}
+    return replace(merged_pins(await ask_engines(request, "pin", body), doc_ids), unknown=found.unknown).to_dict()
+
+
+@router.post("/unpin")
+async def unpin(request: Request) -> dict[str, object]:
+    """Pin documents no more."""
+    doc_ids, _ = await _asked(request, takes_wait=False)
+    return merged_pins(await ask_engines(request, "unpin", {"ids": doc_ids}), doc_ids).to_dict()
+
+
+@router.post("/prefetch")
+async def prefetch(request: Request) -> dict[str, object]:
+    """Begin to read what is on disk of documents into host memory, on all their paths; see the route of a prompt."""
+    doc_ids, _ = await _asked(request, takes_wait=False)
+    answers = await ask_engines(request, "prefetch", {"ids": doc_ids})
+    return {name: _sum(answers, name) for name in ("num_read_tokens", "num_paths", "num_left_out")}
+
+
+async def ask_engines(request: Request, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what every data-parallel engine answers; a refusal of one is the server's."""
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    answers = await call_cache(request.app.state.ragcache_engine_client, action, body)
+    if refused := next((each["refused"] for each in answers if "refused" in each), None):
+        raise HTTPException(409, refused)
+    return answers
+
+
+async def _asked(request: Request, *, takes_wait: bool = True) -> tuple[list[str], float]:
     """Return the ids in a body, and how long to wait."""
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    fields = {"ids": ["..."], "wait_s": 30} if takes_wait else {"ids": ["..."]}
+    body = await read_body(request, fields)
     try:
-        body = await request.json()
-    except ValueError as error:
-        raise HTTPException(400, f'the body is no JSON ({error}): send {{"ids": [...]}}') from error
-    if not isinstance(body, Mapping) or not body.keys() <= {"ids", "wait_s"}:
-        raise HTTPException(400, 'the body is something else than {"ids": [...], "wait_s": 30}: send that')
-    wait_s = body.get("wait_s", _WAIT_S)
-    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
-        raise HTTPException(400, f"wait_s is {wait_s!r:.80}: send 0 to {_MAX_WAIT_S:g} seconds")
-    try:
-        return read_doc_ids(body.get("ids")), float(wait_s)
+        return read_doc_ids(body.get("ids")), wait_of(body)
     except ConfigError as error:
         raise HTTPException(400, str(error)) from error
 
 
-async def _wait(client: Any, ends_s: float) -> list[dict[str, Any]]:
+async def read_body(request: Request, fields: Mapping[str, object]) -> Mapping[str, Any]:
+    """Return a body with no other fields than those of an example."""
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise HTTPException(400, f"the body is no JSON ({error}): send {json.dumps(fields)}") from error
+    if not isinstance(body, Mapping) or not body.keys() <= fields.keys():
+        raise HTTPException(400, f"the body is something else than {json.dumps(fields)}: send that")
+    return body
+
+
+def wait_of(body: Mapping[str, Any]) -> float:
+    """Return how long to wait for what cannot be given up at once."""
+    wait_s = body.get("wait_s", _WAIT_S)
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
+        raise HTTPException(400, f"wait_s is {wait_s!r:.80}: send 0 to {_MAX_WAIT_S:g} seconds")
+    return float(wait_s)
+
+
+async def wait_until_gone(client: Any, ends_s: float) -> list[dict[str, Any]]:
     """Return what is left of what was forgotten: nothing, or what there is at the end of our patience."""
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -25,7 +25,7 @@ from ragcache_core.vllm_plugin.compat import (
     call_report,
     require_embeddings,
 )
-from ragcache_core.vllm_plugin.server import document_routes
+from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
 from ragcache_core.vllm_plugin.server.page.routes import router as page_router
@@ -207,6 +207,7 @@ class RAGCacheEndpoint:
         app.include_router(probes)
         app.include_router(document_routes.router)
         app.include_router(page_router)
+        app.include_router(cache_routes.router)
         app.add_middleware(RequestBodyCheck)
         app.add_middleware(DefaultsHeader)
         keys = app.state.args.api_key or [envs.VLLM_API_KEY]

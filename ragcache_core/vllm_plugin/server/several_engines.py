@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ragcache_core.merged_stats import added
 from ragcache_core.ordering import PATHS_VERSION
+from ragcache_core.stats import PinReceipt
+
+
+def merged_contents(answers: Sequence[dict[str, Any]], sort: str, limit: int) -> dict[str, Any]:
+    """Return what engines have of documents as of one: a document that several have is as large as all of it.
+
+    ``total`` counts a document once, as far as the engines listed it.
+    """
+    if len(answers) == 1:
+        return answers[0]
+    documents: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for document in answer["documents"]:
+            known = documents.get(document["id"])
+            documents[document["id"]] = document if known is None else _merged_document(known, document)
+    kept = sorted(documents.values(), key=lambda document: (_ORDERS[sort](document), document["id"]), reverse=True)
+    return {"documents": kept[:limit], "total": max(len(documents), *(answer["total"] for answer in answers))}
+
+
+def merged_pins(answers: Sequence[dict[str, Any]], doc_ids: Sequence[str]) -> PinReceipt:
+    """Return one receipt for those of several engines: what is cached in one of them is known, and pinned in all."""
+    changed = {doc_id for answer in answers for doc_id in answer["changed"]}
+    return PinReceipt(
+        changed=tuple(doc_id for doc_id in doc_ids if doc_id in changed),
+        unknown=tuple(doc_id for doc_id in doc_ids if doc_id not in changed),
+        num_pinned=max(answer["num_pinned"] for answer in answers),
+        num_bytes=sum(answer["num_bytes"] for answer in answers),
+        limit_bytes=sum(answer["limit_bytes"] for answer in answers),
+    )
 
 
 def joined_changes(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -45,3 +75,23 @@ def response_id_of(request_id: str) -> str:
     """Return a request's id without the eight random digits that vLLM adds inside."""
     head, dash, tail = request_id.rpartition("-")
     return head if dash and len(tail) == 8 else request_id
+
+
+_ORDERS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "bytes": lambda document: sum(document["bytes"].values()),
+    "uses": lambda document: document["uses"],
+    "saved": lambda document: document["saved_s"],
+    "age": lambda document: document["age_s"] or 0.0,
+}
+
+
+def _merged_document(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    ages = [age for age in (one["age_s"], other["age_s"]) if age is not None]
+    places = [*one.get("places", ()), *other.get("places", ())]
+    return {
+        **added(one, other),
+        "tokens": max(one["tokens"], other["tokens"]),
+        "age_s": max(ages, default=None),
+        "pinned": one["pinned"] or other["pinned"],
+        **({"places": places} if places else {}),
+    }

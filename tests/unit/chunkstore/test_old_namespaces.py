@@ -14,7 +14,8 @@ import pytest
 
 from ragcache_core.chunkstore import ChunkStore, list_namespaces, old_namespaces
 from ragcache_core.chunkstore.namespace import changing
-from ragcache_core.errors import CacheCapacityError
+from ragcache_core.chunkstore.old_namespaces import delete_unused
+from ragcache_core.errors import CacheCapacityError, CacheDirectoryError
 
 from .conftest import CHUNK_BYTES, IDENTITY, keys, read, writes
 
@@ -144,3 +145,30 @@ def test_nobody_enters_a_cache_while_another_engine_deletes_some(folder: Path) -
         assert found == []
     thread.join(30)
     assert found == [8]
+
+
+def test_by_hand_folders_go_that_nobody_has_open_in_workers_folders_as_well_and_a_trial_only_names_them(
+    folder: Path,
+) -> None:
+    old, young = closed(folder, days=8, weights="old"), closed(folder, days=1, weights="young")
+    of_a_worker = closed(folder / "worker-1", days=9, weights="old")
+    of_an_engine = closed(folder / "worker-1" / "engine-2", days=9, weights="old")
+    with opened(folder) as store:
+        trial = delete_unused(folder, unused_s=7 * DAY_S, is_trial=True)
+        assert {each.path for each in trial.folders} == {str(old), str(of_a_worker), str(of_an_engine)}
+        assert all(path.exists() for path in (old, young, of_a_worker, of_an_engine))
+        done = delete_unused(folder, unused_s=7 * DAY_S)
+        assert [each.path for each in done.folders] == [each.path for each in trial.folders]
+        assert done.num_bytes == trial.num_bytes > 0
+        assert [path.exists() for path in (old, young, of_a_worker, of_an_engine)] == [False, True, False, False]
+        delete_unused(folder, unused_s=0)
+        assert not young.exists()
+        assert store.path.exists(), "an engine has it open"
+
+
+def test_by_hand_a_clock_that_was_set_back_makes_nothing_old_and_a_missing_folder_is_told(folder: Path) -> None:
+    future = closed(folder, days=-400)
+    assert not delete_unused(folder, unused_s=1).folders
+    assert future.exists()
+    with pytest.raises(CacheDirectoryError, match="nowhere"):
+        delete_unused(folder / "nowhere", unused_s=0)

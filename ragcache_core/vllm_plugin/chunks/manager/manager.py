@@ -241,8 +241,8 @@ class ChunkManager:
         if (chunk := self._stock.chunks.get(key)) is not None:
             self._stock.name(chunk, document)
 
-    def forget(self, documents: Set[str]) -> ForgottenChunks:
-        """Drop all variants of documents, given by their digests, and of chunks that were computed behind them.
+    def forget(self, documents: Set[str], *, is_all: bool = False) -> ForgottenChunks:
+        """Drop all variants of documents, given by their digests, and of chunks that were computed behind them; or all.
 
         What a request or a transfer holds goes when it is released; until then it is not found.
         """
@@ -253,7 +253,8 @@ class ChunkManager:
             for stored in list(chunk.stored.values())
             if not stored.is_doomed
             and (
-                chunk.key in keys
+                is_all
+                or chunk.key in keys
                 or not stored.documents.isdisjoint(documents)
                 or not keys.isdisjoint(stored.variant.statistics.prefix)
             )
@@ -270,6 +271,18 @@ class ChunkManager:
             self._stock.doom(chunk, stored)
         self._stock.is_scrub_due = self._stock.num_disk_pages > 0
         return forgotten
+
+    def holdings(self) -> dict[str, tuple[int, int, int]]:
+        """Return what is kept of each document, by its digest: variants, and their pages in memory and on disk."""
+        held: dict[str, tuple[int, int, int]] = {}
+        for chunk in self._stock.chunks.values():
+            stored = [variant for variant in chunk.stored.values() if not variant.is_doomed]
+            num_pages = sum(len(variant.pages) for variant in stored)
+            num_disk_pages = sum(variant.num_pages for variant in stored if variant.is_on_disk)
+            for name in chunk.names if stored else ():
+                before = held.get(name, (0, 0, 0))
+                held[name] = (before[0] + len(stored), before[1] + num_pages, before[2] + num_disk_pages)
+        return held
 
     def num_forgotten(self) -> int:
         """Return how much of what was forgotten is still here, in memory or on a worker's disk."""

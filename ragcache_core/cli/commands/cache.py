@@ -1,0 +1,299 @@
+"""``ragcache cache``: what a running server has cached, to look into and act upon."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ragcache_core.cli.command import Command, Group, print_json
+from ragcache_core.cli.commands.forget import (
+    check_complete,
+    forget,
+    ids_argument,
+    lines_of,
+    read_ids,
+    url_option,
+    wait_option,
+)
+from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.cli.output import printable, size
+from ragcache_core.errors import ConfigError
+from ragcache_core.stats import CONTENTS_ORDERS, MAX_LISTED
+
+if TYPE_CHECKING:
+    from ragcache_core.stats import CacheContents, CachedDocument, CollectedFolders, PinReceipt
+    from ragcache_core.types import DocId
+
+_TIERS = ("gpu", "host", "disk")
+_MAX_DAYS = 100_000.0
+
+
+@click.group(cls=Group, short_help="Look into a server's cache, and act upon it.")
+def cache() -> None:
+    """Look into the cache of the server at URL: which documents are where, and what of them shall stay or go."""
+
+
+@cache.command(
+    cls=Command,
+    short_help="List the cached documents.",
+    examples=[
+        "ragcache cache ls --url http://127.0.0.1:8000",
+        "ragcache cache ls --url http://127.0.0.1:8000 --sort saved --limit 10 --json",
+    ],
+)
+@url_option
+@api_key_option
+@click.option(
+    "--sort",
+    type=click.Choice(CONTENTS_ORDERS),
+    default="bytes",
+    show_default=True,
+    help="What comes first: most bytes over all tiers, most uses, most seconds of computing saved, the oldest.",
+)
+@click.option("--limit", type=click.IntRange(1, MAX_LISTED), default=50, show_default=True, help="Documents to list.")
+def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> None:
+    """List documents by tier, with their paths, variants for reuse anywhere, uses, and seconds of computing saved."""
+    from ragcache_core.client import Engine
+
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        contents = engine.cache.ls(sort=sort, limit=limit)
+    if as_json:
+        print_json({"url": engine.base_url, **contents.to_dict()})
+        return
+    click.echo("\n".join(_table(contents)))
+    if len(contents.documents) < contents.total:
+        click.echo(f"{len(contents.documents):,} of {contents.total:,} documents; more: --limit")
+
+
+@cache.command(
+    cls=Command,
+    short_help="Show the paths of documents.",
+    examples=["ragcache cache show handbook.md#3 --url http://127.0.0.1:8000"],
+)
+@ids_argument
+@url_option
+@api_key_option
+def show(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
+    """Show behind which documents others stand in the cache, and what of each such path lies where.
+
+    Exit status 1 where none of them is cached.
+    """
+    from ragcache_core.client import Engine
+
+    wanted = read_ids(ids)
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        contents = engine.cache.show(wanted)
+    if as_json:
+        print_json({"url": engine.base_url, **contents.to_dict()})
+    for document in () if as_json else contents.documents:
+        click.echo("\n".join(_lines_of_document(document)))
+    if not contents.documents:
+        raise ConfigError(f"nothing is cached of {_named(wanted)}: 'ragcache cache ls' lists what is")
+
+
+@cache.command(
+    cls=Command,
+    short_help="Evict documents last.",
+    examples=[
+        "ragcache cache pin terms.md faq.md --url http://127.0.0.1:8000",
+        "cut -f1 important.tsv | ragcache cache pin - --url http://127.0.0.1:8000",
+    ],
+)
+@ids_argument
+@url_option
+@api_key_option
+def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
+    """Have the paths of documents leave each tier last, until they are unpinned, forgotten, or the engine ends.
+
+    Together they may take a share of the smallest tier, --pinned-share of 'ragcache serve'; what is more is refused,
+    and nothing is pinned then. Exit status 1 where one is not cached: the others are pinned.
+    """
+    from ragcache_core.client import Engine
+
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        _tell_pins(engine.base_url, "pinned", engine.cache.pin(read_ids(ids)), as_json=as_json)
+
+
+@cache.command(
+    cls=Command,
+    short_help="Evict documents as any others again.",
+    examples=["ragcache cache unpin terms.md --url http://127.0.0.1:8000"],
+)
+@ids_argument
+@url_option
+@api_key_option
+def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
+    """Undo 'ragcache cache pin'. Exit status 1 where one was not pinned."""
+    from ragcache_core.client import Engine
+
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        _tell_pins(engine.base_url, "unpinned", engine.cache.unpin(read_ids(ids)), as_json=as_json)
+
+
+@cache.command(
+    cls=Command,
+    short_help="Read documents from disk ahead of need.",
+    examples=["ragcache cache prefetch terms.md faq.md --url http://127.0.0.1:8000"],
+)
+@ids_argument
+@url_option
+@api_key_option
+def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
+    """Have what is on disk alone of documents read into host memory, and do not wait for it.
+
+    It is dropped as ever when something better comes.
+    """
+    from ragcache_core.client import Engine
+
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        receipt = engine.cache.prefetch(read_ids(ids))
+    if as_json:
+        print_json({"url": engine.base_url, **receipt.to_dict()})
+        return
+    left_out = f"; {receipt.num_left_out} paths are too long for host memory" * bool(receipt.num_left_out)
+    click.echo(f"{receipt.num_read_tokens:,} tokens on {receipt.num_paths} paths are being read from disk{left_out}")
+
+
+@cache.command(
+    cls=Command,
+    short_help="Delete folders on disk that nobody uses.",
+    examples=[
+        "ragcache cache gc --url http://127.0.0.1:8000 --dry-run",
+        "ragcache cache gc --cache-dir ~/.cache/ragcache/kv --unused-days 0",
+    ],
+)
+@click.option("--url", metavar="URL", help="Of the server in whose directory they are.")
+@api_key_option
+@click.option("--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Their directory, without a server.")
+@click.option(
+    "--unused-days",
+    type=FiniteRange(min=0, max=_MAX_DAYS),
+    default=7.0,
+    show_default=True,
+    metavar="DAYS",
+    help="Only those that no engine has used for so long.",
+)
+@click.option("--dry-run", is_flag=True, help="Name them, and delete nothing.")
+def gc(
+    url: str | None, api_key: str | None, cache_dir: Path | None, unused_days: float, dry_run: bool, as_json: bool
+) -> None:
+    """Delete caches of other models, other weights and other releases, which no engine has open.
+
+    Give --url or --cache-dir. An engine's start does so by itself with what nobody has used for 30 days.
+    """
+    from ragcache_core.chunkstore.old_namespaces import delete_unused
+    from ragcache_core.client import Engine
+
+    if (url is None) == (cache_dir is None):
+        raise click.UsageError("Give either --url or --cache-dir.")
+    if cache_dir is not None:
+        collected = delete_unused(cache_dir, unused_s=unused_days * 86_400.0, is_trial=dry_run)
+    else:
+        assert url is not None
+        with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+            collected = engine.cache.gc(unused_days=unused_days, is_trial=dry_run)
+    if as_json:
+        print_json(collected.to_dict())
+    else:
+        click.echo("\n".join(_lines_of_folders(collected)))
+
+
+@cache.command(
+    cls=Command,
+    short_help="Remove everything.",
+    examples=["ragcache cache purge --url http://127.0.0.1:8000 --yes"],
+)
+@url_option
+@api_key_option
+@wait_option
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def purge(url: str, api_key: str | None, wait_s: float, yes: bool, as_json: bool) -> None:
+    """Remove all documents from the GPU, host memory, disk and reused chunks; pins end.
+
+    Requests that are being answered keep what they have. Exit status 1 where something is left after the wait.
+    """
+    from ragcache_core.client import Engine
+
+    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        if not yes:
+            if not sys.stdin.isatty():
+                raise click.UsageError("Nobody can be asked here: give --yes to remove everything.")
+            click.confirm(f"Remove everything that {engine.base_url} has cached?", abort=True, err=True)
+        receipt = engine.cache.purge(wait_s=wait_s)
+    if as_json:
+        print_json({"url": engine.base_url, **receipt.to_dict()})
+    else:
+        click.echo("\n".join(lines_of(receipt)))
+    check_complete({url: receipt})
+
+
+cache.add_command(forget)
+
+
+def _table(contents: CacheContents) -> list[str]:
+    if not contents.documents:
+        return ["no document is cached"]
+    rows = [("gpu", "host", "disk", "paths", "variants", "uses", "saved", "age", "document")]
+    for document in contents.documents:
+        rows.append(
+            (
+                *(size(document.bytes.get(tier, 0)) if document.bytes.get(tier) else "-" for tier in _TIERS),
+                str(document.paths),
+                str(document.variants or "-"),
+                f"{document.uses:,}",
+                f"{document.saved_s:.2f} s",
+                _age(document.age_s),
+                printable(document.id) + " (pinned)" * document.pinned,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join([*(f"{c:>{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+
+
+def _lines_of_document(document: CachedDocument) -> list[str]:
+    pinned = ", pinned" * document.pinned
+    lines = [
+        f"{printable(document.id)}: {document.tokens:,} tokens, {document.uses:,} uses, {document.saved_s:.2f} s of "
+        f"computing saved, {_age(document.age_s)} old, {document.variants} variants for reuse anywhere{pinned}"
+    ]
+    for place in document.places:
+        behind = " > ".join(map(printable, place.behind)) or "nothing"
+        here = ", ".join(f"{tier} {size(place.bytes[tier])}" for tier in _TIERS if place.bytes.get(tier))
+        lines.append(f"  behind {behind}: {here or 'evicted'}; {place.uses:,} uses")
+    return lines
+
+
+def _age(age_s: float | None) -> str:
+    if age_s is None:
+        return "-"
+    for seconds, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if age_s >= seconds:
+            return f"{age_s / seconds:.1f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+def _tell_pins(url: str, done: str, receipt: PinReceipt, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"url": url, **receipt.to_dict()})
+    else:
+        click.echo(
+            f"{done} {len(receipt.changed)} documents; {receipt.num_pinned} are pinned, with {size(receipt.num_bytes)} "
+            f"of at most {size(receipt.limit_bytes)}"
+        )
+    if receipt.unknown:
+        why = "are not cached: ask about them first" if done == "pinned" else "were not pinned"
+        raise ConfigError(f"{_named(receipt.unknown)} {why}")
+
+
+def _lines_of_folders(collected: CollectedFolders) -> list[str]:
+    done = "would be deleted" if collected.is_trial else "deleted"
+    lines = [f"{size(f.num_bytes):>10}  {f.days:.1f} days  {printable(f.path)}" for f in collected.folders]
+    return [*lines, f"{len(collected.folders)} folders with {size(collected.num_bytes)} {done}"]
+
+
+def _named(doc_ids: Sequence[DocId]) -> str:
+    return ", ".join(map(printable, doc_ids[:10])) + ", ..." * (len(doc_ids) > 10)

@@ -1,0 +1,12 @@
+"""The time by which KV ages: seconds since 1970 that never jump while a process runs, whoever sets its clock."""
+
+from __future__ import annotations
+
+import time
+
+_STARTED_S = time.time() - time.monotonic()
+
+
+def steady_s() -> float:
+    """Return seconds since 1970, as the clock was set when this process began."""
+    return _STARTED_S + time.monotonic()

@@ -1,0 +1,85 @@
+"""Routes of the cache as a whole: what is in it, folders on disk that nobody uses, and all of it gone.
+
+::
+
+    GET  /v1/ragcache/cache?sort=bytes|uses|saved|age&limit=50   ->  {"documents": [...], "total": 812}
+    POST /v1/ragcache/cache/purge   {"wait_s": 30}                ->  a receipt, as of what is forgotten
+    POST /v1/ragcache/cache/gc      {"unused_days": 7}            ->  {"folders": [...], "num_bytes": 123}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from fastapi import APIRouter, HTTPException, Query, Request
+
+from ragcache_core.chunkstore.old_namespaces import delete_unused
+from ragcache_core.errors import CacheTierError
+from ragcache_core.stats import MAX_LISTED
+from ragcache_core.vllm_plugin.release import settings_in_force
+from ragcache_core.vllm_plugin.server.document_routes import (
+    ask_engines,
+    read_body,
+    receipt_of,
+    wait_of,
+    wait_until_gone,
+)
+from ragcache_core.vllm_plugin.server.engine_view import received
+from ragcache_core.vllm_plugin.server.several_engines import merged_contents
+
+router = APIRouter(prefix="/v1/ragcache/cache", tags=["ragcache"])
+
+_DAY_S = 86_400.0
+_MAX_DAYS = 100_000
+
+
+@router.get("")
+async def contents(
+    request: Request,
+    sort: Literal["bytes", "uses", "saved", "age"] = "bytes",
+    limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
+) -> dict[str, Any]:
+    """Return the cached documents with most of what they are sorted by; see :class:`CacheContents`.
+
+    Each engine walks its tree a part at a time, between steps.
+    """
+    body = {"token": uuid4().hex, "sort": sort, "limit": limit if received.num_engines == 1 else MAX_LISTED}
+    while not all(answers := await ask_engines(request, "list", body)):
+        pass  # each time is a round trip to the engines, and steps come between
+    return merged_contents(answers, sort, limit)
+
+
+@router.post("/purge")
+async def purge(request: Request) -> dict[str, object]:
+    """Remove everything from every tier; see :class:`ForgetReceipt`. Requests keep what they have until they end."""
+    wait_s = wait_of(await read_body(request, {"wait_s": 30}))
+    began_s = time.monotonic()
+    gone = await ask_engines(request, "purge", {})
+    left = await wait_until_gone(request.app.state.ragcache_engine_client, began_s + wait_s)
+    doc_ids = sorted({doc_id for each in gone for doc_id in each["forgotten"]})
+    return receipt_of(gone, left, doc_ids, began_s).to_dict()
+
+
+@router.post("/gc")
+async def collect_garbage(request: Request) -> dict[str, object]:
+    """Delete the folders of other models, weights and releases in this engine's directory that no engine has open."""
+    body = await read_body(request, {"unused_days": 7, "is_trial": False})
+    days, is_trial = body.get("unused_days", 7), body.get("is_trial", False)
+    if isinstance(days, bool) or not isinstance(days, int | float) or not 0 <= days <= _MAX_DAYS:
+        raise HTTPException(400, f"unused_days is {days!r:.80}: send 0 to {_MAX_DAYS}")
+    if not isinstance(is_trial, bool):
+        raise HTTPException(400, f"is_trial is {is_trial!r:.80}: send true or false")
+    if received.engine() is None:
+        raise HTTPException(404, "this server runs without RAGCache")
+    transfer = request.app.state.ragcache_engine_client.vllm_config.kv_transfer_config
+    directory = settings_in_force(transfer.kv_connector_extra_config).directory
+    if directory is None:
+        raise HTTPException(409, "this server keeps nothing on disk: start it with disk_bytes, or name a directory")
+    try:
+        deleted = await asyncio.to_thread(delete_unused, directory, unused_s=days * _DAY_S, is_trial=is_trial)
+    except CacheTierError as error:
+        raise HTTPException(409, str(error)) from error
+    return deleted.to_dict()

@@ -1,0 +1,211 @@
+"""What is in three tiers, as the cache's routes tell it: listed, pinned, prefetched and purged while requests run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import TierReport
+from tests.engine.vllm_plugin import test_forgetting
+from tests.engine.vllm_plugin.storing_scene import BLOCK
+from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, keys_of, prompt
+
+
+@contextmanager
+def engine(tmp_path: Path | None, *, num_blocks: int = 60, **settings: Any) -> Iterator[Scene]:
+    """An engine of three tiers without a model, whose blocks take as much on the GPU as in host memory."""
+    with test_forgetting.engine(tmp_path, num_blocks=num_blocks, **settings) as it:
+        block_bytes = it.controller.tiers[Tier.HOST].block_bytes
+        it.controller.tiers[Tier.GPU] = TierReport(num_blocks * block_bytes, block_bytes)
+        yield it
+
+
+def act(it: Scene, action: str, *doc_ids: str, **body: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = it.scheduler.act_on_cache(action, {"ids": list(doc_ids), "is_trial": False, **body})
+    return answer
+
+
+def listed(it: Scene, sort: str = "bytes", limit: int = 100, token: str = "") -> dict[str, Any]:
+    token = token or f"{random.random()}"
+    while not (answer := it.scheduler.act_on_cache("list", {"token": token, "sort": sort, "limit": limit})):
+        pass
+    return answer
+
+
+def by_id(it: Scene, **options: Any) -> dict[str, dict[str, Any]]:
+    return {document["id"]: document for document in listed(it, **options)["documents"]}
+
+
+def test_a_document_is_listed_with_its_paths_bytes_uses_and_what_it_has_saved(tmp_path: Path) -> None:
+    with engine(tmp_path) as it:
+        for number, documents in enumerate(("AB", "AB", "CB", "C")):
+            it.ask(f"r{number}", documents, question=number)
+        it.settle()
+        found = by_id(it)
+        assert set(found) == {"A", "B", "C"}
+        assert [found[name]["paths"] for name in "ABC"] == [1, 2, 1]
+        assert [found[name]["uses"] for name in "ABC"] == [2, 3, 2]
+        block_bytes = it.controller.tiers[Tier.HOST].block_bytes
+        for name in "ABC":
+            here = {tier: number // block_bytes for tier, number in found[name]["bytes"].items() if tier != "disk"}
+            assert here["gpu"] == here["host"] > 0
+            assert found[name]["bytes"]["disk"] > 0
+            assert found[name]["saved_s"] > 0
+            assert 0 <= found[name]["age_s"] < 600
+            assert not found[name]["pinned"]
+        (shown,) = act(it, "show", "B", "nothing")["documents"]
+        assert [place["behind"] for place in shown["places"]] == [["A"], ["C"]]
+        assert sum(place["bytes"]["gpu"] for place in shown["places"]) == shown["bytes"]["gpu"]
+        order = [document["id"] for document in listed(it, "uses", 2)["documents"]]
+        assert order == ["B", "C"]
+        assert listed(it, "uses", 2)["total"] == 3
+        it.check()
+
+
+def test_documents_of_salted_requests_are_in_no_answer() -> None:
+    with engine(None) as it:
+        it.ask("ours", "A")
+        request = prompt("theirs", "B")
+        request.cache_salt = "secret"
+        it.scheduler.add_request(request)
+        it.steps.rest(100_000)
+        assert set(by_id(it)) == {"A"}
+        assert act(it, "show", "B")["documents"] == []
+        assert act(it, "pin", "B", is_trial=True)["changed"] == []
+
+
+def test_a_pinned_document_stays_where_others_press_and_goes_like_any_when_it_is_unpinned() -> None:
+    with engine(None, num_blocks=30, host="48KiB", pinned_share=0.5) as it:
+        it.ask("first", "A")
+        assert act(it, "pin", "A")["changed"] == ["A"]
+        assert by_id(it)["A"]["pinned"]
+
+        def press(name: str) -> None:
+            for number in range(12):
+                it.ask(f"{name}{number}", random.Random(number).choice(["BC", "CD", "DB", "EC"]), question=number)
+
+        press("p")
+        assert it.ask("again", "A", question=7)[Tier.GPU] >= (len(SYSTEM) + len(DOCUMENTS["A"])) // BLOCK * BLOCK
+        assert act(it, "unpin", "A")["changed"] == ["A"]
+        assert act(it, "unpin", "A")["unknown"] == ["A"]
+        for number in range(30):
+            it.ask(f"q{number}", random.Random(number).choice(["BC", "CD", "DB", "EC"]), question=100 + number)
+        assert it.ask("last", "A", question=8)[Tier.GPU] < len(SYSTEM) + len(DOCUMENTS["A"]) // BLOCK * BLOCK
+        it.check()
+
+
+def test_pins_beyond_the_share_are_refused_and_change_nothing() -> None:
+    with engine(None, num_blocks=60, host="256KiB", pinned_share=0.1) as it:
+        it.ask("first", "A")
+        it.ask("second", "C")
+        refused = act(it, "pin", "A", "C")["refused"]
+        assert "limit is" in refused
+        assert "pinned_share" in refused
+        assert not any(document["pinned"] for document in by_id(it).values())
+        assert not it.controller.tree.protected_keys
+        assert act(it, "pin", "E", is_trial=True)["changed"] == []
+
+
+def test_a_path_that_comes_later_is_protected_too_and_forgetting_ends_the_pin() -> None:
+    with engine(None, pinned_share=0.9) as it:
+        it.ask("first", "A")
+        act(it, "pin", "A")
+        before = act(it, "pin", "A")["num_bytes"]
+        it.ask("second", "BA")
+        assert act(it, "pin")["num_bytes"] > before
+        it.forget("B")
+        assert act(it, "pin")["num_bytes"] == before, "the path behind B is gone"
+        it.forget("A")
+        receipt = act(it, "pin")
+        assert (receipt["num_pinned"], receipt["num_bytes"]) == (0, 0)
+        assert not it.controller.tree.protected_keys
+
+
+def test_what_is_on_disk_of_a_document_is_read_into_host_memory_ahead(tmp_path: Path) -> None:
+    with engine(tmp_path, num_blocks=30, host="96KiB") as it:
+        it.ask("first", "A")
+        for number in range(30):
+            it.ask(f"p{number}", random.Random(number).choice(["BC", "CD", "DB", "EC"]), question=number)
+        it.settle()
+        before = by_id(it)["A"]["bytes"]
+        assert before["disk"] > before["gpu"] + before["host"]
+        begun = act(it, "prefetch", "A", "unknown")
+        assert begun["num_read_tokens"] > 0
+        assert (begun["num_paths"], begun["num_left_out"]) == (1, 0)
+        it.steps.rest(100_000)
+        assert by_id(it)["A"]["bytes"]["host"] > before["host"]
+        assert act(it, "prefetch", "A")["num_paths"] == 0
+        assert it.ask("again", "A", question=77)[Tier.HOST] > 0
+        it.check()
+
+
+def test_purged_nothing_is_left_in_a_tier_or_a_file_and_the_cache_goes_on(tmp_path: Path) -> None:
+    with engine(tmp_path, pinned_share=0.9, store_steps=3) as it:
+        for number, documents in enumerate(("AB", "B", "C", "CD", "BD")):
+            it.ask(f"r{number}", documents)
+        it.settle()
+        act(it, "pin", "A")
+        private = [kv for documents in ("AB", "B", "C", "CD", "BD") for kv in it.kv_of(documents)]
+        keys = [key for documents in ("AB", "B", "C", "CD", "BD") for key in keys_of(documents)]
+        assert all(kv in it.files() for kv in private)
+        running = prompt("running", "BC", num_answers=30)
+        it.scheduler.add_request(running)
+        for _ in range(6):
+            it.steps.step()
+        receipt = act(it, "purge")
+        assert set(receipt["forgotten"]) >= {"A", "B", "C", "D"}
+        assert all(number > 0 for number in receipt["num_bytes"].values())
+        assert it.scheduler.left()["num_requests"] == 1
+        it.steps.rest(100_000)  # it reads its own KV and no other's: see Steps
+        assert running.num_output_tokens == 30
+        assert it.settle()["problems"] == []
+        files, memory = it.files(), it.host_memory()
+        assert not [kv for kv in private if kv in files or kv in memory]
+        assert not [key for key in keys if key in files]
+        assert listed(it) == {"documents": [], "total": 0}
+        assert it.ask("after", "AB", question=5) == dict.fromkeys(Tier, 0)
+        assert it.ask("and again", "AB", question=6)[Tier.GPU] > len(SYSTEM)
+        it.check()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
+def test_whatever_is_done_to_the_cache_meanwhile_no_request_reads_other_kv(tmp_path: Path, is_async: bool) -> None:
+    """Requests come, wait and are loaded while documents are pinned, prefetched, forgotten, listed and purged."""
+    done: dict[str, int] = dict.fromkeys(("pin", "unpin", "prefetch", "show", "forget", "purge", "list"), 0)
+    for seed in range(2):
+        dice = random.Random(seed)
+        with engine(
+            tmp_path / str(seed), num_blocks=30, host="64KiB", is_async=is_async, pinned_share=0.6,
+            store_steps=dice.randrange(1, 4),
+        ) as it:  # fmt: skip
+            for number in range(60):
+                documents = "".join(dice.sample("ABCDE", dice.randrange(1, 3)))
+                it.scheduler.add_request(prompt(f"r{number}", documents, dice.randrange(1, 30), question=number % 3))
+                for _ in range(dice.randrange(6)):
+                    it.steps.step()
+                action = dice.choices(list(done), (5, 3, 6, 3, 2, 1, 3))[0]
+                chosen = dice.sample("ABCDE", dice.randrange(1, 3))
+                match action:
+                    case "forget":
+                        it.forget(*chosen)
+                    case "list":
+                        found = listed(it)
+                        assert found["total"] == len(found["documents"]) <= len(DOCUMENTS)
+                    case _:
+                        answer = act(it, action, *chosen)
+                        assert action == "pin" or "refused" not in answer
+                done[action] += 1
+                assert it.controller.pins.num_units <= 18
+            it.steps.rest(100_000)
+            act(it, "purge")
+            assert it.settle()["problems"] == []
+            assert not it.controller.tree.protected_keys
+            assert it.num_resident(*DOCUMENTS) == 0
+            it.check()
+    assert all(number > 2 for number in done.values())
