@@ -237,19 +237,19 @@ cache.add_command(forget)
 def _table(contents: CacheContents) -> list[str]:
     if not contents.documents:
         return ["no document is cached"]
-    rows = [("gpu", "host", "disk", "paths", "variants", "uses", "saved", "age", "document")]
-    for document in contents.documents:
-        rows.append(
-            (
-                *(size(document.bytes.get(tier, 0)) if document.bytes.get(tier) else "-" for tier in _TIERS),
-                str(document.paths),
-                str(document.variants or "-"),
-                f"{document.uses:,}",
-                f"{document.saved_s:.2f} s",
-                _age(document.age_s),
-                printable(document.id) + " (pinned)" * document.pinned,
-            )
+    rows: list[tuple[str, ...]] = [("gpu", "host", "disk", "paths", "variants", "uses", "saved", "age", "document")]
+    rows += [
+        (
+            *(size(document.bytes.get(tier, 0)) if document.bytes.get(tier) else "-" for tier in _TIERS),
+            str(document.paths),
+            str(document.variants or "-"),
+            f"{document.uses:,}",
+            f"{document.saved_s:.2f} s",
+            _age(document.age_s),
+            printable(document.id) + " (pinned)" * document.pinned,
         )
+        for document in contents.documents
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return ["  ".join([*(f"{c:>{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
 

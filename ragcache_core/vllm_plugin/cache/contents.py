@@ -10,19 +10,18 @@ Documents of requests with a ``cache_salt`` are in no answer, as in no report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
-from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from ragcache_core.stats import CONTENTS_ORDERS, MAX_LISTED
 from ragcache_core.tree import KnowledgeTree, TreeNode
 from ragcache_core.types import DocId, Tier
 
-NODES_AT_ONCE: Final = 2000
-"""A few milliseconds of the scheduler's thread."""
-_MAX_TOKENS: Final = 64
+_Item = TypeVar("_Item")
+AT_ONCE: Final = 500
+"""Nodes, or documents, for which the scheduler's thread is kept at a time: some milliseconds."""
+_MAX_LISTINGS: Final = 32
 MAX_PLACES: Final = 100
 """Paths that are shown of one document."""
 
@@ -48,10 +47,7 @@ class _Held:
     stored_s: float | None = None
 
 
-@dataclass(slots=True)
-class _Walk:
-    left: Iterator[TreeNode]
-    held: dict[DocId, _Held] = field(default_factory=dict)
+ChunkHoldings = Callable[[DocId], ChunkHolding | None]
 
 
 class Contents:
@@ -60,7 +56,7 @@ class Contents:
     Args:
         tree: knows what lies where.
         block_bytes: of a block, by tier.
-        chunks: returns what is kept of documents for reuse anywhere, those of some ids or (None) of all, by id.
+        chunks: returns a function from a document to what is kept of it for reuse anywhere, if anything is.
         pinned: the documents that are pinned.
     """
 
@@ -68,46 +64,67 @@ class Contents:
         self,
         tree: KnowledgeTree,
         block_bytes: Callable[[], Mapping[Tier, int]],
-        chunks: Callable[[Collection[DocId]], Mapping[DocId, ChunkHolding]],
+        chunks: Callable[[], ChunkHoldings],
         pinned: Collection[DocId] = frozenset(),
     ) -> None:
         self._tree = tree
         self._block_bytes = block_bytes
         self._chunks = chunks
         self._pinned = pinned
-        self._walk: _Walk | None = None
-        self._listed: dict[DocId, _Held] = {}
-        self._number = 0
-        self._wanted: dict[str, int] = {}
+        self._listings: dict[str, Iterator[dict[str, Any]]] = {}
 
-    def list(self, token: str, sort: str, limit: int, num_nodes: int = NODES_AT_ONCE) -> dict[str, Any]:
-        """Return the ``limit`` documents with most of what they are sorted by; ``{}`` while the tree is being walked.
+    def list(self, token: str, sort: str, limit: int) -> dict[str, Any]:
+        """Return the ``limit`` documents with most of what they are sorted by; ``{}`` while that is being found out.
 
-        A walk begins with a ``token`` that was not asked with before, and goes on whenever it is asked again with it.
-        Each document is as it was when the walk passed it.
+        A listing begins with a ``token`` that was not asked with before, and goes on whenever it is asked again with
+        it. Each document is as it was when the walk passed it.
         """
-        number = self._wanted.setdefault(token, self._number + 1)
-        if len(self._wanted) > _MAX_TOKENS:
-            del self._wanted[next(iter(self._wanted))]
-        if number > self._number:
-            if self._walk is None:
-                self._walk = _Walk(iter(list(self._tree.nodes())))
-            if not self._go_on(self._walk, num_nodes):
-                return {}
-            self._listed, self._walk = self._walk.held, None
-            self._number += 1
-        return self._answer(self._listed, sort, limit)
+        if token not in self._listings:
+            self._listings[token] = self._listing(sort, limit)
+            if len(self._listings) > _MAX_LISTINGS:
+                del self._listings[next(iter(self._listings))]
+        return next(self._listings[token])
 
-    def _go_on(self, walk: _Walk, num_nodes: int) -> bool:
-        """Count the next nodes, and return whether there are no more."""
-        num_seen = 0
-        for node in islice(walk.left, num_nodes):
-            num_seen += 1
-            self._count(node, walk.held)
-        return num_seen < num_nodes
+    def _listing(self, sort: str, limit: int) -> Iterator[dict[str, Any]]:
+        held: dict[DocId, _Held] = {}
+        for part in _parts(list(self._tree.nodes())):
+            for node in part:
+                self._count(node, held)
+            yield {}
+        chunks, block_bytes = self._chunks(), self._block_bytes()
+        best: list[tuple[float, DocId]] = []
+        total = 0
+        for ids in _parts(list(held)):
+            worths = [(self._worth(sort, held[doc_id], chunks(doc_id), block_bytes), doc_id) for doc_id in ids]
+            here = [(worth, doc_id) for worth, doc_id in worths if worth is not None]
+            total += len(here)
+            best = nlargest(limit, [*best, *here])
+            yield {}
+        shown: list[dict[str, Any]] = []
+        for part in _parts(best):
+            shown += [self._describe(doc_id, held[doc_id], chunks(doc_id), block_bytes) for _, doc_id in part]
+            yield {}
+        held.clear()
+        while True:  # other engines may still be at it
+            yield {"documents": shown, "total": total}
+
+    def _worth(
+        self, sort: str, mine: _Held, chunk: ChunkHolding | None, block_bytes: Mapping[Tier, int]
+    ) -> float | None:
+        """Return what a document is sorted by; None where nothing of it is here."""
+        if mine.stored_s is None and chunk is None:
+            return None
+        if sort == "uses":
+            return mine.num_uses
+        if sort == "saved":
+            return mine.saved_s
+        if sort == "age":
+            return 0.0 if mine.stored_s is None else self._tree.now_s - mine.stored_s
+        num_bytes = sum(mine.num_blocks[tier] * bytes_here for tier, bytes_here in block_bytes.items())
+        return num_bytes if chunk is None else num_bytes + chunk.num_host_bytes + chunk.num_disk_bytes
 
     def _count(self, node: TreeNode, held: dict[DocId, _Held]) -> None:
-        if (node.doc_id is None and not node.other_ids) or node.is_private:
+        if node.is_private or (node.doc_id is None and not node.other_ids):
             return
         for doc_id in node.other_ids if node.doc_id is None else (node.doc_id, *node.other_ids):
             mine = held.get(doc_id)
@@ -124,48 +141,23 @@ class Contents:
                 mine.num_uses += node.frequency
                 mine.num_tokens = max(mine.num_tokens, node.num_tokens)
 
-    def _answer(self, held: Mapping[DocId, _Held], sort: str, limit: int) -> dict[str, Any]:
-        chunks = self._chunks(held.keys())
-        here = [doc_id for doc_id, mine in held.items() if mine.stored_s is not None or doc_id in chunks]
-        block_bytes = self._block_bytes()
-        nothing = ChunkHolding()
-
-        gpu_bytes, host_bytes, disk_bytes = (block_bytes.get(tier, 0) for tier in Tier)
-
-        def num_bytes(doc_id: DocId) -> tuple[int, int, int]:
-            gpu, host, disk = held[doc_id].num_blocks
-            chunk = chunks.get(doc_id, nothing)
-            return (
-                gpu * gpu_bytes,
-                host * host_bytes + chunk.num_host_bytes,
-                disk * disk_bytes + chunk.num_disk_bytes,
-            )
-
-        now_s = self._tree.now_s
-        measure: dict[str, Callable[[DocId], float]] = {
-            "bytes": lambda doc_id: sum(num_bytes(doc_id)),
-            "uses": lambda doc_id: held[doc_id].num_uses,
-            "saved": lambda doc_id: held[doc_id].saved_s,
-            "age": lambda doc_id: now_s - (now_s if (since := held[doc_id].stored_s) is None else since),
-        }
-        of = measure[sort]
-        shown = nlargest(min(limit, MAX_LISTED), here, key=lambda doc_id: (of(doc_id), doc_id))
+    def _describe(
+        self, doc_id: DocId, mine: _Held, chunk: ChunkHolding | None, block_bytes: Mapping[Tier, int]
+    ) -> dict[str, Any]:
+        num_bytes = {tier.label: mine.num_blocks[tier] * block_bytes.get(tier, 0) for tier in Tier}
+        if chunk is not None:
+            num_bytes[Tier.HOST.label] += chunk.num_host_bytes
+            num_bytes[Tier.DISK.label] += chunk.num_disk_bytes
         return {
-            "documents": [
-                {
-                    "id": doc_id,
-                    "paths": (mine := held[doc_id]).num_paths,
-                    "tokens": mine.num_tokens,
-                    "variants": chunks.get(doc_id, nothing).num_variants,
-                    "bytes": {tier.label: number for tier, number in zip(Tier, num_bytes(doc_id), strict=True)},
-                    "uses": mine.num_uses,
-                    "saved_s": mine.saved_s,
-                    "age_s": None if mine.stored_s is None else max(now_s - mine.stored_s, 0.0),
-                    "pinned": doc_id in self._pinned,
-                }
-                for doc_id in shown
-            ],
-            "total": len(here),
+            "id": doc_id,
+            "paths": mine.num_paths,
+            "tokens": mine.num_tokens,
+            "variants": 0 if chunk is None else chunk.num_variants,
+            "bytes": num_bytes,
+            "uses": mine.num_uses,
+            "saved_s": mine.saved_s,
+            "age_s": None if mine.stored_s is None else max(self._tree.now_s - mine.stored_s, 0.0),
+            "pinned": doc_id in self._pinned,
         }
 
     def show(self, doc_ids: Collection[DocId]) -> dict[str, Any]:
@@ -176,19 +168,21 @@ class Contents:
         wanted = set(doc_ids)
         held: dict[DocId, _Held] = {}
         places: dict[DocId, list[dict[str, Any]]] = {doc_id: [] for doc_id in doc_ids}
-        block_bytes = self._block_bytes()
+        chunks, block_bytes = self._chunks(), self._block_bytes()
         for node in self._tree.nodes():
             if node.is_private or not node.is_named(wanted):
                 continue
             self._count(node, held)
-            for doc_id in wanted & {node.doc_id, *node.other_ids}:
+            for doc_id in wanted.intersection((node.doc_id, *node.other_ids)):
                 if is_beginning(node, doc_id) and len(places[doc_id]) < MAX_PLACES:
                     places[doc_id].append(self._place(node, doc_id, block_bytes))
-        kept = {doc_id: held[doc_id] for doc_id in doc_ids if doc_id in held}
-        shown = self._answer(kept, CONTENTS_ORDERS[0], len(kept))
-        for document in shown["documents"]:
-            document["places"] = places[document["id"]]
-        return shown
+        shown = [
+            {**self._describe(doc_id, held[doc_id], chunks(doc_id), block_bytes), "places": places[doc_id]}
+            for doc_id in doc_ids
+            if doc_id in held
+        ]
+        here = [document for document in shown if document["age_s"] is not None or document["variants"]]
+        return {"documents": here, "total": len(here)}
 
     def _place(self, node: TreeNode, doc_id: DocId, block_bytes: Mapping[Tier, int]) -> dict[str, Any]:
         behind = [step.doc_id for step in node.path()[:-1] if step.doc_id is not None]
@@ -211,3 +205,7 @@ def is_beginning(node: TreeNode, doc_id: DocId) -> bool:
     """Return whether a document begins in ``node``, or goes on from the node above."""
     above = node.parent
     return above is None or (above.doc_id != doc_id and doc_id not in above.other_ids)
+
+
+def _parts(items: Sequence[_Item]) -> Iterator[Sequence[_Item]]:
+    return (items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE))

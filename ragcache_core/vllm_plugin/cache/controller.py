@@ -14,7 +14,7 @@ from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
 from ragcache_core.types import DocId, SegmentKind, Tier
-from ragcache_core.vllm_plugin.cache.contents import ChunkHolding, Contents
+from ragcache_core.vllm_plugin.cache.contents import ChunkHolding, ChunkHoldings, Contents
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
 from ragcache_core.vllm_plugin.cache.forgetting import Forgetting
 from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
@@ -170,16 +170,16 @@ class CacheController:
     def _shown(self, num_units: int) -> str:
         return f"{num_units * self.groups.blocks_per_unit * self.block_bytes / (1 << 20):.1f} MiB"
 
-    def _chunk_holdings(self, doc_ids: Collection[DocId]) -> dict[DocId, ChunkHolding]:
+    def _chunk_holdings(self) -> ChunkHoldings:
         held = {} if self._chunks is None else self._chunks.holdings()
-        found: dict[DocId, ChunkHolding] = {}
-        for doc_id in doc_ids if held else ():
-            if (mine := held.get(digest_of(doc_id))) is not None:
-                num_variants, num_pages, num_disk_pages = mine
-                found[doc_id] = ChunkHolding(
-                    num_variants, num_pages * self.block_bytes, num_disk_pages * self.block_bytes
-                )
-        return found
+
+        def holding_of(doc_id: DocId) -> ChunkHolding | None:
+            if not held or (mine := held.get(digest_of(doc_id))) is None:
+                return None
+            num_variants, num_pages, num_disk_pages = mine
+            return ChunkHolding(num_variants, num_pages * self.block_bytes, num_disk_pages * self.block_bytes)
+
+        return holding_of
 
     # A request's life
 

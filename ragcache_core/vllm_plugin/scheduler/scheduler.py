@@ -213,7 +213,7 @@ class _TreeScheduling:
         return {"num_read_tokens": num_blocks * self._controller.tokens_per_block}
 
     def _prefetch_documents(self, doc_ids: list[str]) -> dict[str, object]:
-        """Have the paths of documents that lie on disk read into host memory, as :meth:`prefetch` does with a prompt."""
+        """Have the paths of documents that lie on disk read into host memory, as :meth:`prefetch` does."""
         paths = self._controller.paths_on_disk(set(doc_ids))
         num_tokens, num_begun = 0, 0
         for keys in paths:

@@ -21,7 +21,7 @@ from typing import Any
 from fastapi import APIRouter, HTTPException, Request
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.stats import CONTENTS_ORDERS, ForgetReceipt
+from ragcache_core.stats import ForgetReceipt
 from ragcache_core.vllm_plugin.compat import call_cache, call_forget, call_left
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.several_engines import merged_contents, merged_pins
@@ -75,7 +75,7 @@ def receipt_of(
 async def show(request: Request) -> dict[str, object]:
     """Return what is cached of documents, with their paths; those that are not cached are left out."""
     doc_ids, _ = await _asked(request, takes_wait=False)
-    return merged_contents(await ask_engines(request, "show", {"ids": doc_ids}), CONTENTS_ORDERS[0], len(doc_ids))
+    return merged_contents(await ask_engines(request, "show", {"ids": doc_ids}), "bytes", len(doc_ids))
 
 
 @router.post("/pin")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ragcache_core.merged_stats import added
 from ragcache_core.ordering import PATHS_VERSION
 from ragcache_core.stats import PinReceipt
+
+_ORDERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "bytes": lambda document: sum(document["bytes"].values()),
+    "uses": lambda document: document["uses"],
+    "saved": lambda document: document["saved_s"],
+    "age": lambda document: document["age_s"] or 0.0,
+}
 
 
 def merged_contents(answers: Sequence[dict[str, Any]], sort: str, limit: int) -> dict[str, Any]:
@@ -75,14 +82,6 @@ def response_id_of(request_id: str) -> str:
     """Return a request's id without the eight random digits that vLLM adds inside."""
     head, dash, tail = request_id.rpartition("-")
     return head if dash and len(tail) == 8 else request_id
-
-
-_ORDERS: dict[str, Callable[[dict[str, Any]], float]] = {
-    "bytes": lambda document: sum(document["bytes"].values()),
-    "uses": lambda document: document["uses"],
-    "saved": lambda document: document["saved_s"],
-    "age": lambda document: document["age_s"] or 0.0,
-}
 
 
 def _merged_document(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
