@@ -175,6 +175,10 @@ class CacheConfig(_Settings):
     """Of the smallest tier, the share that the paths of pinned documents may take (:meth:`EngineClient.cache
     <ragcache_core.client.engine_client.EngineClient>`): they are given up last in every tier. 0 allows no pins."""
 
+    max_age: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
+    """Seconds after which KV is given up since it was computed: no request finds older one, in any tier, and it is
+    removed from all of them, also while nobody asks and over restarts. ``None`` keeps it as long as there is room."""
+
     queue: QueueOrder = "cache_aware"
     """Which waiting request is next: ``cache_aware`` takes the one with most cached tokens for each that has to be
     computed (RAGCache §5.2), ``fifo`` the one that came first."""

@@ -32,6 +32,8 @@ class ChunkNote:
     position: int = 0
     frequency: float = 0.0
     cost: float = 0.0
+    stored_s: float = 0.0
+    """When what it holds was computed, in seconds since 1970."""
 
     def __post_init__(self) -> None:
         if self.parent is not None:
@@ -43,6 +45,8 @@ class ChunkNote:
         if not isinstance(self.position, int) or not 0 <= self.position < _INT64:
             raise ValueError(f"position is {self.position!r}: count from 0")
         check_worth(self.frequency, self.cost)
+        if not math.isfinite(self.stored_s):
+            raise ValueError(f"stored_s is {self.stored_s!r}: give seconds since 1970")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class ChunkEntry(NamedTuple):
     position: int
     frequency: float
     cost: float
+    stored_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ragcache_core.private_files import open_private
 _SCHEMA = (
     "CREATE TABLE chunks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, parent BLOB, "
     "doc_id TEXT, position INTEGER NOT NULL, place_checksum INTEGER NOT NULL, frequency REAL NOT NULL, "
-    "cost REAL NOT NULL)"
+    "cost REAL NOT NULL, stored REAL NOT NULL)"
 )
 _DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
@@ -38,7 +38,7 @@ _ROWS_PER_FETCH = 1000
 _READ_BYTES = 1 << 20
 _MAX_WORTH = 1e12
 _INT32 = 1 << 31
-_SOUND_TYPES = {(bytes, p, d, int, int, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
+_SOUND_TYPES = {(bytes, p, d, int, int, float, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
 
 
 class IndexDamagedError(Exception):
@@ -125,7 +125,7 @@ class ChunkIndex:
         """
         try:
             rows = self._connection.execute(  # sorted before the first row comes, so later changes do not show
-                "SELECT slot, key, parent, doc_id, position, place_checksum, frequency, cost FROM chunks "
+                "SELECT slot, key, parent, doc_id, position, place_checksum, frequency, cost, stored FROM chunks "
                 "ORDER BY position, slot"
             )
             self._listings.add(rows)
@@ -139,9 +139,9 @@ class ChunkIndex:
         with self._changing() as connection:
             connection.executemany(
                 # A row that a failed change left behind gives way: nothing in memory points to it.
-                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost))
+                    (slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost), float(note.stored_s))
                     for slot, key, digest, note in rows
                 ),
             )
@@ -323,14 +323,17 @@ def _entry(
     place_digest: int,
     frequency: float,
     cost: float,
+    stored_s: float,
 ) -> ChunkEntry | None:
-    types = tuple(map(type, (key, parent, doc_id, position, place_digest, frequency, cost)))
+    types = tuple(map(type, (key, parent, doc_id, position, place_digest, frequency, cost, stored_s)))
     if types not in _SOUND_TYPES or place_checksum(key, parent, doc_id, position) != place_digest:
         return None
-    if not (position >= 0 and 0.0 <= frequency <= _MAX_WORTH and 0.0 <= cost <= _MAX_WORTH):
+    if not (
+        position >= 0 and 0.0 <= frequency <= _MAX_WORTH and 0.0 <= cost <= _MAX_WORTH and 0.0 <= stored_s <= _MAX_WORTH
+    ):
         return None  # nor are these, whatever wrote them
     try:
         text = doc_id.decode("utf-8") if doc_id is not None else None
     except UnicodeDecodeError:
         return None
-    return ChunkEntry(key, parent, text, position, frequency, cost)
+    return ChunkEntry(key, parent, text, position, frequency, cost, stored_s)

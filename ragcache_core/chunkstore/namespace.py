@@ -18,7 +18,7 @@ from ragcache_core.chunkstore.sealing import Keys, key_id
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError, CacheVersionError
 from ragcache_core.private_files import FILE_MODE, make_private, make_private_folder, open_private
 
-FORMAT = 1
+FORMAT = 2
 Identity = Mapping[str, str | int]
 
 _IDENTITY_NAME = "identity.json"

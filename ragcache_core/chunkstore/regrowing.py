@@ -15,7 +15,8 @@ def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
     node = location.node
     parent = cast("bytes | None", tree.key_before(location))
     names = text_of_names(node.doc_id, node.other_ids)
-    return ChunkNote(parent, names, node.start + location.unit, node.frequency, node.avg_cost_s)
+    position, stored_s = node.start + location.unit, node.stored_s or 0.0
+    return ChunkNote(parent, names, position, node.frequency, node.avg_cost_s, stored_s)
 
 
 def regrow(
@@ -49,6 +50,7 @@ def regrow(
             orphans.append(entry.key)
             continue
         tree.add(location.node, 1 << location.unit, tier)
+        tree.make_older(location.node, entry.stored_s)
         tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
         units[entry.key] = unit
         found.append(entry.key)

@@ -146,6 +146,15 @@ class TieredTree(PrefixTree):
         """Note that the units of ``node`` in the mask ``units`` lie in ``tier`` now."""
         self._add(node, units, self.tiers[tier])
 
+    def make_older(self, node: TreeNode, stored_s: float) -> None:
+        """Note that what was just added is of an earlier moment; a later one than now, of a clock set back, is now."""
+        if node.stored_s is not None and stored_s < node.stored_s:
+            node.stored_s = stored_s
+
+    def older_than(self, stored_s: float) -> list[TreeNode]:
+        """Return the nodes with units that are of before a moment; O(nodes)."""
+        return [node for node in self.nodes() if node.stored_s is not None and node.stored_s < stored_s]
+
     def remove(self, node: TreeNode, units: int, tier: Tier) -> None:
         """Note that the units of ``node`` in the mask ``units`` are gone from ``tier``: lost, not evicted."""
         self._remove(node, units, self.tiers[tier])

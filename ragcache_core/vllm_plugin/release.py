@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 SUPPORTED_VLLM = ("0.32", "0.33")
@@ -47,6 +48,11 @@ def settings_in_force(extra_config: Mapping[str, Any]) -> PluginSettings:
     settings = PluginSettings.from_extra_config(extra_config)
     if why_alone() is None:
         return settings
+    if settings.max_age is not None:
+        raise ConfigError(
+            f"CacheConfig.max_age is {settings.max_age:g}, which needs RAGCache's own scheduler, and this vLLM is not "
+            "one that it knows: leave max_age out, or install the vLLM that docs/vllm-versions.md names"
+        )
     return settings.model_copy(update={"queue": "fifo", "max_prefill_bs": 0, "chunk_reuse": None})
 
 

@@ -6,6 +6,7 @@ on the scheduler's thread, call it when a request or a block changes its state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,9 @@ from ragcache_core.wire import RequestMetadata
 if TYPE_CHECKING:
     from ragcache_core.stats import ChunkReuseStats
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
+
+_LOOKS_AN_AGE = 20
+_LONGEST_PERIOD_S = 60.0
 
 
 @dataclass(slots=True)
@@ -107,6 +111,9 @@ class CacheController:
             replicated_units=int(settings.replicated_share * num_host_units),
         )
         self.tree.now_s = now_s
+        self._next_expiry_s = -math.inf
+        if chunks is not None:
+            chunks.now_s = now_s
         self.paths = PrefixPublisher(self.tree, tokens_per_block, chunks=dict if chunks is None else chunks.stored)
         self.counters = Counters()
         self.has_room = has_room or (lambda: False)
@@ -156,8 +163,23 @@ class CacheController:
         self.paths.drop_unread()
 
     def tick(self, now_s: float) -> None:
-        """Take note of the time, in seconds since 1970 that do not jump."""
+        """Take note of the time, in seconds since 1970 that do not jump, and give up what is too old by then.
+
+        That is looked for now and then, and so what would be too old before the next time goes now.
+        """
         self.tree.now_s = now_s
+        if self._chunks is not None:
+            self._chunks.now_s = now_s
+        if (max_age := self.settings.max_age) is None or now_s < self._next_expiry_s:
+            return
+        period_s = min(max_age / _LOOKS_AN_AGE, _LONGEST_PERIOD_S)
+        self._next_expiry_s = now_s + period_s
+        oldest_s = now_s + period_s - max_age
+        if old := self.tree.older_than(oldest_s):
+            self.record_change()
+            self.forgetting.forget_nodes(old)
+        if self._chunks is not None:
+            self._chunks.expire(oldest_s)
 
     def _block_bytes_by_tier(self) -> dict[Tier, int]:
         return {tier: report.block_bytes for tier, report in self.tiers.items()}

@@ -19,7 +19,7 @@ from ragcache_core.chunk.types import ChunkKey, ChunkVariant
 class WriteChunk:
     """Write a variant's pages, its tokens and its statistics to disk; the pages are left alone until it is reported.
 
-    ``token_ids`` are 32 bits each. ``frequency``, ``worth`` and ``documents`` are noted with it.
+    ``token_ids`` are 32 bits each. ``frequency``, ``worth``, ``documents`` and ``stored_s`` are noted with it.
     """
 
     command_id: int
@@ -29,6 +29,7 @@ class WriteChunk:
     frequency: float
     worth: float
     documents: frozenset[str] = frozenset()
+    stored_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A variant that a worker found on its disk at the start, its tokens, what it was worth, and
+    """A variant that a worker found on its disk at the start, its tokens, what it was worth, when it was computed, and
     its documents and those before it, see :func:`~ragcache_core.vllm_plugin.chunks.page_layout.digest_of`."""
 
     variant: ChunkVariant
@@ -107,6 +108,7 @@ class StoredChunk:
     frequency: float
     worth: float
     documents: frozenset[str] = frozenset()
+    stored_s: float = 0.0
 
 
 CaptureId = tuple[str, ChunkKey, int]

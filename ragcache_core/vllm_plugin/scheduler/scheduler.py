@@ -90,6 +90,11 @@ class _TreeScheduling:
         self._has_other_weights = False
         self._speculates_beside_answers = not current_platform.is_cpu()
         self._tree_queue: TreeFreeBlockQueue | None = None
+        if context.groups is None and controller.settings.max_age is not None:
+            raise ConfigError(
+                f"max_age is {controller.settings.max_age:g}, but this model's groups of KV caches are in vLLM's own "
+                "order, which knows no ages: leave max_age out"
+            )
         if context.groups is not None:
             self._tree_queue = TreeBlockPool.take_over(self.kv_cache_manager.block_pool, controller)
         if controller.is_queue_ordered:
@@ -171,6 +176,8 @@ class _TreeScheduling:
         controller.tick(steady_s())
         try:
             match action:
+                case "tick":
+                    return {}
                 case "list":
                     return controller.contents.list(body["token"], body["sort"], body["limit"])
                 case "show":

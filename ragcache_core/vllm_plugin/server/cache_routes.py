@@ -15,10 +15,12 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, HTTPException, Query, Request
+from vllm.logger import init_logger
 
 from ragcache_core.chunkstore.old_namespaces import delete_unused
 from ragcache_core.errors import CacheTierError
 from ragcache_core.stats import MAX_LISTED
+from ragcache_core.vllm_plugin.compat import call_cache
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server.document_routes import (
     ask_engines,
@@ -32,8 +34,22 @@ from ragcache_core.vllm_plugin.server.several_engines import merged_contents
 
 router = APIRouter(prefix="/v1/ragcache/cache", tags=["ragcache"])
 
+logger = init_logger(f"vllm.{__name__}")
+
 _DAY_S = 86_400.0
 _MAX_DAYS = 100_000
+
+
+async def keep_young(engine_client: Any, max_age_s: float) -> None:
+    """Have engines look for KV that is too old, also while nobody asks them anything; until one ends."""
+    while True:
+        await asyncio.sleep(min(max(max_age_s / 20, 0.1), 60.0))
+        try:
+            await call_cache(engine_client, "tick", {})
+        except Exception as error:
+            if engine_client.errored:
+                return
+            logger.warning("What is too old in the cache is given up with the next request: %s", error)
 
 
 @router.get("")

@@ -25,6 +25,7 @@ from ragcache_core.vllm_plugin.compat import (
     call_report,
     require_embeddings,
 )
+from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import Door, Work, max_body_bytes, refusal_of_work
@@ -231,6 +232,11 @@ class RAGCacheEndpoint:
             state.ragcache_progress = EngineProgress.of(engine_client, limit_s, starter_pid)
             state.ragcache_progress_task = asyncio.create_task(state.ragcache_progress.watch())
         if received.engine() is not None:
+            settings = settings_in_force(engine_client.vllm_config.kv_transfer_config.kv_connector_extra_config)
+            if settings.max_age is not None:
+                state.ragcache_ageing_task = asyncio.create_task(
+                    cache_routes.keep_young(engine_client, settings.max_age)
+                )
             if received.num_engines > 1:
                 state.ragcache_rank_choice = RankChoice(received.num_engines)
             try:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin import build_context
 from ragcache_core.vllm_plugin.cache.controller import TierReport
+from ragcache_core.vllm_plugin.scheduler import scheduler as scheduler_module
 from tests.engine.vllm_plugin import test_forgetting
 from tests.engine.vllm_plugin.storing_scene import BLOCK
 from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, keys_of, prompt
@@ -209,3 +211,64 @@ def test_whatever_is_done_to_the_cache_meanwhile_no_request_reads_other_kv(tmp_p
             assert it.num_resident(*DOCUMENTS) == 0
             it.check()
     assert all(number > 2 for number in done.values())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The engine's clock, which a test sets."""
+    now = [2e9]
+    monkeypatch.setattr(scheduler_module, "steady_s", lambda: now[0])
+    monkeypatch.setattr(build_context, "steady_s", lambda: now[0])
+    return now
+
+
+def test_what_is_older_than_max_age_is_in_no_tier_and_nobody_is_served_with_it(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    with engine(tmp_path, max_age=100) as it:
+        it.ask("r0", "AB")
+        clock[0] += 60
+        it.ask("r1", "CD")
+        it.ask("r2", "AB", question=1)
+        it.settle()
+        private = it.kv_of("AB", "A")
+        assert all(kv in it.files() for kv in private)
+        assert by_id(it)["A"]["age_s"] == pytest.approx(60)
+        clock[0] += 34
+        assert set(by_id(it)) == set("ABCD")
+        clock[0] += 5
+        running = prompt("running", "CD", num_answers=30, question=3)
+        it.scheduler.add_request(running)
+        it.steps.step()
+        assert "A" not in by_id(it)
+        it.steps.rest(100_000)
+        assert it.settle()["problems"] == []
+        files, memory = it.files(), it.host_memory()
+        assert not [kv for kv in private if kv in files or kv in memory]
+        clock[0] += 1000
+        assert by_id(it) == {}
+        assert it.ask("after", "CD", question=4) == dict.fromkeys(Tier, 0)
+        clock[0] -= 5000  # it cannot, while a process runs; and would do no harm
+        assert it.ask("again", "CD", question=5)[Tier.GPU] > len(SYSTEM)
+        it.settle()
+        it.check()
+
+
+def test_ages_go_on_over_a_restart_and_a_clock_that_was_set_back_makes_nothing_older(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    with engine(tmp_path, max_age=100) as it:
+        it.ask("r0", "A")
+        it.settle()
+    clock[0] += 70
+    with engine(tmp_path, max_age=100) as it:
+        assert by_id(it)["A"]["age_s"] == pytest.approx(70)
+        it.ask("r1", "B")
+        it.settle()
+    clock[0] -= 500
+    with engine(tmp_path, max_age=100) as it:
+        assert by_id(it)["A"]["age_s"] == by_id(it)["B"]["age_s"] == 0
+    clock[0] += 670
+    with engine(tmp_path, max_age=100) as it:
+        it.settle()
+        assert by_id(it) == {}

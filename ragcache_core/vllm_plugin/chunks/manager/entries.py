@@ -30,7 +30,7 @@ class Variant:
     """A stored KV of a chunk: where it is, and who holds it.
 
     ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
-    ``documents`` are digests of the chunk's documents and of those before it.
+    ``documents`` are digests of the chunk's documents and of those before it, ``stored_s`` when it was computed.
     """
 
     variant: ChunkVariant
@@ -42,6 +42,7 @@ class Variant:
     is_writing: bool = False
     is_doomed: bool = False
     documents: frozenset[str] = frozenset()
+    stored_s: float = 0.0
 
     @property
     def is_idle(self) -> bool:

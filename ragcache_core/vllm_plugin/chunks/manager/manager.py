@@ -56,6 +56,8 @@ class ChunkManager:
         keeps_frequency: bool = True,
     ) -> None:
         self.counters = ChunkCounters()
+        self.now_s = 0.0
+        """The time, as whoever owns it tells."""
         self._num_reservations = 0
         self._ranks = ChunkEviction(
             policy,
@@ -221,7 +223,7 @@ class ChunkManager:
             return None
         del chunk.reserved[reservation.number]
         variant = self._stock.variants.add(reservation.key, reservation.num_tokens, statistics)
-        stored = Variant(variant, len(reservation.pages), documents=reservation.documents)
+        stored = Variant(variant, len(reservation.pages), documents=reservation.documents, stored_s=self.now_s)
         with self._stock.changing(chunk, stored):
             stored.pages = reservation.pages
             chunk.stored[variant.number] = stored
@@ -284,6 +286,19 @@ class ChunkManager:
                 held[name] = (before[0] + len(stored), before[1] + num_pages, before[2] + num_disk_pages)
         return held
 
+    def expire(self, oldest_s: float) -> None:
+        """Drop the variants that were computed before a moment, as :meth:`forget` does."""
+        old = [
+            (chunk, stored)
+            for chunk in list(self._stock.chunks.values())
+            for stored in list(chunk.stored.values())
+            if stored.stored_s < oldest_s and not stored.is_doomed
+        ]
+        for chunk, stored in old:
+            self._stock.doom(chunk, stored)
+        if old:
+            self._stock.is_scrub_due = self._stock.num_disk_pages > 0
+
     def num_forgotten(self) -> int:
         """Return how much of what was forgotten is still here, in memory or on a worker's disk."""
         variants = (stored for chunk in self._stock.chunks.values() for stored in chunk.stored.values())
@@ -311,7 +326,7 @@ class ChunkManager:
 
     def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
         """Take up what was found on disk at the start, a list for each worker; return how many variants."""
-        return self._stock.restore(found)
+        return self._stock.restore(found, self.now_s)
 
     def clear(self) -> None:
         """Forget every chunk, and write nothing more to disk: the model's weights may have changed.

@@ -188,7 +188,16 @@ class ChunkResidency:
         command_id = self._begin(chunk, stored)
         worth, documents = self._worth(stored), stored.documents | chunk.names
         self._commands.append(
-            WriteChunk(command_id, stored.variant, chunk.token_ids, stored.pages, frequency, worth, documents)
+            WriteChunk(
+                command_id,
+                stored.variant,
+                chunk.token_ids,
+                stored.pages,
+                frequency,
+                worth,
+                documents,
+                stored.stored_s,
+            )
         )
 
     def record_use(self, stored: Variant) -> None:
@@ -248,7 +257,7 @@ class ChunkResidency:
             self.is_disk_down = True
             self.leave_disk()
 
-    def restore(self, found: Sequence[Sequence[StoredChunk]]) -> int:
+    def restore(self, found: Sequence[Sequence[StoredChunk]], now_s: float) -> int:
         """Take up what every worker found on its disk, the most used first; return how many variants.
 
         What only some of them have, or have from another context, or more than fits now, is deleted.
@@ -270,7 +279,8 @@ class ChunkResidency:
                 continue
             self.variants.restore(entry.variant, reuse=entry.worth)
             self.chunks[at[0]] = chunk
-            stored = Variant(entry.variant, num_pages, documents=entry.documents)
+            stored_s = min(entry.stored_s, now_s)  # a clock may have been set back
+            stored = Variant(entry.variant, num_pages, documents=entry.documents, stored_s=stored_s)
             self.num_used_disk_pages += num_pages
             with self.changing(chunk, stored):
                 stored.is_on_disk = True

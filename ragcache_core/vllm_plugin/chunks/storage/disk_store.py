@@ -147,7 +147,8 @@ class ChunkDisk:
                     for i, row in enumerate(rows)
                 ]
                 self._pages.write_many(writes)
-            note = ChunkNote(None, text_of_names(None, command.documents), 0, command.frequency, command.worth)
+            names = text_of_names(None, command.documents)
+            note = ChunkNote(None, names, 0, command.frequency, command.worth, command.stored_s)
             pieces = pack_statistics(command.variant.statistics, command.token_ids)
             self._statistics.write_many(
                 [ChunkWrite(part_key(key, number, i), piece, note) for i, piece in enumerate(pieces)]
@@ -240,7 +241,7 @@ class ChunkDisk:
             logger.warning("A chunk on disk says of itself what cannot be, and is forgotten: %s", error)
             return None
         _, documents = names_of_text(note.doc_id)
-        return StoredChunk(variant, token_ids, note.frequency, note.cost, documents)
+        return StoredChunk(variant, token_ids, note.frequency, note.cost, documents, note.stored_s)
 
     def _page_keys_of(self, variant: ChunkVariant) -> Iterable[bytes]:
         num_pages = num_pages_of(variant.num_tokens, self._tokens_per_page)
