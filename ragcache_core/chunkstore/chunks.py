@@ -34,6 +34,8 @@ class ChunkNote:
     cost: float = 0.0
     stored_s: float = 0.0
     """When what it holds was computed, in seconds since 1970."""
+    is_private: bool = False
+    """Whether nobody but who asked with its salt may know that it is here."""
 
     def __post_init__(self) -> None:
         if self.parent is not None:
@@ -68,6 +70,7 @@ class ChunkEntry(NamedTuple):
     frequency: float
     cost: float
     stored_s: float = 0.0
+    is_private: bool = False
 
 
 @dataclass(frozen=True, slots=True)

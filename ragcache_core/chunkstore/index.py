@@ -26,7 +26,7 @@ from ragcache_core.private_files import open_private
 _SCHEMA = (
     "CREATE TABLE chunks (slot INTEGER PRIMARY KEY, key BLOB NOT NULL, checksum INTEGER NOT NULL, parent BLOB, "
     "doc_id TEXT, position INTEGER NOT NULL, place_checksum INTEGER NOT NULL, frequency REAL NOT NULL, "
-    "cost REAL NOT NULL, stored REAL NOT NULL)"
+    "cost REAL NOT NULL, stored REAL NOT NULL, private INTEGER NOT NULL)"
 )
 _DELETE = "DELETE FROM chunks WHERE slot = ?"
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
@@ -38,7 +38,9 @@ _ROWS_PER_FETCH = 1000
 _READ_BYTES = 1 << 20
 _MAX_WORTH = 1e12
 _INT32 = 1 << 31
-_SOUND_TYPES = {(bytes, p, d, int, int, float, float, float) for p in (bytes, type(None)) for d in (bytes, type(None))}
+_SOUND_TYPES = {
+    (bytes, p, d, int, int, float, float, float, int) for p in (bytes, type(None)) for d in (bytes, type(None))
+}
 
 
 class IndexDamagedError(Exception):
@@ -125,8 +127,8 @@ class ChunkIndex:
         """
         try:
             rows = self._connection.execute(  # sorted before the first row comes, so later changes do not show
-                "SELECT slot, key, parent, doc_id, position, place_checksum, frequency, cost, stored FROM chunks "
-                "ORDER BY position, slot"
+                "SELECT slot, key, parent, doc_id, position, place_checksum, frequency, cost, stored, private FROM "
+                "chunks ORDER BY position, slot"
             )
             self._listings.add(rows)
             while batch := rows.fetchmany(_ROWS_PER_FETCH):
@@ -139,9 +141,9 @@ class ChunkIndex:
         with self._changing() as connection:
             connection.executemany(
                 # A row that a failed change left behind gives way: nothing in memory points to it.
-                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    (slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost), float(note.stored_s))
+                    (slot, key, digest, *_place(key, note), *_worth(note.frequency, note.cost), *_kept(note))
                     for slot, key, digest, note in rows
                 ),
             )
@@ -315,6 +317,10 @@ def _worth(frequency: float, cost: float) -> tuple[float, float]:
     return float(frequency), float(cost)  # NumPy's float32 is no float to SQLite
 
 
+def _kept(note: ChunkNote) -> tuple[float, int]:
+    return float(note.stored_s), int(note.is_private)
+
+
 def _entry(
     key: bytes,
     parent: bytes | None,
@@ -324,16 +330,15 @@ def _entry(
     frequency: float,
     cost: float,
     stored_s: float,
+    is_private: int,
 ) -> ChunkEntry | None:
-    types = tuple(map(type, (key, parent, doc_id, position, place_digest, frequency, cost, stored_s)))
+    types = tuple(map(type, (key, parent, doc_id, position, place_digest, frequency, cost, stored_s, is_private)))
     if types not in _SOUND_TYPES or place_checksum(key, parent, doc_id, position) != place_digest:
         return None
-    if not (
-        position >= 0 and 0.0 <= frequency <= _MAX_WORTH and 0.0 <= cost <= _MAX_WORTH and 0.0 <= stored_s <= _MAX_WORTH
-    ):
+    if position < 0 or not all(0.0 <= number <= _MAX_WORTH for number in (frequency, cost, stored_s)):
         return None  # nor are these, whatever wrote them
     try:
         text = doc_id.decode("utf-8") if doc_id is not None else None
     except UnicodeDecodeError:
         return None
-    return ChunkEntry(key, parent, text, position, frequency, cost, stored_s)
+    return ChunkEntry(key, parent, text, position, frequency, cost, stored_s, bool(is_private))

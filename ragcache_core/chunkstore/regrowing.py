@@ -16,7 +16,7 @@ def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
     parent = cast("bytes | None", tree.key_before(location))
     names = text_of_names(node.doc_id, node.other_ids)
     position, stored_s = node.start + location.unit, node.stored_s or 0.0
-    return ChunkNote(parent, names, position, node.frequency, node.avg_cost_s, stored_s)
+    return ChunkNote(parent, names, position, node.frequency, node.avg_cost_s, stored_s, node.is_private)
 
 
 def regrow(
@@ -51,6 +51,7 @@ def regrow(
             continue
         tree.add(location.node, 1 << location.unit, tier)
         tree.make_older(location.node, entry.stored_s)
+        location.node.is_private = entry.is_private
         tree.restore(location.node, frequency=round(entry.frequency), cost_s=entry.cost)
         units[entry.key] = unit
         found.append(entry.key)

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count, takewhile
 from typing import Any, Self
+from urllib.parse import parse_qsl, urlsplit
 
 from ragcache_core.wire import DEFAULTS_HEADER, HUNG
 from tests.support.scripted_answers import (
@@ -138,6 +139,10 @@ class ScriptedServer:
     """What was asked of it."""
     receipt: JsonObject | None = None
     """What it answers when documents are to be forgotten; ``None`` is a server without RAGCache."""
+    cache_answers: dict[str, JsonObject | str] = field(default_factory=dict)
+    """What it answers on routes of the cache's contents, ``cache`` or ``documents/pin``; a text refuses with that."""
+    cache_requests: list[tuple[str, JsonObject]] = field(default_factory=list)
+    """What these were asked, by body or query."""
     forgotten: list[list[str]] = field(default_factory=list)
     """The ids that were to be forgotten, by request."""
     confirmed: list[str] = field(default_factory=list)
@@ -360,11 +365,22 @@ class _Handler(BaseHTTPRequestHandler):
                 if self._is_allowed():
                     owner.tokenizer_questions.append(path.removeprefix("/v1/ragcache/"))
                     self._hand_out(owner.tokenizer)
+            case path if path.startswith("/v1/ragcache/cache?"):
+                if self._is_allowed():
+                    self._act_on_cache("cache", dict(parse_qsl(urlsplit(path).query)))
             case path if path.startswith("/v1/ragcache/"):
                 if self._is_allowed():
                     self._answer_of_the_cache(path.removeprefix("/v1/ragcache/"))
             case _:
                 self._send(404, {"detail": "Not Found"})
+
+    def _act_on_cache(self, action: str, asked: JsonObject) -> None:
+        self.server_of.cache_requests.append((action, asked))
+        answer = self.server_of.cache_answers[action]
+        if isinstance(answer, str):
+            self._send(409, {"error": {"message": answer, "code": 409}})
+        else:
+            self._send(200, answer)
 
     def _answer_of_the_cache(self, question: str) -> None:
         owner = self.server_of
@@ -414,6 +430,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/ragcache/documents/forget" and owner.receipt is not None:
             owner.forgotten.append(body["ids"])
             self._send(200, owner.receipt)
+        elif (action := self.path.removeprefix("/v1/ragcache/")) in owner.cache_answers:
+            self._act_on_cache(action, body)
         elif self.path == "/v1/ragcache/prefetch" and owner.cache is not None:
             owner.prefetched.append(body)
             self._send(200, {"num_read_tokens": owner.num_read_tokens})

@@ -16,7 +16,7 @@ from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.scheduler import scheduler as scheduler_module
 from tests.engine.vllm_plugin import test_forgetting
 from tests.engine.vllm_plugin.storing_scene import BLOCK
-from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, keys_of, prompt
+from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, first_block, keys_of, prompt
 
 
 @contextmanager
@@ -70,16 +70,28 @@ def test_a_document_is_listed_with_its_paths_bytes_uses_and_what_it_has_saved(tm
         it.check()
 
 
-def test_documents_of_salted_requests_are_in_no_answer() -> None:
-    with engine(None) as it:
+def test_documents_of_salted_requests_are_in_no_answer_after_a_restart_as_well(tmp_path: Path) -> None:
+    with engine(tmp_path) as it:
         it.ask("ours", "A")
         request = prompt("theirs", "B")
         request.cache_salt = "secret"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        for number, key in enumerate(request.block_hashes, 1):  # the model of a worker knows keys by their tokens
+            it.steps._tokens_of[key] = tuple(request.prompt_token_ids[: number * BLOCK])
+        private = request.block_hashes[first_block("B", "B")]
         it.scheduler.add_request(request)
         it.steps.rest(100_000)
+        it.settle()
         assert set(by_id(it)) == {"A"}
         assert act(it, "show", "B")["documents"] == []
         assert act(it, "pin", "B", is_trial=True)["changed"] == []
+    with engine(tmp_path) as it:
+        assert private in it.files()
+        assert set(by_id(it)) == {"A"}
+        assert act(it, "show", "B")["documents"] == []
+        assert act(it, "prefetch", "B")["num_paths"] == 0
+        assert it.num_resident("B") > 0
 
 
 def test_a_pinned_document_stays_where_others_press_and_goes_like_any_when_it_is_unpinned() -> None:

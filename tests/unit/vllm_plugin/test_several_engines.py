@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ragcache_core.merged_stats import merged_report
-from ragcache_core.vllm_plugin.server.several_engines import joined_changes, joined_requests
+from ragcache_core.vllm_plugin.server.several_engines import (
+    joined_changes,
+    joined_requests,
+    merged_contents,
+    merged_pins,
+)
 
 
 def report(**figures: Any) -> dict[str, Any]:
@@ -64,3 +69,35 @@ def test_the_latest_requests_of_several_engines_are_one_list_those_that_run_firs
     joined = joined_requests(told, limit=3)
     assert (joined["num_queued"], joined["num_running"]) == (1, 2)
     assert [(each["id"], each["engine"]) for each in joined["requests"]] == [("c", 1), ("a", 0), ("b", 0)]
+
+
+def document(doc_id: str, host: int, **figures: Any) -> dict[str, Any]:
+    here = {"gpu": 0, "host": host, "disk": 5}
+    zero = {"paths": 1, "tokens": 64, "variants": 0, "uses": 2, "saved_s": 0.5, "age_s": 7.0, "pinned": False}
+    return {"id": doc_id, "bytes": here, **zero, **figures}
+
+
+def test_a_document_that_several_engines_have_is_one_with_all_of_its_bytes() -> None:
+    one = {"documents": [document("b", 60), document("a", 50, age_s=None, places=[{"behind": []}])], "total": 2}
+    two = {"documents": [document("a", 40, pinned=True, tokens=96, places=[{"behind": ["b"]}])], "total": 9}
+    merged = merged_contents([one, two], "bytes", 1)
+    assert merged == {
+        "documents": [
+            {
+                **document("a", 90, pinned=True, tokens=96, paths=2, uses=4, saved_s=1.0),
+                "bytes": {"gpu": 0, "host": 90, "disk": 10},
+                "places": [{"behind": []}, {"behind": ["b"]}],
+            }
+        ],
+        "total": 9,
+    }
+    assert [each["id"] for each in merged_contents([one, two], "age", 5)["documents"]] == ["b", "a"]
+    assert merged_contents([two], "bytes", 1) is two
+
+
+def test_what_one_engine_has_is_pinned_in_all_and_known_to_the_server() -> None:
+    one = {"changed": ["a"], "unknown": ["b", "c"], "num_pinned": 1, "num_bytes": 3, "limit_bytes": 10}
+    two = {"changed": ["b"], "unknown": ["a", "c"], "num_pinned": 2, "num_bytes": 4, "limit_bytes": 10}
+    receipt = merged_pins([one, two], ["a", "b", "c"])
+    assert (receipt.changed, receipt.unknown) == (("a", "b"), ("c",))
+    assert (receipt.num_pinned, receipt.num_bytes, receipt.limit_bytes) == (2, 7, 20)
