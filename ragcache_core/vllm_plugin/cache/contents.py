@@ -101,8 +101,8 @@ class Contents:
             best = nlargest(limit, [*best, *here])
             yield {}
         shown: list[dict[str, Any]] = []
-        for part in _parts(best):
-            shown += [self._describe(doc_id, held[doc_id], chunks(doc_id), block_bytes) for _, doc_id in part]
+        for ids in _parts([doc_id for _, doc_id in best]):
+            shown += [self._describe(doc_id, held[doc_id], chunks(doc_id), block_bytes) for doc_id in ids]
             yield {}
         held.clear()
         while True:  # other engines may still be at it

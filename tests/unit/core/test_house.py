@@ -198,20 +198,8 @@ PUBLIC: dict[str, set[str]] = {
 ENGINE = {
     *("launch", "alaunch", "connect", "aconnect", "drain", "close", "aclose", "pid", "log_path", "num_restarts"),
     *("model", "base_url", "api_key", "max_model_len", "http_client", "http_async_client"),
-    *(
-        "generate",
-        "agenerate",
-        "stream",
-        "astream",
-        "stats",
-        "astats",
-        "forget",
-        "aforget",
-        "warm",
-        "warm_paths",
-        "awarm",
-    ),
-    *("prefetch", "aprefetch"),
+    *("generate", "agenerate", "stream", "astream", "stats", "astats", "forget", "aforget"),
+    *("warm", "awarm", "warm_paths", "prefetch", "aprefetch", "cache"),
     *("tokenizer", "tokenize", "bind_prompt", "remember_documents", "arrange_documents"),
     "integration",
 }
