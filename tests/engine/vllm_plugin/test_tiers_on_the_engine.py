@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
 from ragcache_core.client import Engine
 from ragcache_core.client.generation import Generation
-from ragcache_core.errors import EngineError, EngineStartError
+from ragcache_core.errors import EngineError, EngineStartError, RequestRejectedError
 from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.types import Tier
 from ragcache_core.wire import tile
@@ -264,6 +264,52 @@ def test_forgotten_documents_are_in_no_tier_and_no_file_and_the_next_answer_is_t
     again = asyncio.run(tiers.aforget(["gone-0", "gone-1"]))
     assert again.is_complete
     assert again.num_paths == 4
+
+
+def test_the_cache_is_looked_into_and_acted_upon_while_a_request_is_answered(
+    tiers: Engine, answers: Answers, cache: CacheConfig
+) -> None:
+    def files() -> bytes:
+        return b"".join(path.read_bytes() for path in Path(cache.directory or "").rglob("*") if path.is_file())
+
+    answers.ask("seen")
+    answers.ask("seen")
+    answers.ask("secret", extra_body={"cache_salt": "of tenant a"})
+    assert until(lambda: tiers.cache.show(["seen-1"]).documents[0].bytes["disk"] > 0, PATIENCE_S)
+    found = {document.id: document for document in tiers.cache.ls(limit=1000).documents}
+    assert not [doc_id for doc_id in found if doc_id.startswith("secret")]
+    assert (found["seen-0"].paths, found["seen-0"].uses, found["seen-0"].pinned) == (1, 2, False)
+    assert found["seen-0"].saved_s > 0
+    assert found["seen-0"].bytes["gpu"] >= 10 * BLOCK_BYTES
+    assert asyncio.run(tiers.cache.als(sort="uses", limit=2)).total == len(found)
+    (shown,) = tiers.cache.show(["seen-1", "never asked about"]).documents
+    assert [place.behind for place in shown.places] == [("seen-0",)]
+
+    assert tiers.cache.pin(["seen-0", "never asked about"]).unknown == ("never asked about",)
+    with pytest.raises(RequestRejectedError, match="pinned_share"):
+        tiers.cache.pin([document.id for document in found.values()])
+    for number in range(6):
+        answers.ask(f"press {number}")
+    assert (answers.ask("seen", 1).num_gpu_tokens or 0) >= 10 * BLOCK
+    assert tiers.cache.unpin(["seen-0"]).num_pinned == 0
+
+    empty_the_gpu(tiers)
+    assert until(lambda: tiers.cache.prefetch(["seen-1"]).num_paths == 0, PATIENCE_S), "what is read is there"
+    assert tiers.cache.gc(unused_days=0).folders == ()
+    url = f"{tiers.base_url}/ragcache"
+    assert httpx.get(f"{url}/cache", timeout=30).status_code == 401
+    for refused in ("?sort=size", "?limit=0"):
+        assert httpx.get(f"{url}/cache{refused}", headers=authorized(tiers), timeout=30).status_code in (400, 422)
+
+    running = tiers.stream(LAYOUT.render(tiers.tokenizer, documents("runs"), QUESTION), max_tokens=40)
+    next(running)
+    receipt = tiers.cache.purge(wait_s=60)
+    assert "".join(chunk.text for chunk in running)
+    assert receipt.is_complete
+    assert b"seen-" not in files()
+    assert tiers.cache.ls().documents == ()
+    assert answers.ask("seen").num_cached_tokens == 0
+    assert answers.ask("seen").num_cached_tokens > 0
 
 
 def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:
