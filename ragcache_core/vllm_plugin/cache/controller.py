@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import ByteSize
+
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.queueing import CacheAwareQueue
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
@@ -190,7 +192,7 @@ class CacheController:
         return int(self.settings.pinned_share * num_blocks) // self.groups.blocks_per_unit
 
     def _shown(self, num_units: int) -> str:
-        return f"{num_units * self.groups.blocks_per_unit * self.block_bytes / (1 << 20):.1f} MiB"
+        return ByteSize(num_units * self.groups.blocks_per_unit * self.block_bytes).human_readable()
 
     def _chunk_holdings(self) -> ChunkHoldings:
         held = {} if self._chunks is None else self._chunks.holdings()
