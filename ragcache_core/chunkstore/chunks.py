@@ -17,6 +17,7 @@ MAX_KEY_BYTES = 64
 _MAX_DOC_ID_BYTES = 4096
 _INT64 = 1 << 63
 _SEVERAL = "\x1e"
+_OWNED = "\x1d"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class ChunkStoreStats:
 
 def text_of_names(doc_id: str | None, other_ids: Collection[str]) -> str | None:
     """Return what is noted of several documents that a chunk is, as many of them as there is room for."""
-    if not other_ids and not (doc_id or "").startswith(_SEVERAL):
+    if not other_ids and not (doc_id or "").startswith((_SEVERAL, _OWNED)):
         return doc_id
     names = [doc_id, *sorted(other_ids)]
     while names:
@@ -113,6 +114,22 @@ def names_of_text(text: str | None) -> tuple[str | None, frozenset[str]]:
     except ValueError:  # an id that looks like it, of an older engine
         return text, frozenset()
     return doc_id, frozenset(others)
+
+
+def text_with_owner(owner: str | None, names: str | None) -> str | None:
+    """Return what is noted of a tenant's chunk beside its names, which are left out where there is no room for both."""
+    if owner is None:
+        return names
+    text = f"{_OWNED}{owner}{_OWNED}{names or ''}"
+    return text if _is_short_text(text) else f"{_OWNED}{owner}{_OWNED}"
+
+
+def owner_of_text(text: str | None) -> tuple[str | None, str | None]:
+    """Undo :func:`text_with_owner`."""
+    if text is None or not text.startswith(_OWNED) or text.count(_OWNED) < 2:
+        return None, text
+    _, owner, names = text.split(_OWNED, 2)
+    return owner, names or None
 
 
 def check_key(key: object) -> None:

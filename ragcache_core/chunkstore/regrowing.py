@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote, names_of_text, text_of_names
+from ragcache_core.chunkstore.chunks import (
+    ChunkEntry,
+    ChunkNote,
+    names_of_text,
+    owner_of_text,
+    text_of_names,
+    text_with_owner,
+)
 from ragcache_core.tree import KnowledgeTree, Location
 from ragcache_core.types import Tier
 
@@ -14,7 +21,7 @@ def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
     """Return what has to be stored with a block's KV for the tree to grow again from it."""
     node = location.node
     parent = cast("bytes | None", tree.key_before(location))
-    names = text_of_names(node.doc_id, node.other_ids)
+    names = text_with_owner(node.owner, text_of_names(node.doc_id, node.other_ids))
     position, stored_s = node.start + location.unit, node.stored_s or 0.0
     return ChunkNote(parent, names, position, node.frequency, node.avg_cost_s, stored_s, node.is_private)
 
@@ -44,7 +51,8 @@ def regrow(
             orphans.append(entry.key)
             continue
         parent = None if entry.parent is None else units[entry.parent]
-        node = tree.attach(parent, unit, tokens_per_block, *names_of_text(entry.doc_id))
+        owner, names = owner_of_text(entry.doc_id)
+        node = tree.attach(parent, unit, tokens_per_block, *names_of_text(names), owner)
         location = tree.locate(unit)
         if node is None or location is None:
             orphans.append(entry.key)

@@ -5,8 +5,10 @@ from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
 from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, by_node
+from ragcache_core.tree.tiered_tree import ANYBODY
 
 __all__ = [
+    "ANYBODY",
     "Admission",
     "EvictedUnit",
     "KnowledgeTree",

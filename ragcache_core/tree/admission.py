@@ -53,7 +53,9 @@ def admit(
         num_missing = sum(sizes) - num_free
         if num_missing > 0 and node is not None:
             worth = tree.tiers[tier].worth(node, tree.num_requests)
-            gone = tree.evict_up_to(tier, num_missing, protected, below=worth, size_of=evicted_size)
+            gone = tree.evict_up_to(
+                tier, num_missing, protected, below=worth, size_of=evicted_size, for_owner=node.owner
+            )
             evicted += gone
             num_free += sum(evicted_size(unit.key) for unit in gone)
         for size in sizes:

@@ -22,6 +22,7 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
         assert node.parent is not None
         assert node.parent.children is not None
         assert node.parent.children[node.keys[0]] is node
+        assert node.parent is tree.root or node.owner == node.parent.owner
         assert node.start == node.parent.start + len(node.parent.keys)
         assert node.keys
         assert node.num_pins >= 0
@@ -40,6 +41,10 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
     for tier in Tier:
         state = tree.tiers[tier]
         assert state.num_units == sum(state.resident[n.id].bit_count() for n in tree.nodes())
+        owned: Counter[str | None] = Counter()
+        for node in tree.nodes():
+            owned[node.owner] += state.resident[node.id].bit_count()
+        assert +owned == +Counter(state.shares.owned), tier
         for parent in (tree.root, *tree.nodes()):
             resident = sum(1 for child in parent.iter_children() if state.resident[child.id])
             assert state.num_resident_children[parent.id] == resident, (parent, tier)

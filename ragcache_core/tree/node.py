@@ -22,7 +22,8 @@ class PathSegment:
     same keys everywhere before it. In the engine a unit is a block of KV and its key vLLM's block hash, which covers
     all tokens up to there; the simulator may take a whole document for one unit. ``num_tokens`` are spread evenly over
     the units. ``is_transient`` marks what must not be kept at another's expense. ``other_ids`` are those of documents
-    that lie in its first unit as a whole, before its own.
+    that lie in its first unit as a whole, before its own. ``owner`` is the tenant whose prompt it is: the first run's
+    counts, for no two tenants share a first unit.
     """
 
     keys: Sequence[Hashable]
@@ -30,6 +31,7 @@ class PathSegment:
     doc_id: DocId | None = None
     is_transient: bool = False
     other_ids: frozenset[DocId] = NO_IDS
+    owner: str | None = None
 
 
 class TreeNode(NodeStats):
@@ -46,6 +48,7 @@ class TreeNode(NodeStats):
         children: by the first key of the child; None where there are none.
         doc_id: the document, if the run has a name.
         other_ids: documents with the same tokens, and those that lie in its first unit as a whole.
+        owner: the tenant whose it is, with all behind it; None is nobody's.
         num_pins: while positive, no tier may evict it.
         num_users: while positive, it stays in the tree, resident or not.
         is_private: no other application may know that it is here: it was asked with a salt.
@@ -54,7 +57,7 @@ class TreeNode(NodeStats):
     """
 
     __slots__ = (
-        *("children", "doc_id", "is_private", "keys", "num_pins", "num_users", "other_ids", "parent", "start"),
+        *("children", "doc_id", "is_private", "keys", "num_pins", "num_users", "other_ids", "owner", "parent", "start"),
         *("stored_s", "updated"),
     )
 
@@ -68,6 +71,7 @@ class TreeNode(NodeStats):
         self.children: dict[Hashable, TreeNode] | None = None
         self.doc_id = doc_id
         self.other_ids = NO_IDS
+        self.owner: str | None = None if parent is None else parent.owner
         self.num_pins = 0
         self.num_users = 0
         self.is_private = False

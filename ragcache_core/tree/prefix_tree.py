@@ -66,7 +66,9 @@ class PrefixTree:
                 parent = node
         return path
 
-    def extend(self, after: Hashable | None, keys: Sequence[Hashable], num_tokens: int) -> TreeNode:
+    def extend(
+        self, after: Hashable | None, keys: Sequence[Hashable], num_tokens: int, owner: str | None = None
+    ) -> TreeNode:
         """Return the node of ``keys``, new units that follow the unit ``after`` (the root, if it is None).
 
         They have no name: an answer, or a prompt without documents. A nameless leaf grows in place, so that an answer
@@ -81,7 +83,7 @@ class PrefixTree:
             node.keys.extend(keys)
             node.num_tokens += num_tokens
             return node
-        return self._insert_run(node, PathSegment(keys, num_tokens))[-1]
+        return self._insert_run(node, PathSegment(keys, num_tokens, owner=owner))[-1]
 
     def attach(
         self,
@@ -90,6 +92,7 @@ class PrefixTree:
         num_tokens: int,
         doc_id: DocId | None,
         other_ids: frozenset[DocId] = NO_IDS,
+        owner: str | None = None,
     ) -> TreeNode | None:
         """Return the node of one unit that follows ``after``; None where ``after`` is not in the tree.
 
@@ -108,7 +111,7 @@ class PrefixTree:
             return node
         if num_before < len(node.keys):
             self._split(node, num_before)
-        return self._insert_run(node, PathSegment([key], num_tokens, doc_id, other_ids=other_ids))[-1]
+        return self._insert_run(node, PathSegment([key], num_tokens, doc_id, other_ids=other_ids, owner=owner))[-1]
 
     # By document
 
@@ -167,6 +170,8 @@ class PrefixTree:
                 child = self._new_node(parent, list(keys[at:]), num_tokens, segment.doc_id)
                 child.is_transient = segment.is_transient
                 child.other_ids = segment.other_ids
+                if parent is self.root:
+                    child.owner = segment.owner
                 at = len(keys)
             else:
                 num_common = _num_common(child.keys, keys, at)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.node import TreeNode
+from ragcache_core.tree.shares import Owner, Shares
 
 _MIGRATED_AT_ONCE: Final = 16
 _MIN_ENTRIES: Final = 1024
@@ -31,6 +32,7 @@ class TierState:
         num_entries: in the heaps, dead ones included.
         slower: the tiers below, whose units may stand on this tier's, or be copies of them.
         protected: ids of nodes that are given up last; the tree's, which tells when one is no longer.
+        shares: of its tenants, if there are any.
 
     Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
     whatever makes a node evictable again offers it again. A protected node is put aside when it is offered or comes
@@ -59,7 +61,8 @@ class TierState:
         self.clock = 0.0
         self.num_units = 0
         self.num_evicted_units = 0
-        self._heaps: dict[int, list[_Entry]] = {}
+        self.shares = Shares()
+        self._heaps: dict[tuple[Owner, int], list[_Entry]] = {}
         self._stale: list[_Entry] = []
         self._aside: set[int] = set()
         self._is_offered = bytearray()
@@ -112,7 +115,7 @@ class TierState:
             self._put_aside(node)
             return
         self._refresh_rank(node)
-        bucket = self.policy.bucket(node)
+        bucket = node.owner, self.policy.bucket(node)
         heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
         self._is_offered[node.id] = 1
         self.num_entries += 1
@@ -156,27 +159,31 @@ class TierState:
         self.num_entries = sum(len(heap) for heap in (*self._heaps.values(), self._stale))
         self._max_entries = _MIN_ENTRIES + 2 * self.num_entries
 
-    def candidate(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
+    def candidate(
+        self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None = None
+    ) -> TreeNode | None:
         """Return the node that should give up its last resident unit, or None. It stays a candidate.
 
-        A protected one only where there is no other.
+        A protected one only where there is no other. It is one of ``owners``, if they are given; O(owners).
         """
         while True:
             if self._stale:
                 self._migrate(nodes)
-            best = self._best(nodes, num_requests)
+            best = self._best(nodes, num_requests, owners)
             if best is not None or not self._stale:
                 break
-        return best if best is not None or not self._aside else self._first_aside(nodes, num_requests)
+        return best if best is not None or not self._aside else self._first_aside(nodes, num_requests, owners)
 
-    def _best(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
+    def _best(
+        self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None
+    ) -> TreeNode | None:
         """Return the first of the buckets' first nodes, or None; protected ones are put aside."""
         best: TreeNode | None = None
         best_score = math.inf
-        if len(self._heaps) == 1:
+        if len(self._heaps) == 1 and owners is None:
             (bucket,) = self._heaps
             return self._first(bucket, nodes)
-        for bucket in list(self._heaps):
+        for bucket in [each for each in self._heaps if owners is None or each[0] in owners]:
             node = self._first(bucket, nodes)
             if node is None:
                 continue
@@ -227,7 +234,7 @@ class TierState:
             return None
         return node
 
-    def _first(self, bucket: int, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
+    def _first(self, bucket: tuple[Owner, int], nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         heap = self._heaps[bucket]
         while heap:
             if (node := self._keep(heap[0], nodes)) is not None:
@@ -243,7 +250,9 @@ class TierState:
         self._aside.add(node.id)
         self._is_offered[node.id] = 1
 
-    def _first_aside(self, nodes: Sequence[TreeNode | None], num_requests: int) -> TreeNode | None:
+    def _first_aside(
+        self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None
+    ) -> TreeNode | None:
         """Return the lowest-ranked protected node; O(those put aside), for when there is nothing else."""
         best: TreeNode | None = None
         best_score = math.inf
@@ -253,6 +262,8 @@ class TierState:
             if not self.is_evictable(node):
                 self._aside.remove(node_id)
                 self._is_offered[node_id] = 0
+                continue
+            if owners is not None and node.owner not in owners:
                 continue
             self._refresh_rank(node)
             score = self.score(node, num_requests)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Final, NamedTuple
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.node import EvictedUnit, TreeNode
 from ragcache_core.tree.prefix_tree import PrefixTree
+from ragcache_core.tree.shares import Owner
 from ragcache_core.tree.tier import TierState
 from ragcache_core.types import Tier
+
+ANYBODY: Final = ""
+"""In place of an owner: it is not known for whom units are evicted, or they have to go whoever it is."""
+
+
+class _Victim(NamedTuple):
+    """The node that gives up units next, how many at most, and whether it has to, whatever they are worth."""
+
+    node: TreeNode
+    num_units: int
+    is_forced: bool
 
 
 class TieredTree(PrefixTree):
@@ -167,20 +180,23 @@ class TieredTree(PrefixTree):
         protected: Collection[Hashable] = (),
         *,
         size_of: Callable[[Hashable], int] | None = None,
+        for_owner: Owner = ANYBODY,
     ) -> list[EvictedUnit] | None:
         """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
 
         Atomic: where fewer can go, none goes and None is returned. ``protected`` are keys of units that stay;
-        ``size_of`` a key says for how many its unit counts, where that is not one.
+        ``size_of`` a key says for how many its unit counts, where that is not one. Those of owners that have more than
+        their share go first; for somebody who has no less than his, no others than those and his own.
         """
         state = self.tiers[tier]
         clock = state.clock
-        evicted = self._evict(state, num_units, protected, size_of=size_of)
+        evicted = self._evict(state, num_units, protected, size_of=size_of, for_owner=for_owner)
         if _size(evicted, size_of) >= num_units:
             self._forget_uses(unit.node for unit in evicted)
             return evicted
         for unit in evicted:
             self._add(unit.node, 1 << unit.unit, state)
+            state.shares.count_evicted(unit.node.owner, -1)
         state.clock = clock
         state.num_evicted_units -= len(evicted)
         return None
@@ -193,9 +209,21 @@ class TieredTree(PrefixTree):
         *,
         below: float = math.inf,
         size_of: Callable[[Hashable], int] | None = None,
+        for_owner: Owner = ANYBODY,
     ) -> list[EvictedUnit]:
-        """Do :meth:`evict`, but where fewer can go that rank lower than ``below``, take those."""
-        evicted = self._evict(self.tiers[tier], num_units, protected, below, size_of)
+        """Do :meth:`evict`, but where fewer can go that rank lower than ``below``, take those.
+
+        Who has more than his share gives up what ranks higher as well, for somebody who has less.
+        """
+        evicted = self._evict(self.tiers[tier], num_units, protected, below, size_of, for_owner)
+        self._forget_uses(unit.node for unit in evicted)
+        return evicted
+
+    def evict_own(
+        self, tier: Tier, owner: Owner, num_units: int, protected: Collection[Hashable] = ()
+    ) -> list[EvictedUnit]:
+        """Do :meth:`evict_up_to` with what is ``owner``'s alone."""
+        evicted = self._evict(self.tiers[tier], num_units, protected, for_owner=owner, is_own_alone=True)
         self._forget_uses(unit.node for unit in evicted)
         return evicted
 
@@ -289,7 +317,9 @@ class TieredTree(PrefixTree):
     def _add(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
         state.resident[node.id] = before | units
-        state.num_units += (units & ~before).bit_count()
+        num_new = (units & ~before).bit_count()
+        state.num_units += num_new
+        state.shares.count(node.owner, num_new)
         if not before and units:
             if node.parent is not None:
                 state.num_resident_children[node.parent.id] += 1
@@ -303,9 +333,11 @@ class TieredTree(PrefixTree):
     def _remove(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
         after = state.resident[node.id] = before & ~units
-        state.num_units -= (before & units).bit_count()
         if after == before:
             return
+        num_gone = (before & units).bit_count()
+        state.num_units -= num_gone
+        state.shares.count(node.owner, -num_gone)
         self._note_change(node, state)
         self._offer_again(node, state)
         if after:
@@ -332,18 +364,40 @@ class TieredTree(PrefixTree):
         protected: Collection[Hashable],
         below: float = math.inf,
         size_of: Callable[[Hashable], int] | None = None,
+        for_owner: Owner = ANYBODY,
+        *,
+        is_own_alone: bool = False,
     ) -> list[EvictedUnit]:
         held = self._shield(protected, state)
         evicted: list[EvictedUnit] = []
         while num_units > 0:
-            node = state.candidate(self._nodes, self.num_requests)
-            if node is None or not state.score(node, self.num_requests) < below:
+            victim = self._next_victim(state, num_units, for_owner, is_own_alone=is_own_alone)
+            if victim is None:
                 break
-            tail = self._evict_tail(node, num_units, state, size_of)
+            if not (victim.is_forced or state.score(victim.node, self.num_requests) < below):
+                break
+            tail = self._evict_tail(victim.node, victim.num_units, state, size_of)
             evicted += tail
             num_units -= _size(tail, size_of)
         self._unshield(held, state)
         return evicted
+
+    def _next_victim(self, state: TierState, num_units: int, for_owner: Owner, *, is_own_alone: bool) -> _Victim | None:
+        """Return what gives up units next, of those whose turn it is."""
+        shares = state.shares
+        owners: Collection[Owner] | None = None
+        if is_own_alone:
+            owners = (for_owner,)
+        elif shares:
+            if over := shares.over():
+                node = state.candidate(self._nodes, self.num_requests, over)
+                if node is not None:
+                    is_forced = for_owner != ANYBODY and shares.surplus(for_owner) < 0
+                    return _Victim(node, min(num_units, shares.surplus(node.owner)), is_forced)
+            if for_owner != ANYBODY and shares.surplus(for_owner) >= 0:
+                owners = (for_owner,)
+        node = state.candidate(self._nodes, self.num_requests, owners)
+        return None if node is None else _Victim(node, num_units, False)
 
     def _evict_tail(
         self, node: TreeNode, num_units: int, state: TierState, size_of: Callable[[Hashable], int] | None = None
@@ -363,6 +417,7 @@ class TieredTree(PrefixTree):
             num_units -= 1 if size_of is None else size_of(keys[unit])
         self._remove(node, mask ^ left, state)
         state.num_evicted_units += len(evicted)
+        state.shares.count_evicted(node.owner, len(evicted))
         return evicted
 
     def _shield(self, keys: Collection[Hashable], state: TierState) -> dict[int, int]:
