@@ -51,6 +51,12 @@ def _parse_directory(value: object) -> object:
     return value
 
 
+def _parse_file(value: object) -> object:
+    if value == "":
+        raise ValueError("name a file, or leave it out")
+    return value
+
+
 Bytes = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(gt=0, le=_LARGEST)]
 """A positive number of bytes: 1073741824, "1GiB", "512 MiB"."""
 BytesOrNone = Annotated[ByteSize, BeforeValidator(_parse_bytes), Field(ge=0, le=_LARGEST)]
@@ -159,6 +165,10 @@ class CacheConfig(_Settings):
     keys that were used before. Without it the environment's ``RAGCACHE_DISK_KEY`` may hold the same; with neither
     nothing is encrypted. From a TOML file, a relative path is relative to that file."""
 
+    tenants: Annotated[Path, BeforeValidator(_parse_file)] | None = None
+    """A TOML file of tenants: whose API key is whose, with whom KV is shared, and how much of each tier is whose.
+    Without it who has the server's key is everybody. From a TOML file, a relative path is relative to that file."""
+
     policy: PolicyName = "tournament"
     """What decides which document leaves a full tier: ``pgdsf`` by uses, cost of a recomputation and size (RAGCache
     §5.1), ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by the uses,
@@ -248,10 +258,10 @@ class CacheConfig(_Settings):
             raise ConfigError(f"{path} is not TOML ({error}): mend it; it holds a [cache] table") from error
         if not isinstance(table, dict):
             raise ConfigError(f"{path} has no [cache] table: begin it with the line [cache]")
-        for name in ("directory", "disk_key_file"):
+        for name in ("directory", "disk_key_file", "tenants"):
             if isinstance(named := table.get(name), str) and named and not named.startswith("~"):
                 table[name] = path.parent / named
-            if _is_none(overrides.get("disk_bytes")):
+            if name != "tenants" and _is_none(overrides.get("disk_bytes")):
                 table.pop(name, None)  # of the tier that is switched off
         try:
             return cls(**{**table, **overrides})
@@ -279,6 +289,8 @@ class CacheConfig(_Settings):
                 f"CacheConfig.chunk_reuse is set, but no host memory is free ({_shown(memory.available)} of "
                 "memory are available): set host_bytes, or free some"
             )
+        if self.tenants is not None:
+            decided["tenants"] = self.tenants.expanduser().absolute()
         if self.disk_bytes:
             if not decided["host_bytes"]:
                 raise ConfigError(

@@ -16,6 +16,18 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     if len(reports) == 1:
         return reports[0]
+    total = _merged(reports)
+    names = dict.fromkeys(name for report in reports for name in report.get("tenants", ()))
+    tenants = {name: _merged([report["tenants"][name] for report in reports]) for name in names}
+    return {
+        **total,
+        "max_overtaken": max(report["max_overtaken"] for report in reports),
+        **({"tenants": tenants} if tenants else {}),
+    }
+
+
+def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return figures that are added up, tier by tier and document by document."""
     total = reports[0]
     for report in reports[1:]:
         total = added(total, report)
@@ -28,7 +40,6 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
             uses[use["doc_id"]] = _merged_use(uses[use["doc_id"]], use) if use["doc_id"] in uses else use
     return {
         **total,
-        "max_overtaken": max(report["max_overtaken"] for report in reports),
         "tiers": [*tiers.values()],
         "hottest_documents": sorted(uses.values(), key=lambda use: (-use["frequency"], use["doc_id"]))[:MAX_HOTTEST],
     }

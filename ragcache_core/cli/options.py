@@ -114,6 +114,11 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         "RAGCACHE_DISK_KEY holds; not encrypted]",
     ),
     click.option(
+        "--tenants",
+        metavar="FILE",
+        help="Keep the tenants in FILE apart, a TOML file of names, API keys and quotas. [default: none]",
+    ),
+    click.option(
         "--policy",
         type=click.Choice(get_args(PolicyName)),
         help="What decides which document leaves a full tier. [default: tournament]",

@@ -226,8 +226,8 @@ def attach_utilities() -> None:
         report: dict[str, object] = core.scheduler.report()
         return report
 
-    def ragcache_cached_paths(core: EngineCore, cursor: str) -> dict[str, object]:
-        changes: dict[str, object] = core.scheduler.cached_paths(cursor)
+    def ragcache_cached_paths(core: EngineCore, cursor: str, tenant: str | None) -> dict[str, object]:
+        changes: dict[str, object] = core.scheduler.cached_paths(cursor, tenant)
         return changes
 
     def ragcache_forget(core: EngineCore, doc_ids: list[str]) -> dict[str, object]:
@@ -330,9 +330,9 @@ async def call_report(engine_client: Any) -> list[dict[str, Any]]:
     return reports
 
 
-async def call_cached_paths(engine_client: Any, cursor: str) -> list[dict[str, Any]]:
+async def call_cached_paths(engine_client: Any, cursor: str, tenant: str | None) -> list[dict[str, Any]]:
     """Return what each engine has cached by ``PrefixPublisher.changes``, as :func:`call_confirm` gets answers."""
-    changes: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PATHS, cursor)
+    changes: list[dict[str, Any]] = await engine_client.engine_core.call_utility_all_async(_PATHS, cursor, tenant)
     return changes
 
 

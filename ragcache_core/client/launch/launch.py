@@ -44,6 +44,8 @@ from ragcache_core.profiles.calibration import find_calibration, load_calibratio
 from ragcache_core.profiles.prefill import find_profile
 from ragcache_core.runtime.environment import HANG_TIMEOUT_ENV, SOCKETS_ENV, STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id, sweep_shared_memory
+from ragcache_core.runtime.tenants import Tenants
+from ragcache_core.types import Tier
 
 _ENDING_S = 20.0
 """An engine whose owner was killed has noticed and ended by then."""
@@ -118,6 +120,7 @@ def launch_server(
         given, cache = cache, _resolved(cache, cancel or threading.Event())
         most_host_bytes = given.most_host_bytes()
         cache, most_host_bytes = _share(cache, most_host_bytes, num_engines)
+        _check_tenants(cache, api_key, most_host_bytes)
     alphas = _alphas(model, cache.chunk_reuse) if isinstance(cache, CacheConfig) else ()
     arguments = [
         *("--model", model, "--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
@@ -210,6 +213,24 @@ def _share(cache: CacheConfig, most_host_bytes: int | None, num_engines: int) ->
     """Return what one of some data-parallel engines on this machine has of host memory and disk."""
     sizes = {"host_bytes": (cache.host_bytes or 0) // num_engines, "disk_bytes": cache.disk_bytes // num_engines}
     return cache.model_copy(update=sizes), None if most_host_bytes is None else most_host_bytes // num_engines
+
+
+def _check_tenants(cache: CacheConfig, api_key: str, most_host_bytes: int | None) -> None:
+    """Refuse here, rather than in the engine, what cannot work of the file of tenants.
+
+    Raises:
+        ConfigError: it cannot be used, a quota is more than a tier, or the server's key is a tenant's.
+    """
+    if cache.tenants is None:
+        return
+    tenants = Tenants.from_toml(cache.tenants)
+    tenants.check_own_keys([api_key])
+    for_chunks = cache.for_chunks()
+    host_bytes = max(cache.host_bytes or 0, most_host_bytes or 0) - for_chunks[0]
+    tenants.check_fit(Tier.HOST, host_bytes, "host_bytes")
+    tenants.check_fit(Tier.DISK, cache.disk_bytes - for_chunks[1], "disk_bytes")
+    if cache.kv_cache_bytes is not None:
+        tenants.check_fit(Tier.GPU, cache.kv_cache_bytes, "kv_cache_bytes")
 
 
 def _lock(

@@ -15,6 +15,7 @@ from pydantic import ByteSize
 
 from ragcache_core.policy import PrefillCostModel, make_policy
 from ragcache_core.queueing import CacheAwareQueue
+from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.tree import KnowledgeTree, Location, PathSegment
 from ragcache_core.types import DocId, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.contents import ChunkHolding, ChunkHoldings, Contents
@@ -27,6 +28,7 @@ from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
 from ragcache_core.vllm_plugin.cache.recent_requests import RecentRequests
 from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestState
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
+from ragcache_core.vllm_plugin.cache.tenant_figures import TenantFigures
 from ragcache_core.vllm_plugin.cache.tree_view import tree_view
 from ragcache_core.vllm_plugin.chunks.page_layout import digest_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -140,6 +142,9 @@ class CacheController:
         self.retrieved: dict[Key, tuple[float, float]] = {}
         self.document_uses = DocumentUses(self.tree)
         self._recent = RecentRequests()
+        tenants = None if settings.tenants is None else Tenants.from_toml(settings.tenants)
+        self.tenants = TenantFigures(self.tree, tokens_per_block, tenants)
+        self._divide_tiers()
         self.leaving: dict[bytes, None] = {}
         self.pins = Pins(self.tree, self._most_pinned_units, self._shown)
         self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block, self.pins)
@@ -148,6 +153,16 @@ class CacheController:
     def add_tier(self, tier: Tier, report: TierReport) -> None:
         """Report of a tier from now on; ``is_enabled`` of its report may change."""
         self.tiers[tier] = report
+        self._divide_tiers()
+
+    def _divide_tiers(self) -> None:
+        """Give every tenant his share of each tier.
+
+        Raises:
+            ConfigError: a quota is more than a tier holds.
+        """
+        for tier, report in self.tiers.items() if self.tenants else ():
+            self.tenants.divide(tier, report, self.groups.blocks_per_unit)
 
     def remove_tier(self, tier: Tier) -> None:
         """Report of a tier no more, and know nothing in it."""
@@ -163,6 +178,7 @@ class CacheController:
         """Record when the engine's last step began and ended."""
         self.last_step = began_s, ended_s
         self.paths.drop_unread()
+        self.tenants.drop_unread()
 
     def tick(self, now_s: float) -> None:
         """Take note of the time, in seconds since 1970 that do not jump, and give up what is too old by then.
@@ -221,15 +237,16 @@ class CacheController:
         now_s: float,
         *,
         is_salted: bool = False,
+        tenant: str | None = None,
     ) -> None:
         """Put a request's path into the tree, and keep it there until :meth:`on_finished`.
 
-        Documents of one that ``is_salted`` are in no report.
+        Documents of one that ``is_salted`` are in no report, those of a ``tenant``'s in his alone.
         """
         assert request_id not in self._requests
         prompt_keys = keys[: num_prompt_tokens // self.tokens_per_block]
         turn = self.tree.conversations.turn_of(prompt_keys)
-        state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, turn=turn)
+        state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, tenant, turn=turn)
         self._requests[request_id] = state
         path = self.tree.insert(self._path_segments(state, keys))
         for node in path if is_salted else ():
@@ -242,6 +259,10 @@ class CacheController:
             self._queued.add(state)
         state.prefill_s = self._prefill_s(state, self._queued.num_cached_tokens(state))
         self._count_pending(state, 1)
+
+    def paths_of(self, tenant: str | None) -> PrefixPublisher:
+        """Return who says which paths of a tenant's documents are cached; None are those of everybody else."""
+        return self.paths if tenant is None else self.tenants.paths(tenant)
 
     def state_of(self, request_id: str) -> RequestState | None:
         """Return what is known of a request in the engine."""
@@ -272,6 +293,7 @@ class CacheController:
         for tier, num_tokens in {Tier.GPU: num_local, **num_tokens_by_tier}.items():
             state.num_tokens_by_tier[tier] = num_tokens
             self.counters.num_tokens_by_tier[tier] += num_tokens
+        self.tenants.on_admitted(state)
         expected_s, state.prefill_s = state.prefill_s, self._prefill_s(state, state.num_cached_tokens)
         self._pending_prefill_s += state.is_pending * (state.prefill_s - expected_s)
         if not state.is_speculative or state.metadata.expected_uses:
@@ -439,6 +461,7 @@ class CacheController:
         receipt = self.forgetting.forget(doc_ids)
         self.document_uses.forget(doc_ids)
         self._recent.forget(doc_ids)
+        self.tenants.forget(doc_ids)
         self.retrieved = {key: worth for key, worth in self.retrieved.items() if self.tree.locate(key) is not None}
         return receipt
 
@@ -533,11 +556,11 @@ class CacheController:
         after = keys[first - 1] if first else None
         state = self._requests.get(request_id)
         if state is not None and state.tail_ids and first == state.num_prompt_tokens // self.tokens_per_block:
-            self.tree.attach(after, keys[first], self.tokens_per_block, None, state.tail_ids)
+            self.tree.attach(after, keys[first], self.tokens_per_block, None, state.tail_ids, state.tenant)
             first, after = first + 1, keys[first]
         num_tokens = (index + 1 - first) * self.tokens_per_block
         if first <= index:
-            self.tree.extend(after, keys[first : index + 1], num_tokens)
+            self.tree.extend(after, keys[first : index + 1], num_tokens, None if state is None else state.tenant)
         location = self.tree.locate(keys[index])
         assert location is not None
         return location
@@ -577,6 +600,7 @@ class CacheController:
             "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
             "hottest_documents": self.document_uses.hottest(),
             **({} if self._chunks is None else {"chunks": self._chunks.report()}),
+            **({"tenants": self.tenants.report(self.tiers, self.groups.blocks_per_unit)} if self.tenants else {}),
         }
 
     def tree_view(self, limit: int) -> dict[str, object]:
@@ -617,6 +641,7 @@ class CacheController:
             self.tree.seed(path, expected_uses=state.metadata.expected_uses)
             return
         self.counters.count(state)
+        self.tenants.on_request(state)
         prompt_keys = keys[: state.num_prompt_tokens // self.tokens_per_block]
         state.turn = self.tree.conversations.on_access(prompt_keys, self.tree.num_requests)
         self.counters.num_later_turns += state.turn > 1
@@ -626,7 +651,8 @@ class CacheController:
         if self.pins.doc_ids:
             self.pins.on_used(path)
         if doc_ids and not state.is_salted:
-            self.document_uses.count(doc_ids, self._path_segments(state, keys))
+            uses = self.document_uses if state.tenant is None else self.tenants.document_uses(state.tenant)
+            uses.count(doc_ids, self._path_segments(state, keys))
         if has_disk:
             for node in path:
                 if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
@@ -655,7 +681,9 @@ class CacheController:
             is_transient = limit is not None and num_documents > limit
             if last > first:
                 doc_id = segment.doc_id if is_document else None
-                path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient, short))
+                path.append(
+                    PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient, short, state.tenant)
+                )
                 first, short = last, frozenset()
             elif is_document and segment.doc_id is not None:
                 short |= {segment.doc_id}

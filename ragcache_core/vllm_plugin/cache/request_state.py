@@ -48,6 +48,7 @@ class RequestState:
     Attributes:
         keys: its blocks' as vLLM has them: they grow with its answer.
         is_salted: it shares no block with other requests, and its documents are in no report.
+        tenant: whose it is; None is nobody's.
         num_local_tokens: of its prompt, found on the GPU by the look-up before its admission.
         num_speculative_tokens: of its prompt, computed before it was confirmed.
         preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
@@ -69,6 +70,7 @@ class RequestState:
     metadata: RequestMetadata
     keys: Sequence[Key]
     is_salted: bool = False
+    tenant: str | None = None
     num_local_tokens: int = 0
     num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
     num_loaded_bytes: int = 0
@@ -121,6 +123,7 @@ class RequestState:
             "ttft_s": None if self.first_token_s is None else self.first_token_s - self.arrived_s,
             "is_speculative": self.metadata.speculation is not None,
             "is_confirmed": self.is_confirmed,
+            **({} if self.tenant is None else {"tenant": self.tenant}),
             **({} if self.chunk_reuse is None else {"chunk_reuse": self.chunk_reuse.to_dict()}),
         }
 

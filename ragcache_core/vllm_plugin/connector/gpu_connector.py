@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.environment import RECORD_TRACE_ENV
 from ragcache_core.runtime.shared_memory import region_place
+from ragcache_core.runtime.tenants import salt_of
 from ragcache_core.runtime.trace_recorder import TraceRecorder, lengths_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import building
@@ -35,7 +36,7 @@ from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory
 from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
-from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
+from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, decode_tenant, tile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,9 +49,10 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 
-def is_told_by_tokens(request: Request) -> bool:
-    """Return whether the same tokens are the same KV in another request."""
-    is_like_others = not (request.lora_request or request.cache_salt or request.mm_features)
+def is_told_by_tokens(request: Request, *, any_salt: bool = False) -> bool:
+    """Return whether the same tokens are the same KV in another request; with ``any_salt`` one of the same salt."""
+    is_salted = bool(request.cache_salt) and not any_salt
+    is_like_others = not (request.lora_request or is_salted or request.mm_features)
     return bool(request.prompt_token_ids) and request.prompt_embeds is None and is_like_others
 
 
@@ -91,6 +93,8 @@ class DocumentAware:
             metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
         if not self.controller.settings.max_prefill_bs:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
+        tenant = self._tenant_of(request)
+        is_tenants_own = tenant is not None and request.cache_salt == salt_of(tenant)
         since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.controller.last_step)
         self.controller.on_new_request(
             request.request_id,
@@ -98,15 +102,24 @@ class DocumentAware:
             request.block_hashes,
             request.num_prompt_tokens,
             since_s,
-            is_salted=bool(request.cache_salt),
+            is_salted=bool(request.cache_salt) and not is_tenants_own,
+            tenant=tenant,
         )
         if self._recorder is not None and not metadata.is_prefill:
             self._recorder.begin(request.request_id, request.arrival_time)
-        if is_told_by_tokens(request):
-            self.controller.paths.track(request.prompt_token_ids, metadata.segments, request.block_hashes)
+        if is_told_by_tokens(request, any_salt=is_tenants_own):
+            self.controller.paths_of(tenant).track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
         self._read(request, metadata)
+
+    def _tenant_of(self, request: Request) -> str | None:
+        """Return whose request it is: only the server names a tenant, and never without a salt."""
+        assert self.controller is not None
+        if not (self.controller.tenants and request.cache_salt):
+            return None
+        tenant = decode_tenant(request.kv_transfer_params or {})
+        return tenant if tenant in self.controller.tenants else None
 
     def prefetch(self, request: Request) -> bool:
         """Begin to read from disk what a prompt needs that nobody asks yet; return whether there is anything."""

@@ -50,6 +50,7 @@ from ragcache_core.vllm_plugin.identity import KIN, kv_identity
 from ragcache_core.vllm_plugin.offload.host_policy import is_adapted
 
 if TYPE_CHECKING:
+    from ragcache_core.tree import EvictedUnit
     from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
     from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 
@@ -350,9 +351,11 @@ class DiskTier(SecondaryTierManager):
 
     def _make_room(self, new: dict[bytes, int]) -> list[bytes]:
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
+        owner = self._owner_of(new)
+        own = self._take_out(self._keep_quota(new, owner))
         num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
         if num_missing <= 0:
-            return []
+            return own
         evicted = list(islice(self._others.useless(), num_missing))
         if num_missing > len(evicted):
             units = self._tree.evict_up_to(
@@ -360,16 +363,44 @@ class DiskTier(SecondaryTierManager):
                 num_missing - len(evicted),
                 self._tree.shielded(map(self._unit_of, new)),
                 size_of=self._others.size_of if self._others else None,
+                for_owner=owner,
             )
-            for unit in units:
-                evicted += [self._name_of(unit.key), *self._others.of_unit(unit.key)]
+            evicted += self._names_of(units)
             evicted = list(dict.fromkeys(evicted))
-        for name in evicted:
-            self._others.discard(name)
-        self._stored.difference_update(evicted)
         for _ in range(num_missing - len(evicted)):
             new.popitem()
             self._controller.counters.num_dropped_chunks += 1
+        return [*own, *self._take_out(evicted)]
+
+    def _owner_of(self, new: dict[bytes, int]) -> str | None:
+        """Return the tenant whose chunks a job brings, which are of one request."""
+        at = None if not new else self._tree.locate(self._unit_of(next(iter(new))))
+        return None if at is None else at.node.owner
+
+    def _keep_quota(self, new: dict[bytes, int], owner: str | None) -> list[bytes]:
+        """Return what a tenant gives up of his own for ``new`` chunks; those beyond his quota are taken out of it."""
+        shares = self._tree.tiers[Tier.DISK].shares
+        num_new = sum(map(self._is_unit, new))
+        if not (num_over := shares.over_quota(owner, num_new)):
+            return []
+        shielded = self._tree.shielded(map(self._unit_of, new))
+        evicted = self._names_of(self._tree.evict_own(Tier.DISK, owner, num_over, shielded))
+        num_over = shares.over_quota(owner, num_new)
+        while num_over > 0 and new:
+            name, _ = new.popitem()
+            num_over -= self._is_unit(name)
+            self._controller.counters.num_dropped_chunks += 1
+        return evicted
+
+    def _names_of(self, units: Iterable[EvictedUnit]) -> list[bytes]:
+        """Return the chunks of units, with those of other groups that go along."""
+        return [name for unit in units for name in (self._name_of(unit.key), *self._others.of_unit(unit.key))]
+
+    def _take_out(self, evicted: list[bytes]) -> list[bytes]:
+        """Take note that chunks are here no more, and return them."""
+        for name in evicted:
+            self._others.discard(name)
+        self._stored.difference_update(evicted)
         return evicted
 
     def _admit(self, name: bytes, chunk_id: int) -> PendingChunk:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ragcache_core.tree import EvictedUnit, Location, admit, by_node
+from ragcache_core.tree import ANYBODY, EvictedUnit, Location, admit, by_node
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
@@ -281,7 +281,8 @@ class TreeCachePolicy(CachePolicy):
             assert not chosen, "what was admitted has room"
             tree, shielded = self.controller.tree, self.controller.tree.shielded(map(unit_of, protected))
             size_of = self._others.size_of if self._others else None
-            units = tree.evict(Tier.HOST, n - len(spare), shielded, size_of=size_of)
+            owners = (at.node.owner for key in protected if (at := self._locate(key)) is not None)
+            units = tree.evict(Tier.HOST, n - len(spare), shielded, size_of=size_of, for_owner=next(owners, ANYBODY))
         if units is None:  # perhaps there are windows and states whose units have to stay
             loose = list(
                 islice((key for key in self._others if key not in protected and key not in spare), n - len(spare))
@@ -422,6 +423,28 @@ class TreeHostTier(CPUPrimaryTierOffloadingManager):
         tier.__class__ = cls
         assert isinstance(tier, cls)
         tier._policy.controller.forgetting.add_holder(tier)
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        shares = self._policy.controller.tree.tiers[Tier.HOST].shares
+        offered = self._within_quotas(keys) if shares.quotas else keys
+        output: PrepareStoreOutput | None = super().prepare_store(offered, req_context)
+        return output
+
+    def _within_quotas(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return which of the ``keys`` of a request its tenant may store, giving up others of his for them."""
+        policy, tree = self._policy, self._policy.controller.tree
+        new = [key for key in keys if policy.get(key) is None and policy.groups.is_main(key)]
+        owner = next((at.node.owner for key in new if (at := tree.locate(unit_of(key))) is not None), None)
+        shares = tree.tiers[Tier.HOST].shares
+        if not (num_over := shares.over_quota(owner, len(new))):
+            return list(keys)
+        for unit in tree.evict_own(Tier.HOST, owner, num_over, tree.shielded(map(unit_of, keys))):
+            for key in policy.keys_of(cast("Key", unit.key)):
+                if (chunk := policy.get(key)) is not None and not chunk.ref_cnt:
+                    discard_idle(self, key, chunk)
+        num_left_out = shares.over_quota(owner, len(new))
+        left_out = {unit_of(key) for key in new[len(new) - num_left_out :]}
+        return [key for key in keys if unit_of(key) not in left_out]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.MISS if key in self._policy.controller.leaving else super().lookup(key, req_context)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ragcache_core.tree import Location, by_node
 from ragcache_core.types import Tier
@@ -97,6 +97,17 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             returned, self._returned = self._returned, []
             for node, units in by_node(filter(None, map(self._take_back, returned))):
                 self._tree.let_go(node, units, Tier.GPU)
+            self._keep_quotas()
+
+    def _keep_quotas(self) -> None:
+        """Make blocks spare that are more than their tenants may have."""
+        shares = self._tree.tiers[Tier.GPU].shares
+        for owner in shares.quotas:
+            if num_units := shares.over_quota(owner):
+                for unit in self._tree.evict_own(Tier.GPU, owner, num_units):
+                    block_hash = make_block_hash_with_group_id(cast("Key", unit.key), self._main)
+                    if (block_id := self._block_ids.get(block_hash)) is not None:
+                        self._pool.evict_blocks({block_id})
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Take back blocks without content; they are allocated next."""

@@ -29,9 +29,9 @@ class _Reporting:
         """Return that nothing is left."""
         return {"num_requests": 0, "num_blocks": 0, "problems": []}
 
-    def cached_paths(self, cursor: str) -> dict[str, object]:
+    def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
         """Return what is cached by the tree, which knows of no block here."""
-        changes: dict[str, object] = self.get_kv_connector().controller.paths.changes(cursor)
+        changes: dict[str, object] = self.get_kv_connector().controller.paths_of(tenant).changes(cursor)
         return changes
 
     def tree_view(self, limit: int) -> dict[str, object]:

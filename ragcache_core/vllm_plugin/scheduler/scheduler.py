@@ -198,9 +198,12 @@ class _TreeScheduling:
         """Return what is left of what was forgotten."""
         return self._controller.forgetting.left()
 
-    def cached_paths(self, cursor: str) -> dict[str, object]:
-        """Return which documents are cached after which others, as far as that has changed since ``cursor``."""
-        return self._controller.paths.changes(cursor)
+    def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
+        """Return which documents are cached after which others, as far as that has changed since ``cursor``.
+
+        They are a ``tenant``'s own, or those of nobody.
+        """
+        return self._controller.paths_of(tenant).changes(cursor)
 
     def tree_view(self, limit: int) -> dict[str, object]:
         """Return the ``limit`` nodes of the knowledge tree that are used most."""

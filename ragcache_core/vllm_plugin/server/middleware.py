@@ -6,6 +6,7 @@ platforms, nor where it tokenises, pauses or scales. Here everything needs the k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
 
-from ragcache_core.runtime.api_keys import ApiKeys
+from ragcache_core.runtime.api_keys import hashed, is_among, shown_digest
+from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.server.page.files import FILES, PAGE
 from ragcache_core.wire import HUNG
 
@@ -29,7 +31,20 @@ OPEN_PATHS = frozenset(
         *(*FILES, f"{PAGE}/"),
     }
 )
-"""What answers without the key: whether and how busy the server is, what it can be asked, and a page that asks it."""
+"""What answers without the key: whether and how busy the server is, and what it can be asked, and a page that asks it."""
+_OPERATORS_PATHS = frozenset(("/metrics", "/metrics/", "/load"))
+"""Of these, what tells of all tenants together: where there are any, it needs an operator's key."""
+_OWN = "/v1/ragcache/"
+_TENANTS_ROUTES = {
+    "GET": re.compile(
+        rf"/v1/models(/.+)?|{_OWN}(stats|cached_paths|load|costs|tokenizer(/[0-9a-f]+)?)"
+        rf"|{_OWN}(requests|speculations)/[^/]+"
+    ),
+    "POST": re.compile(rf"/v1/(chat/)?completions|/(de)?tokenize|{_OWN}prefetch|{_OWN}speculations/[^/]+/confirm"),
+}
+"""What a tenant's key may ask; all that is not here is refused, whatever route is added elsewhere."""
+TENANT = "ragcache_tenant"
+"""Where an ASGI scope says whose key a request has; nothing is said of operators."""
 _PROBES = ("/health", "/ping", "/ready")
 _OWN_PREFIX = "/v1/ragcache/"
 _RETRY_AFTER_S = 2
@@ -60,15 +75,24 @@ class Door:
     (``ragcache_progress``), once there is an engine.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], work: Work) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], work: Work, tenants: Tenants | None = None) -> None:
+        """``keys`` are the server's own, which are operators' where there are ``tenants``."""
         self._app = app
         self._work = work
-        self._keys = ApiKeys(keys)
+        self._digests = [hashed(key) for key in keys]
+        self._has_tenants = tenants is not None
+        self._tenants: dict[bytes, str] = {}
+        if tenants is not None:
+            self._digests += tenants.operator_digests
+            self._tenants = dict(tenants.digests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket") and not self._may_enter(scope):
             refuse: ASGIApp = JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM says it
             await (WebSocketClose(1008) if scope["type"] == "websocket" else refuse)(scope, receive, send)
+        elif (tenant := scope.get(TENANT)) is not None and not _may_ask(scope):
+            refuse = WebSocketClose(1008) if scope["type"] == "websocket" else _not_for_tenants(scope, tenant)
+            await refuse(scope, receive, send)
         elif not _is_work(scope):
             await self._pass_on(scope, receive, send)
         elif self._work.is_draining:
@@ -106,9 +130,31 @@ class Door:
 
     def _may_enter(self, scope: Scope) -> bool:
         path = _path(scope)
-        if path in OPEN_PATHS or path.startswith(_OPEN_PREFIX) or scope.get("method") == "OPTIONS":
+        is_open = path in OPEN_PATHS and not (self._has_tenants and path in _OPERATORS_PATHS)
+        is_unlocked = not self._digests and not self._has_tenants
+        if is_unlocked or is_open or path.startswith(_OPEN_PREFIX) or scope.get("method") == "OPTIONS":
             return True
-        return self._keys.admit(Headers(scope=scope).get("authorization", ""))
+        shown = shown_digest(Headers(scope=scope).get("authorization", ""))
+        if is_among(shown, self._digests):
+            return True
+        for known, tenant in self._tenants.items():
+            if is_among(shown, [known]):
+                scope[TENANT] = tenant
+        return TENANT in scope
+
+
+def _may_ask(scope: Scope) -> bool:
+    """Return whether a tenant may ask this."""
+    routes = _TENANTS_ROUTES.get(scope["method"]) if scope["type"] == "http" else None
+    return routes is not None and routes.fullmatch(_path(scope)) is not None
+
+
+def _not_for_tenants(scope: Scope, tenant: str) -> JSONResponse:
+    message = (
+        f"{scope['method']} {_path(scope):.200} is not for tenants, and the key is one of {tenant!r}: ask with an "
+        "operator's key, or ask an operator"
+    )
+    return JSONResponse({"error": {"message": message, "type": "Forbidden", "param": None, "code": 403}}, 403)
 
 
 def _is_work(scope: Scope) -> bool:

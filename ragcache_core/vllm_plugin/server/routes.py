@@ -35,6 +35,14 @@ from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.request_body import RequestBodyCheck
 from ragcache_core.vllm_plugin.server.request_defaults import DefaultsHeader, request_defaults
 from ragcache_core.vllm_plugin.server.several_engines import joined_changes
+from ragcache_core.vllm_plugin.server.tenant_requests import (
+    TenantRequests,
+    check_door,
+    own_speculation,
+    report_for,
+    tenant_of,
+    tenants_of,
+)
 from ragcache_core.vllm_plugin.server.tokenizer_files import read_tokenizer_files
 
 logger = init_logger(f"vllm.{__name__}")
@@ -47,14 +55,14 @@ probes = APIRouter(tags=["ragcache"])
 
 
 @router.get("/requests/{response_id}")
-async def request_figures(response_id: str) -> dict[str, Any]:
+async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
     """Return the figures of a request that was answered lately, by the ``id`` of its response.
 
     They may arrive a moment after the answer: it waits for them a little.
     """
     if received.engine() is not None:
         figures = await received.notifier.wait_for(lambda: received.request(response_id), _PATIENCE_S)
-        if figures is not None:
+        if figures is not None and tenant_of(asked) in (None, figures.get("tenant")):
             return figures
     raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
 
@@ -68,7 +76,8 @@ async def stats(request: Request) -> dict[str, Any]:
     report = received.engine()
     if report is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    return report
+    tenant = tenant_of(request)
+    return report if tenant is None else report_for(tenant, report)
 
 
 @router.get("/cached_paths")
@@ -79,7 +88,8 @@ async def cached_paths(request: Request, cursor: Annotated[str, Query(pattern=_C
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    changes = joined_changes(await call_cached_paths(request.app.state.ragcache_engine_client, cursor))
+    engine = request.app.state.ragcache_engine_client
+    changes = joined_changes(await call_cached_paths(engine, cursor, tenant_of(request)))
     return Response(json.dumps(changes, separators=(",", ":")), media_type="application/json")
 
 
@@ -105,7 +115,7 @@ async def costs() -> dict[str, Any]:
 
 
 @router.get("/speculations/{speculation_id}")
-async def speculation(speculation_id: str, after: int = 0) -> dict[str, Any]:
+async def speculation(speculation_id: str, request: Request, after: int = 0) -> dict[str, Any]:
     """Return how long a speculation has waited for admission, at first and whenever it was preempted.
 
     The engine tells it with the step in which it begins, and goes on. Null until it has told more than ``after`` times,
@@ -113,7 +123,8 @@ async def speculation(speculation_id: str, after: int = 0) -> dict[str, Any]:
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    wait = await received.notifier.wait_for(lambda: received.wait_of(speculation_id, after=after), _PATIENCE_S)
+    own = own_speculation(request, speculation_id)
+    wait = await received.notifier.wait_for(lambda: received.wait_of(own, after=after), _PATIENCE_S)
     if wait is None:
         return {"waited_s": None, "num_told": after}
     return {"waited_s": wait.waited_s, "num_told": wait.num_told}
@@ -124,7 +135,8 @@ async def confirm(speculation_id: str, request: Request) -> None:
     """Make a speculation's requests real, those to come as well; an unknown id does no harm."""
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
-    received.tell(await call_confirm(request.app.state.ragcache_engine_client, speculation_id))
+    own = own_speculation(request, speculation_id)
+    received.tell(await call_confirm(request.app.state.ragcache_engine_client, own))
 
 
 class PrefetchRequest(BaseModel):
@@ -209,12 +221,16 @@ class RAGCacheEndpoint:
         app.include_router(document_routes.router)
         app.include_router(page_router)
         app.include_router(cache_routes.router)
+        app.add_middleware(TenantRequests)
         app.add_middleware(RequestBodyCheck)
         app.add_middleware(DefaultsHeader)
-        keys = app.state.args.api_key or [envs.VLLM_API_KEY]
+        keys = [key for key in app.state.args.api_key or [envs.VLLM_API_KEY] if key]
+        app.state.ragcache_tenants = tenants = tenants_of(app.state.args, keys)
+        if tenants is not None:
+            app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
         app.state.ragcache_work = Work()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
-        app.add_middleware(Door, keys=[key for key in keys if key], work=app.state.ragcache_work)
+        app.add_middleware(Door, keys=keys, work=app.state.ragcache_work, tenants=tenants)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the way to the engine, for confirmations and cached paths; other routes answer from what it has sent.
@@ -222,6 +238,7 @@ class RAGCacheEndpoint:
         From now on it is asked whether it makes progress, which :class:`Door` answers on ``/health``.
         The first report is asked for: an engine sends one with a step, and takes none before its first request.
         """
+        check_door(engine_client.vllm_config.kv_transfer_config, getattr(state, "ragcache_tenants", None))
         state.ragcache_engine_client = engine_client
         model = engine_client.model_config
         require_embeddings(engine_client, is_enabled=bool(getattr(args, "enable_mm_embeds", False)))

@@ -475,3 +475,17 @@ def damage(path: Path, random: Random) -> None:
         case 2:
             del data[page + random.randrange(CHUNK_BYTES) :]
     path.write_bytes(data)
+
+
+def test_a_quota_of_the_disk_is_kept_by_giving_up_ones_own(opening: Opening) -> None:
+    """Those without a tenant are a party like any other."""
+    it = opening()
+    shares = it.tree.tiers[Tier.DISK].shares
+    shares.divide(24, {None: 1.0}, {None: 5})
+    for documents in ("A", "BC", "D", "CB"):
+        it.store(documents)
+        assert shares.owned[None] <= 5, documents
+        it.check()
+    assert it.num_hits("CB") == 5
+    it.close()
+    assert opening().tree.tiers[Tier.DISK].num_units == 5, "the files are the same"

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from vllm.v1.kv_offload.base import OffloadKey
 
+from ragcache_core.tree import check_invariants
+from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.offload.compat import adopt_chunks
 from ragcache_core.vllm_plugin.offload.host_index import HostIndex
 from ragcache_core.vllm_plugin.offload.host_policy import ADAPTED
@@ -273,3 +275,22 @@ def test_what_is_remembered_of_adapters_is_bounded_but_for_what_is_here(monkeypa
         assert i < 1 or old in host.policy._fleeting, "it was noted a moment ago"
     assert set(asker.keys) <= set(host.policy._fleeting)
     assert len(host.policy._fleeting) <= 4 + host.num_chunks
+
+
+@pytest.mark.parametrize("is_selective", [False, True])
+def test_a_quota_of_host_memory_is_kept_by_giving_up_ones_own(*, is_selective: bool) -> None:
+    """Those without a tenant are a party like any other."""
+    it = Host(14, "tournament", is_selective=True)
+    it.policy.is_selective = is_selective
+    shares = it.tree.tiers[Tier.HOST].shares
+    shares.divide(14, {None: 1.0}, {None: 5})
+    for documents, num_stored in (("A", 1), ("BC", 5), ("D", 5), ("CB", 5)):
+        asker = it.ask(documents)
+        output = it.manager.prepare_store(asker.keys, asker.context)
+        assert output is not None
+        it.manager.complete_store(output.keys_to_store, asker.context)
+        it.manager.on_request_finished(asker.context)
+        assert shares.owned[None] <= 5
+        assert output.keys_to_store == asker.keys[:num_stored], documents
+        assert len(it.policy._chunks) == shares.owned[None], "what the tree gave up is free"
+        check_invariants(it.tree)

@@ -164,7 +164,7 @@ def begin(received: Received) -> Begin:
         )
         state = SimpleNamespace(ragcache_has_peers=has_peers)
         await RAGCacheEndpoint().init_state(engine_client, state, Namespace())
-        return SimpleNamespace(app=SimpleNamespace(state=state))
+        return SimpleNamespace(app=SimpleNamespace(state=state), scope={})
 
     return with_engine
 
@@ -217,13 +217,13 @@ async def test_one_of_several_api_servers_asks_for_what_the_engine_may_have_told
 async def test_who_asks_what_is_cached_is_answered_by_all_engines(received: Received) -> None:
     engines = [Engine(), Engine()]
 
-    async def call_utility_all_async(name: str, cursor: str) -> list[object]:
+    async def call_utility_all_async(name: str, cursor: str, tenant: str | None) -> list[object]:
         assert name == "ragcache_cached_paths"
-        return [engine.controller.paths.changes(cursor) for engine in engines]
+        return [engine.controller.paths_of(tenant).changes(cursor) for engine in engines]
 
     engine_client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async))
     state = SimpleNamespace(ragcache_engine_client=engine_client)
-    request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state), scope={})
     with pytest.raises(HTTPException, match="without RAGCache"):
         await routes.cached_paths(request)
     Server()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.tenants import salt_of
+from ragcache_core.tree import check_invariants
+from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.controller import TierReport
 from tests.engine.vllm_plugin.scheduler_scene import Stage
 
 SECRET = "contract-of-tenant-a"
+BLOCK_BYTES = 128
 
 
 def named(doc_id: str) -> dict[str, object]:
@@ -39,3 +46,90 @@ def test_an_engine_tells_no_ids_of_documents_that_were_shown_with_a_salt(
     assert text.count("handbook") > 1, "in a report and among the cached paths"
     assert SECRET not in text
     assert "salt-of-tenant-a" not in text
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Path:
+    """Two tenants; the first may have 12 blocks of the GPU's 63."""
+    path = tmp_path / "tenants.toml"
+    path.write_text(
+        f'[[tenants]]\nname = "a"\nkeys = ["{"a" * 16}"]\nquota = {{gpu = "{12 * BLOCK_BYTES}"}}\n'
+        f'[[tenants]]\nname = "b"\nkeys = ["{"b" * 16}"]\n'
+    )
+    return path
+
+
+def test_tenants_are_told_of_themselves_alone_and_keep_to_their_quotas(tenants: Path) -> None:
+    stage = shared(tenants)
+    for turn in range(3):
+        for tenant in "ab":
+            for doc in "XYZ":
+                ask(stage, tenant, doc)
+                stage.finish_all()
+                ask(stage, tenant, doc, salt="own")
+                stage.finish_all()
+        stage.ask("W")
+        stage.finish_all()
+        shares = stage.controller.tree.tiers[Tier.GPU].shares
+        assert shares.owned["a"] <= 12, turn
+    check_invariants(stage.controller.tree)
+    report: Any = stage.controller.report()
+    assert {use["doc_id"] for use in report["hottest_documents"]} == {"W"}
+    for tenant in "ab":
+        own = report["tenants"][tenant]
+        assert own["num_requests"] == 18
+        assert {use["doc_id"]: use["frequency"] for use in own["hottest_documents"]} == {
+            f"{doc} of {tenant}": 3 for doc in "XYZ"
+        }, "those of a salt of its own are in no report"
+    tier = report["tenants"]["a"]["tiers"][0]
+    assert (tier["num_blocks"], tier["num_evicted_blocks"] > 0) == (shares.owned["a"], True)
+    assert tier["capacity_bytes"] == 12 * BLOCK_BYTES
+    paths = [json.dumps(stage.scheduler.cached_paths("", tenant)) for tenant in (None, "a", "b")]
+    for tenant, told in zip(("W", "a", "b"), paths, strict=True):
+        assert all((f"of {other}" in told) == (other == tenant) for other in "ab")
+
+
+def test_a_tenants_flood_pushes_out_nobody_else(tenants: Path) -> None:
+    stage = shared(tenants)
+    ask(stage, "a", "X")
+    stage.finish_all()
+    for i in range(30):
+        ask(stage, "b", chr(200 + i))
+        stage.finish_all()
+    warm = ask(stage, "a", "X")
+    stage.step()
+    state = stage.controller.state_of(warm)
+    assert state is not None
+    assert state.num_cached_tokens == 160
+    stage.finish_all()
+    cold = ask(stage, "b", "X")
+    stage.step()
+    state = stage.controller.state_of(cold)
+    assert state is not None
+    assert state.num_cached_tokens == 0, "the same tokens"
+
+
+def shared(tenants: Path, num_blocks: int = 64) -> Stage:
+    """Return an engine that tenants share, whose blocks have a size."""
+    stage = Stage(num_blocks=num_blocks, settings={"tenants": str(tenants)})
+    stage.controller.add_tier(Tier.GPU, TierReport(num_blocks * BLOCK_BYTES, BLOCK_BYTES))
+    return stage
+
+
+def ask(stage: Stage, tenant: str, doc: str, salt: str | None = None) -> str:
+    """Ask as a server does for who has a tenant's key."""
+    metadata = {"documents": [{"id": f"{doc} of {tenant}", "start": 0, "end": 160}], "tenant": tenant}
+    return stage.ask(doc, salt=salt_of(tenant, salt), metadata=metadata, question=1)
+
+
+def test_who_names_a_tenant_without_a_salt_or_an_unknown_one_is_nobody(tenants: Path) -> None:
+    stage = shared(tenants)
+    stage.ask("X", metadata={"tenant": "a"})
+    stage.ask("X", metadata={"tenant": "who"}, salt="s")
+    stage.finish_all()
+    assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}
+
+
+def test_a_quota_of_more_than_the_tier_is_refused(tenants: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quota of tenant 'a' .* of gpu, the tier holds .*: lower quota\.gpu"):
+        shared(tenants, num_blocks=8)

@@ -114,8 +114,8 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([], KeyboardInterrupt())
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
-    options += ["--disk-key-file", "/key", "--max-cached-documents", "5", "--replicated-share", "0.25"]
-    options += ["--max-age", "3600", "--pinned-share", "0.5"]
+    options += ["--disk-key-file", "/key", "--tenants", "/tenants.toml", "--max-cached-documents", "5"]
+    options += ["--replicated-share", "0.25", "--max-age", "3600", "--pinned-share", "0.5"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2"]
     options += ["--chunk-reuse", "selection=first_tokens, max-recompute=0.3,is_default=false"]
     run(monkeypatch, engine, *options, "--kv-cache-bytes", "1GiB", "--block-size", "32")
@@ -127,6 +127,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         disk_bytes="3GiB",
         directory="/kv",
         disk_key_file="/key",
+        tenants="/tenants.toml",
         policy="pgdsf",
         max_cached_documents=5,
         replicated_share=0.25,

@@ -1,0 +1,202 @@
+"""Tenants of one engine: whose key a request has, with whom it shares KV, and how much of each tier is whose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ragcache_core.config import Bytes
+from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.runtime.api_keys import hashed
+from ragcache_core.types import Tier
+
+MAX_SALT_CHARS = 128
+"""Of a client's own ``cache_salt``, as vLLM takes it."""
+_HASHED = "sha256:"
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_MIN_KEY_CHARS = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def _check_name(value: object) -> object:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError("a name has 1 to 64 letters, digits, '-', '_' or '.', and begins with a letter or a digit")
+    return value
+
+
+def _check_key(value: object) -> object:
+    if isinstance(value, str) and value.startswith(_HASHED):
+        if _HASH.fullmatch(value):
+            return value
+        raise ValueError("a hash is 'sha256:' and the 64 small hexadecimal digits of the key's SHA-256")
+    if not isinstance(value, str) or len(value) < _MIN_KEY_CHARS or not value.isprintable() or " " in value:
+        raise ValueError(
+            f"a key has {_MIN_KEY_CHARS} or more characters and no blanks, as of 'openssl rand -hex 32', or is "
+            "'sha256:' and its SHA-256"
+        )
+    return value
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class Quota(_Table):
+    """The most of each tier that a tenant may fill; ``None`` is no limit but the tier's."""
+
+    gpu: Bytes | None = None
+    host: Bytes | None = None
+    disk: Bytes | None = None
+
+    def of(self, tier: Tier) -> int | None:
+        """Return the limit in one tier, in bytes."""
+        limit = getattr(self, tier.label)
+        return None if limit is None else int(limit)  # a ByteSize cannot be sent on
+
+
+class Tenant(_Table):
+    """Who has one of ``keys`` is this tenant. A full tier is shared by ``weight``; see :class:`Quota`."""
+
+    name: Annotated[str, BeforeValidator(_check_name)]
+    keys: Annotated[list[Annotated[str, BeforeValidator(_check_key)]], Field(min_length=1)]
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    quota: Quota = Quota()
+
+
+class _Operators(_Table):
+    keys: list[Annotated[str, BeforeValidator(_check_key)]] = []
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+
+
+class _File(_Table):
+    tenants: Annotated[list[Tenant], Field(min_length=1)]
+    operators: _Operators = _Operators()
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The tenants of a file, by name. Requests with an operator's key are no tenant's, and may do everything.
+
+    ::
+
+        [[tenants]]
+        name = "acme"
+        keys = ["sha256:9f86d0..."]             # or the key itself
+        weight = 2                              # a full tier is shared by weight; 1 by default
+        quota = {host = "8GiB", disk = "64GiB"} # the most that it may fill; without it, what others leave
+
+        [operators]
+        keys = ["..."]                          # besides the server's own
+    """
+
+    by_name: Mapping[str, Tenant]
+    operator_digests: tuple[bytes, ...]
+    operator_weight: float
+    digests: Mapping[bytes, str]
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """Return the tenants of a file.
+
+        Raises:
+            ConfigError: it cannot be read, a setting has a value that cannot work, or two tenants have the same name or
+                key. Keys are not shown.
+        """
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): name a TOML file of tenants") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not TOML ({error}): mend it; it holds [[tenants]] tables") from error
+        try:
+            file = _File(**table)
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {_problem(error)}") from error
+        return cls._of(file, path)
+
+    @classmethod
+    def _of(cls, file: _File, path: str | Path) -> Self:
+        by_name: dict[str, Tenant] = {}
+        digests: dict[bytes, str] = {}
+        for tenant in file.tenants:
+            if tenant.name in by_name:
+                raise ConfigError(f"{path} has two tenants {tenant.name!r}: give both keys to one of them")
+            by_name[tenant.name] = tenant
+            for number, key in enumerate(tenant.keys):
+                digest = key_digest(key)
+                if (other := digests.get(digest)) is not None:
+                    raise ConfigError(
+                        f"{path}: keys[{number}] of {tenant.name!r} is a key of {other!r} already: a key is one "
+                        "tenant's, so make another"
+                    )
+                digests[digest] = tenant.name
+        operators = tuple(map(key_digest, file.operators.keys))
+        if both := [digests[digest] for digest in operators if digest in digests]:
+            raise ConfigError(f"{path}: a key of [operators] is one of {both[0]!r}, too: make another")
+        return cls(by_name, operators, file.operators.weight, digests)
+
+    def check_own_keys(self, keys: Iterable[str]) -> None:
+        """Refuse the server's own ``keys`` where one is a tenant's.
+
+        Raises:
+            ConfigError: one is.
+        """
+        for key in keys:
+            if (name := self.digests.get(hashed(key))) is not None:
+                raise ConfigError(f"the server's own API key is one of tenant {name!r}: make another")
+
+    def check_fit(self, tier: Tier, capacity_bytes: int, setting: str) -> None:
+        """Refuse quotas that are more than a whole tier.
+
+        Raises:
+            ConfigError: one is; ``setting`` is what would have to be raised.
+        """
+        for tenant in self.by_name.values():
+            if (limit := tenant.quota.of(tier)) is not None and limit > capacity_bytes:
+                raise ConfigError(
+                    f"the quota of tenant {tenant.name!r} is {limit} bytes of {tier.label}, the tier holds "
+                    f"{capacity_bytes}: lower quota.{tier.label}, or raise {setting}"
+                )
+
+    def weights(self) -> dict[str | None, float]:
+        """Return by what weights a full tier is shared; those without a tenant are one party."""
+        return {None: self.operator_weight, **{name: tenant.weight for name, tenant in self.by_name.items()}}
+
+
+def key_digest(key: str) -> bytes:
+    """Return the SHA-256 of an API key as the file has it: itself, or that."""
+    return bytes.fromhex(key.removeprefix(_HASHED)) if _HASH.fullmatch(key) else hashed(key)
+
+
+def salt_of(tenant: str, cache_salt: str | None = None) -> str:
+    """Return the salt of a tenant's requests: no other's is the same, whatever salt his requests say themselves."""
+    return f"tenant-{_digest('salt', tenant, cache_salt)}"
+
+
+def speculation_of(tenant: str, speculation: str) -> str:
+    """Return the id of a tenant's speculation in the engine: nobody else's is the same, whatever he calls it."""
+    return _digest("speculation", tenant, speculation)
+
+
+def _digest(*parts: str | None) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    said = first["msg"].removeprefix("Value error, ")
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"there is no setting {place}: a tenant has name, keys, weight and quota = {{gpu, host, disk}}"
+    if first["type"] == "missing":
+        return f"{place} is missing: each of [[tenants]] has a name and keys"
+    shown = "" if "keys" in first["loc"] else f" is {quoted(first['input'])}"
+    return f"{place}{shown}: {said}"

@@ -1,0 +1,121 @@
+"""What the engine counts of each tenant, which he alone is shown, and his share of every tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ragcache_core.runtime.tenants import Tenants
+from ragcache_core.tree import KnowledgeTree
+from ragcache_core.types import DocId, Tier
+from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
+from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
+from ragcache_core.vllm_plugin.cache.request_state import RequestState
+
+if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.cache.controller import TierReport
+
+
+@dataclass(slots=True)
+class _Tenant:
+    uses: DocumentUses
+    paths: PrefixPublisher
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Tier))
+
+
+class TenantFigures:
+    """One engine's tenants; False where there are none, and then nothing is counted."""
+
+    def __init__(self, tree: KnowledgeTree, tokens_per_block: int, tenants: Tenants | None) -> None:
+        self._tree = tree
+        self._tenants = tenants
+        self._by_name = {
+            name: _Tenant(DocumentUses(tree), PrefixPublisher(tree, tokens_per_block))
+            for name in (() if tenants is None else tenants.by_name)
+        }
+
+    def __bool__(self) -> bool:
+        return self._tenants is not None
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether the engine knows a tenant."""
+        return name in self._by_name
+
+    def divide(self, tier: Tier, report: TierReport, blocks_per_unit: int) -> None:
+        """Give every tenant his share of a tier.
+
+        Raises:
+            ConfigError: a quota is more than all of it.
+        """
+        if self._tenants is None or not report.block_bytes:
+            return
+        num_units, capacity_bytes = report.num_blocks // blocks_per_unit, report.capacity_bytes
+        setting = "kv_cache_bytes" if tier is Tier.GPU else f"{tier.label}_bytes"
+        self._tenants.check_fit(tier, capacity_bytes, setting)
+        limits = {name: tenant.quota.of(tier) for name, tenant in self._tenants.by_name.items()}
+        quotas: dict[str | None, int] = {
+            name: limit * num_units // capacity_bytes for name, limit in limits.items() if limit is not None
+        }
+        self._tree.tiers[tier].shares.divide(num_units, self._tenants.weights(), quotas)
+
+    def on_admitted(self, state: RequestState) -> None:
+        """Count what was found of a tenant's prompt."""
+        if (tenant := self._by_name.get(state.tenant or "")) is not None:
+            for tier, num_tokens in enumerate(state.num_tokens_by_tier):
+                tenant.num_tokens_by_tier[tier] += num_tokens
+
+    def on_request(self, state: RequestState) -> None:
+        """Count a tenant's real request."""
+        if (tenant := self._by_name.get(state.tenant or "")) is not None:
+            tenant.num_requests += 1
+            tenant.num_prompt_tokens += state.num_prompt_tokens
+
+    def document_uses(self, name: str) -> DocumentUses:
+        """Return who counts a tenant's documents."""
+        return self._by_name[name].uses
+
+    def paths(self, name: str) -> PrefixPublisher:
+        """Return who says which paths of a tenant's documents are cached."""
+        return self._by_name[name].paths
+
+    def forget(self, doc_ids: Iterable[DocId]) -> None:
+        """Count documents no more that are gone."""
+        for tenant in self._by_name.values():
+            tenant.uses.forget(doc_ids)
+
+    def drop_unread(self) -> None:
+        """Stop following the tree for tenants who do not ask any more."""
+        for tenant in self._by_name.values():
+            tenant.paths.drop_unread()
+
+    def report(self, tiers: Mapping[Tier, TierReport], blocks_per_unit: int) -> dict[str, dict[str, object]]:
+        """Return what each tenant may know of himself, as the engine's report says it of all."""
+        return {
+            name: {
+                "num_requests": tenant.num_requests,
+                "num_prompt_tokens": tenant.num_prompt_tokens,
+                "tiers": [
+                    self._tier_report(name, tier, report, blocks_per_unit) for tier, report in sorted(tiers.items())
+                ],
+                "hottest_documents": tenant.uses.hottest(),
+            }
+            for name, tenant in self._by_name.items()
+        }
+
+    def _tier_report(self, name: str, tier: Tier, report: TierReport, blocks_per_unit: int) -> dict[str, object]:
+        assert self._tenants is not None
+        shares = self._tree.tiers[tier].shares
+        num_blocks = shares.owned.get(name, 0) * blocks_per_unit
+        limit = self._tenants.by_name[name].quota.of(tier)
+        return {
+            "name": tier.label,
+            "capacity_bytes": report.capacity_bytes if limit is None else limit,
+            "used_bytes": num_blocks * report.block_bytes,
+            "num_blocks": num_blocks,
+            "num_evicted_blocks": shares.evicted.get(name, 0) * blocks_per_unit,
+            "num_hit_tokens": self._by_name[name].num_tokens_by_tier[tier],
+            "is_enabled": report.is_enabled,
+        }

@@ -1,0 +1,154 @@
+"""Requests with a tenant's key: what they say is made his own before vLLM reads it, and he is told of himself alone."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse
+
+from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, salt_of, speculation_of
+from ragcache_core.vllm_plugin.server.middleware import TENANT
+from ragcache_core.vllm_plugin.server.series import ENGINE
+from ragcache_core.vllm_plugin.settings import PluginSettings
+from ragcache_core.wire import KEY, WIRE_VERSION
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_WITH_SALT = ("/completions", "/v1/ragcache/prefetch")
+_PARAMS = (KEY, "prompt_token_ids", "max_offload_tokens")
+"""What of ``kv_transfer_params`` a tenant may say; other names are for transfers between engines."""
+
+
+def tenants_of(args: Namespace, keys: Sequence[str]) -> Tenants | None:
+    """Return the tenants that a server was started with; None without any.
+
+    Raises:
+        ConfigError: their file cannot be used, or one of the server's own ``keys`` is a tenant's.
+    """
+    path = _file_of(getattr(args, "kv_transfer_config", None))
+    if path is None:
+        return None
+    tenants = Tenants.from_toml(path)
+    tenants.check_own_keys(keys)
+    return tenants
+
+
+def check_door(transfer_config: object, tenants: Tenants | None) -> None:
+    """Refuse to serve where the engine has tenants and the server's door does not know them.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    if tenants is None and (path := _file_of(transfer_config)) is not None:
+        raise ConfigError(f"the server does not know the tenants of {path}: start it as 'ragcache serve' does")
+
+
+def _file_of(transfer_config: object) -> Path | None:
+    """Return the file of tenants that vLLM's ``kv_transfer_config`` names."""
+    extra = getattr(transfer_config, "kv_connector_extra_config", None) or {}
+    return PluginSettings.from_extra_config(extra).tenants
+
+
+def tenant_of(request: Request) -> str | None:
+    """Return whose key a request has; None is an operator's, or that of a server without tenants."""
+    tenant: str | None = request.scope.get(TENANT)
+    return tenant
+
+
+def own_speculation(request: Request, speculation: str) -> str:
+    """Return what the engine calls a speculation of who asks."""
+    tenant = tenant_of(request)
+    return speculation if tenant is None else speculation_of(tenant, speculation)
+
+
+def report_for(tenant: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a tenant may see of the engine's report: his own figures, in its form."""
+    own = report.get("tenants", {}).get(tenant, {})
+    nothing = {"num_nodes": 0, "tiers": [], "hottest_documents": []}
+    return {**dict.fromkeys(ENGINE, 0), **nothing, "policy": report["policy"], **own}
+
+
+class TenantRequests:
+    """Middleware that puts a tenant's salt and name into his requests; see :func:`owned_body`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Change the bodies of what reads or makes KV; let everything else pass."""
+        tenant = scope.get(TENANT)
+        if tenant is None or scope["method"] != "POST" or not scope["path"].endswith(_WITH_SALT):
+            await self._app(scope, receive, send)
+            return
+        messages = [await receive()]
+        while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
+            messages.append(await receive())
+        if messages[-1]["type"] != "http.request":
+            return  # who asked is gone
+        try:
+            body = owned_body(b"".join(message.get("body", b"") for message in messages), tenant)
+        except ConfigError as error:
+            said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+            await JSONResponse({"error": said}, 400)(scope, receive, send)
+            return
+        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"transfer-encoding")]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+        again: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def owned() -> Message:
+            return again.pop() if again else await receive()
+
+        await self._app(scope, owned, send)
+
+
+def owned_body(body: bytes, tenant: str) -> bytes:
+    """Return a request's body as a tenant's: with his salt, his name, and his names for speculations.
+
+    A salt of his own divides his requests further.
+
+    Raises:
+        ConfigError: it is no JSON object, or says what could reach another tenant.
+    """
+    try:
+        request: Any = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the body is no JSON ({error!s:.120}): send a JSON object") from error
+    if not isinstance(request, dict):
+        raise ConfigError(f"the body is {quoted(request)}: send a JSON object")
+    request["cache_salt"] = salt_of(tenant, _checked_salt(request.get("cache_salt")))
+    params = request.get("kv_transfer_params")
+    params = params if isinstance(params, dict) else {}
+    metadata = params.get(KEY)
+    metadata = dict(metadata) if isinstance(metadata, dict) else {"version": WIRE_VERSION}
+    if isinstance(speculation := metadata.get("speculation"), str):
+        metadata["speculation"] = speculation_of(tenant, speculation)
+    kept = {name: params[name] for name in _PARAMS if name in params}
+    request["kv_transfer_params"] = {**kept, KEY: {**metadata, "tenant": tenant}}
+    _refuse_shared_media(request.get("messages"))
+    return json.dumps(request).encode()
+
+
+def _checked_salt(salt: object) -> str | None:
+    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_CHARS):
+        return salt
+    shown = f"{len(salt)} characters long" if isinstance(salt, str) else quoted(salt)
+    raise ConfigError(f"cache_salt is {shown}: send a text of 1 to {MAX_SALT_CHARS} characters, or leave it out")
+
+
+def _refuse_shared_media(messages: object) -> None:
+    """Refuse images and sounds by a name: vLLM finds them by it, whoever has sent them."""
+    for message in messages if isinstance(messages, list) else ():
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and "uuid" in part:
+                raise ConfigError(
+                    f"a part of a message has the uuid {quoted(part['uuid'])}, under which another tenant may have "
+                    "sent something: leave it out, and send what it names"
+                )

@@ -1,0 +1,100 @@
+"""vLLM's own server with tenants, without an engine behind it: whom it lets in, and what it reads of their requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from ragcache_core.runtime.tenants import salt_of
+from ragcache_core.wire import KEY, WIRE_VERSION, decode_tenant
+from tests.conftest import DEMO_MODEL
+
+SERVER, ACME, OTHER = "key-of-the-server", "a" * 32, "b" * 32
+
+
+class Reached(Exception):
+    """A request has come to where vLLM would send it to its engine."""
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    path = tmp_path_factory.mktemp("door") / "tenants.toml"
+    path.write_text("".join(f'[[tenants]]\nname = "{n}"\nkeys = ["{k}"]\n' for n, k in (("acme", ACME), ("b", OTHER))))
+    transfer = {
+        "kv_connector": "DocumentConnector",
+        "kv_connector_module_path": "ragcache_core.vllm_plugin.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"ragcache": {"tenants": str(path)}},
+    }
+    asked = ["--model", str(DEMO_MODEL), "--api-key", SERVER, "--kv-transfer-config", json.dumps(transfer)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_PLUGINS", "ragcache")
+        yield build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(asked), ("generate",))
+
+
+@pytest.fixture(scope="module")
+def server(app: Any) -> TestClient:
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.fixture
+def read(app: Any) -> list[Any]:
+    """What vLLM has read of requests for completions."""
+    requests: list[Any] = []
+
+    async def serve(request: Any, _: Any) -> None:
+        requests.append(request)
+        raise Reached
+
+    app.state.openai_serving_completion = SimpleNamespace(create_completion=serve)
+    app.state.openai_serving_chat = SimpleNamespace(create_chat_completion=serve)
+    return requests
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "by_tenant"),
+    [
+        ("GET", "/v1/ragcache/stats", 404),
+        ("POST", "/v1/completions", 400),
+        ("POST", "/tokenize", 400),
+        ("POST", "/v1/responses", 403),
+        ("POST", "/invocations", 403),
+        ("GET", "/metrics", 403),
+    ],
+)
+def test_vllm_asks_for_no_other_key_than_the_door(server: TestClient, method: str, route: str, by_tenant: int) -> None:
+    """404: there is no engine. 400: the body is empty."""
+    assert server.request(method, route, json={}).status_code == 401
+    assert server.request(method, route, json={}, headers=headers("wrong")).status_code == 401
+    for key in (ACME, OTHER):
+        assert server.request(method, route, json={}, headers=headers(key)).status_code == by_tenant
+    assert server.request(method, route, json={}, headers=headers(SERVER)).status_code not in (401, 403)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: list[Any], route: str) -> None:
+    body = {
+        "prompt": "Who?",
+        "messages": [{"role": "user", "content": "Who?"}],
+        "cache_salt": "of a user",
+        "kv_transfer_params": {KEY: {"version": WIRE_VERSION, "tenant": "b"}, "do_remote_prefill": True},
+    }
+    for key in (ACME, OTHER, SERVER):
+        server.post(route, json=body, headers=headers(key))
+    salts = [request.cache_salt for request in read]
+    assert salts == [salt_of("acme", "of a user"), salt_of("b", "of a user"), "of a user"]
+    params = [request.to_sampling_params(1, {}).extra_args["kv_transfer_params"] for request in read]
+    assert [decode_tenant(each) for each in params[:2]] == ["acme", "b"]
+    assert [len(each) for each in params] == [1, 1, 2], "nothing that is for transfers between engines"

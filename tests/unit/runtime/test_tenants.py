@@ -1,0 +1,94 @@
+"""The file of tenants: what it takes, what it refuses, and whose salt is whose."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.tenants import Tenants, hashed, salt_of, speculation_of
+from ragcache_core.types import Tier
+
+KEY, OTHER = "k" * 32, "m" * 32
+
+
+def read(tmp_path: Path, text: str) -> Tenants:
+    path = tmp_path / "tenants.toml"
+    path.write_text(text)
+    return Tenants.from_toml(path)
+
+
+def table(name: str = "acme", keys: str = f'"{KEY}"', more: str = "") -> str:
+    return f'[[tenants]]\nname = "{name}"\nkeys = [{keys}]\n{more}\n'
+
+
+def test_a_key_may_be_written_as_its_hash_which_opens_nothing_itself(tmp_path: Path) -> None:
+    digest = sha256(KEY.encode()).hexdigest()
+    tenants = read(tmp_path, table(keys=f'"sha256:{digest}"') + table("other", f'"{OTHER}"'))
+    assert tenants.digests == {hashed(KEY): "acme", hashed(OTHER): "other"}
+    assert hashed(f"sha256:{digest}") not in tenants.digests
+    assert hashed(digest) not in tenants.digests
+
+
+def test_without_a_quota_a_tenant_has_what_others_leave_and_an_equal_share(tmp_path: Path) -> None:
+    tenants = read(tmp_path, table() + table("other", f'"{OTHER}"', 'weight = 2\nquota = {disk = "1GiB"}'))
+    assert [tenants.by_name["acme"].quota.of(tier) for tier in Tier] == [None, None, None]
+    assert tenants.by_name["other"].quota.of(Tier.DISK) == 1 << 30
+    assert type(tenants.by_name["other"].quota.of(Tier.DISK)) is int, "it is sent in reports"
+    assert tenants.weights() == {None: 1.0, "acme": 1.0, "other": 2.0}
+    tenants.check_fit(Tier.DISK, 1 << 30, "disk_bytes")
+    with pytest.raises(ConfigError, match=r"'other' is 1073741824 bytes of disk, the tier holds 1000: .* disk_bytes"):
+        tenants.check_fit(Tier.DISK, 1000, "disk_bytes")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "tenants is missing"),
+        ("no toml", "is not TOML"),
+        ("tenants = []", "tenants"),
+        (table("a b"), r"tenants\.0\.name is 'a b': a name has 1 to 64 letters"),
+        (table("x" * 65), "a name has 1 to 64"),
+        (table(keys='"short"'), r"keys\.0: a key has 16 or more characters"),
+        (table(keys='"sha256:12"'), "64 small hexadecimal digits"),
+        (table(keys="7"), "a key has 16"),
+        (table(keys=""), r"tenants\.0\.keys"),
+        (table(more="qota = 1"), r"no setting tenants\.0\.qota: a tenant has name, keys, weight and quota"),
+        (table(more="quota = {ram = 1}"), r"no setting tenants\.0\.quota\.ram"),
+        (table(more='quota = {host = "lots"}'), "is 'lots': write a size"),
+        (table(more="quota = {host = 0}"), "quota.host"),
+        (table(more="weight = 0"), r"weight is 0"),
+        (table(more="weight = nan"), "weight"),
+        (table() + table(), "two tenants 'acme': give both keys to one"),
+        (table() + table("other"), r"keys\[0\] of 'other' is a key of 'acme' already"),
+        (table(keys=f'"{KEY}", "{KEY}"'), r"keys\[1\] of 'acme' is a key of 'acme' already"),
+        (table() + f'[operators]\nkeys = ["{KEY}"]', r"a key of \[operators\] is one of 'acme'"),
+        (table() + "[operator]\nkeys = []", "no setting operator"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_and_keys_are_not_shown(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        read(tmp_path, text)
+    assert KEY not in str(raised.value)
+    assert "tenants.toml" in str(raised.value)
+
+
+def test_a_file_that_is_not_there_and_a_servers_key_that_is_a_tenants_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        Tenants.from_toml(tmp_path / "none.toml")
+    tenants = read(tmp_path, table())
+    tenants.check_own_keys([OTHER])
+    with pytest.raises(ConfigError, match="own API key is one of tenant 'acme'"):
+        tenants.check_own_keys([OTHER, KEY])
+
+
+def test_no_salt_and_no_speculation_of_a_tenant_is_anothers_whatever_they_say() -> None:
+    said = [None, "s", "a", "b", '"', "null", "tenant-", salt_of("a"), salt_of("b", "s")]
+    for make in (salt_of, speculation_of):
+        made = [make(tenant, own) for tenant in ("a", "b", "a.b", "as") for own in said]  # type: ignore[arg-type]
+        assert len(set(made)) == len(made)
+    assert salt_of("a", "s") == salt_of("a", "s")
+    assert len(salt_of("a" * 64, "s" * 128)) <= 128
+    assert len(speculation_of("a", "s")) == 64
