@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
@@ -64,12 +64,21 @@ class DocumentSpan:
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt ready to be sent: its messages, its text after the chat template, its token ids and their segments."""
+    """A prompt ready to be sent: its messages, its text after the chat template, its token ids and their segments.
+
+    ``acls`` are those of the documents in it that not everybody may read.
+    """
 
     messages: tuple[ChatMessage, ...]
     text: str
     token_ids: tuple[int, ...]
     segments: tuple[PromptSegment, ...]
+    acls: frozenset[tuple[str, ...]] = frozenset()
+
+
+def acls_of(documents: Iterable[Document]) -> frozenset[tuple[str, ...]]:
+    """Return who may read ``documents``: the groups of each that not everybody may."""
+    return frozenset(tuple(document.acl) for document in documents if document.acl is not None)
 
 
 def locate_documents(
@@ -432,4 +441,4 @@ class PromptLayout:
                 f"the chat template does not show document {min(missing, default='?')!r} as it was given: use a "
                 "document_format of plain text, and documents that are not empty"
             )
-        return prompt
+        return replace(prompt, acls=acls_of(documents))

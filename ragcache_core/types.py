@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
+
+from ragcache_core.errors import ConfigError
 
 DocId = str
 """Identifies a document across retrieval, prompt and cache. It never decides what is *correct* (token hashes do),
 only what is kept."""
 
+ACL = "acl"
+"""The name of a document's groups in its metadata."""
+_MAX_GROUPS = 1024
+_MAX_GROUP_CHARS = 256
 _NO_METADATA: Mapping[str, object] = MappingProxyType({})
 
 
@@ -21,11 +27,50 @@ class Document:
 
     ``doc_id`` is unique in its store. ``metadata`` is plain JSON data and is not interpreted, but for a ``title`` and a
     ``source``: their words are looked for, as those of the id are.
+
+    ``acl`` are the groups that may read it, ``None`` everybody. It is in the metadata too (``acl``), and taken from
+    there where only those are given, so that stores and frameworks carry it along. Nothing is refused for it: it says
+    with whom the KV of prompts that show the document is shared.
+
+    Raises:
+        ConfigError: ``acl`` is no list of groups, or the metadata say another.
     """
 
     doc_id: DocId
     text: str
     metadata: Mapping[str, object] = field(default_factory=lambda: _NO_METADATA)
+    acl: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        said = self.metadata.get(ACL) if isinstance(self.metadata, Mapping) else None
+        if self.acl is None and said is None:
+            return
+        acl = read_acl(said if self.acl is None else self.acl, self.doc_id)
+        object.__setattr__(self, "acl", acl)
+        if said is None:
+            object.__setattr__(self, "metadata", {**self.metadata, ACL: list(acl)})
+        elif read_acl(said, self.doc_id) != acl:
+            raise ConfigError(
+                f"document {self.doc_id!r:.80} has the acl {list(acl)!r:.80}, its metadata say {said!r:.80}: give one "
+                "of them"
+            )
+
+
+def read_acl(value: object, doc_id: object) -> tuple[str, ...]:
+    """Return the groups that may read a document, sorted, each once.
+
+    Raises:
+        ConfigError: it is no list of groups.
+    """
+    groups = value if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes) else ()
+    if not 0 < len(groups) <= _MAX_GROUPS or not all(
+        isinstance(group, str) and 0 < len(group) <= _MAX_GROUP_CHARS for group in groups
+    ):
+        raise ConfigError(
+            f"the acl of document {doc_id!r:.80} is {value!r:.80}; it must be a list of 1 to {_MAX_GROUPS} names of "
+            f"groups of 1 to {_MAX_GROUP_CHARS} characters: leave it out where everybody may read the document"
+        )
+    return tuple(sorted(set(groups)))
 
 
 @dataclass(frozen=True, slots=True)

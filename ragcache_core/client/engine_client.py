@@ -38,7 +38,8 @@ from ragcache_core.client.ordering.document_order import Arrangement, OrderingCl
 from ragcache_core.client.prefetching import Prefetching, PrefetchRoute
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt, FormatDocuments
 from ragcache_core.client.prompts.client import PromptClient
-from ragcache_core.client.prompts.request_plan import RequestPlan
+from ragcache_core.client.prompts.request_plan import RequestPlan, rights_body
+from ragcache_core.client.prompts.rights import joined_salt
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer, checked_tokenizer
 from ragcache_core.client.server_info import Handshake, ModelCard
 from ragcache_core.client.speculation.client import SpeculationClient
@@ -278,15 +279,18 @@ class EngineClient(ABC):
         yield reader.last(await self._cache_stats.acomplete(reader.stats(), reader.response_id))
 
     def stats(self) -> EngineStats:
-        """Return the server's counters, and those of its cache unless it is plain vLLM."""
+        """Return the server's counters, and those of its cache unless it is plain vLLM.
+
+        Who has a tenant's key is told of his own cache alone.
+        """
         with translate_errors():
-            page = self._http.get(self._metrics_url()).raise_for_status().text
+            page = _shown(self._http.get(self._metrics_url(), headers=self._headers()))
         return self._cache_stats.add_to(self._read(page))
 
     async def astats(self) -> EngineStats:
         """Return the server's counters; see :meth:`stats`."""
         with translate_errors():
-            page = (await self._http_async.get(self._metrics_url())).raise_for_status().text
+            page = _shown(await self._http_async.get(self._metrics_url(), headers=self._headers()))
         return await self._cache_stats.aadd_to(self._read(page))
 
     # Documents
@@ -398,11 +402,11 @@ class EngineClient(ABC):
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
-        return self.prefetching.prefetch(self._token_ids(prompt), cache_salt)
+        return self.prefetching.prefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
 
     async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await self.prefetching.aprefetch(self._token_ids(prompt), cache_salt)
+        return await self.prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         token_ids = prompt.token_ids if isinstance(prompt, RenderedPrompt) else self.tokenize(prompt)
@@ -541,9 +545,23 @@ class EngineClient(ABC):
             settings["max_tokens"] = min(max_tokens, self.max_model_len - plan.num_prompt_tokens)
         return plan, streamed_body(prompt, plan, settings)
 
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"}
+
     def _metrics_url(self) -> str:
         return f"{self.base_url.removesuffix('/v1')}/metrics"
 
     def _read(self, page: str) -> EngineStats:
         counted = parse_metrics(page, num_restarts=self.watch.run - 1)
         return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)
+
+
+def _salt_of(prompt: Prompt, cache_salt: str | None) -> str | None:
+    """Return the salt with which a prompt is asked, if ``cache_salt`` is its asker's."""
+    rights = rights_body(prompt.segments, prompt.acls) if isinstance(prompt, RenderedPrompt) else {}
+    return joined_salt(salt for salt in (cache_salt, rights.get("cache_salt")) if salt is not None)
+
+
+def _shown(page: httpx.Response) -> str:
+    """Return the text of ``/metrics``; nothing of it is for tenants."""
+    return "" if page.status_code == httpx.codes.FORBIDDEN else page.raise_for_status().text

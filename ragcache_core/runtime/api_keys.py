@@ -20,7 +20,7 @@ def shown_digest(authorization: str) -> bytes | None:
 
 def is_among(shown: bytes | None, digests: Iterable[bytes]) -> bool:
     """Return whether a key is one of those. A wrong one takes as long as a right one."""
-    return shown is not None and any([secrets.compare_digest(shown, known) for known in digests])
+    return shown is not None and any(secrets.compare_digest(shown, known) for known in digests)
 
 
 class ApiKeys:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores.utils import metadata_dict_to_node, node_to_metadata_dict
 
-from ragcache_core.types import DocId, Document
+from ragcache_core.types import ACL, DocId, Document
 
 _NODE_CONTENT = "_node_content"
 _NO_SOURCE = "None"
@@ -47,4 +47,4 @@ def source_of(document: Document) -> DocId | None:
 
 def shown_document(node: BaseNode) -> Document:
     """Return a node as the document that the LLM shall read: with the metadata that the node shows to an LLM."""
-    return Document(node.node_id, node.get_content(metadata_mode=MetadataMode.LLM))
+    return Document(node.node_id, node.get_content(metadata_mode=MetadataMode.LLM), acl=node.metadata.get(ACL))

@@ -7,13 +7,22 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Protocol, get_origin
 
 from ragcache_core.client.prompts.chat_request import is_text_only
 from ragcache_core.errors import ConfigError, PromptError
 from ragcache_core.ordering import static_prefix_digest
-from ragcache_core.prompt import ChatMessage, PromptLayout, PromptTokenizer, RenderedPrompt, num_alike, render_known
+from ragcache_core.prompt import (
+    ChatMessage,
+    PromptLayout,
+    PromptTokenizer,
+    RenderedPrompt,
+    acls_of,
+    num_alike,
+    render_known,
+)
 from ragcache_core.types import DocId, Document
 
 logger = logging.getLogger(__name__)
@@ -106,6 +115,7 @@ class BoundPrompt:
             if not (self._is_renderable(one) and self._is_renderable(other)):
                 return None  # the server renders it
             known = render_known(self._tokenizer, one, other, self._prompt.texts(documents))
+            known = replace(known, acls=acls_of(documents))
         except Exception as error:  # the user's own code may raise anything, and will do so again in the chain itself
             if self._warned.acquire(blocking=False):
                 logger.warning(

@@ -25,6 +25,7 @@ from ragcache_core.client.prompts.request_plan import (
     plan_tokens,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
+from ragcache_core.client.prompts.rights import RIGHTS, salt_of
 from ragcache_core.client.prompts.server_tokens import AskTokens, ServerTokens, segments_in
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.prompts.tool_calls import ToolCalls
@@ -37,6 +38,7 @@ from ragcache_core.prompt import (
     check_prompt_fits,
     escape_documents,
     render_chat,
+    texts_of,
 )
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, read_chunk_reuse
@@ -164,11 +166,13 @@ class PromptClient:
         messages = [as_plain_text(message) for message in messages]
         check_sendable({**settings, "messages": messages}, "the request")
         searches = self._remembered.searches()
+        documents = None if documents is None else list(documents)
+        RIGHTS.add(documents or ())
         shown = self._shown(documents, messages)
         questions = self._questions()
         sent: Sequence[ChatMessage] = without_repeats(messages, shown, questions) if deduplicates else messages
         if isinstance(self._tokenizer, TokenizerUnavailableError):
-            return self._unnamed(changed_messages(messages, sent))
+            return self._unnamed(messages, sent, shown)
         chat = read_chat(sent, settings)
         if chat is not None and chat.is_plain:
             if self._bound is None:
@@ -185,7 +189,7 @@ class PromptClient:
             )
             return replace(plan, extra_body={**changed_messages(messages, sent), **plan.extra_body})
         if chat is None or (prompt := self._prompt_of(self._tokenizer, chat, shown, questions)) is None:
-            return self._unnamed(changed_messages(messages, escape_documents(self._tokenizer, sent, shown)))
+            return self._unnamed(messages, escape_documents(self._tokenizer, sent, shown), shown)
         self._tool_calls.see(messages, searches)
         plan = plan_tokens(
             prompt, messages, reordered=self._reordered, chunk_reuse=chunk_reuse, sends_tokens=not chat.has_media
@@ -201,10 +205,16 @@ class PromptClient:
         """How many chats were left to the server, which does not say what their tokens are."""
         return self._num_unnamed_chats
 
-    def _unnamed(self, body: dict[str, Any]) -> RequestPlan:
+    def _unnamed(
+        self, messages: Sequence[ChatMessage], sent: Sequence[ChatMessage], shown: Sequence[tuple[DocId, str]]
+    ) -> RequestPlan:
+        """Return what a chat carries that the server renders: of its documents, who may read them."""
         with self._lock:
             self._num_unnamed_chats += 1
-        return RequestPlan(body)
+        found = [text for message in messages for text in texts_of(message.get("content"))] if RIGHTS else []
+        ids = {doc_id for doc_id, text in shown if text.strip() and any(text.strip() in each for each in found)}
+        salt = salt_of(RIGHTS.of(ids))
+        return RequestPlan({**changed_messages(messages, sent), **({} if salt is None else {"cache_salt": salt})})
 
     def _shown(self, documents: Iterable[Document] | None, messages: Iterable[ChatMessage]) -> list[tuple[DocId, str]]:
         """Return what documents ``messages`` may show, as they would show them."""

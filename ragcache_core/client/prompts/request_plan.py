@@ -8,7 +8,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ragcache_core.client.prompts import rights
 from ragcache_core.client.prompts.chat_request import AskedChat
+from ragcache_core.client.prompts.rights import RIGHTS, joined_salt
 from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, check_prompt_fits, render_chat
 from ragcache_core.stats import DeadlineReport, RequestStats, document_stats
 from ragcache_core.types import DocId, Document, PromptSegment, SegmentKind
@@ -53,12 +55,22 @@ def request_stats(
 
 
 def merge_bodies(*bodies: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return several ``extra_body`` as one; later ones win, and their ``kv_transfer_params`` are merged too."""
+    """Return several ``extra_body`` as one; later ones win, and their ``kv_transfer_params`` are merged too.
+
+    The salt of a prompt's rights is joined with any other, so that none of them is lost.
+    """
     merged: dict[str, Any] = {}
     for body in filter(None, bodies):
         params = {**(merged.get("kv_transfer_params") or {}), **(body.get("kv_transfer_params") or {})}
         merged = {**merged, **body, **({"kv_transfer_params": params} if params else {})}
-    return merged
+    salts = [body["cache_salt"] for body in bodies if body and body.get("cache_salt") is not None]
+    return {**merged, "cache_salt": joined_salt(salts)} if salts else merged
+
+
+def rights_body(segments: Iterable[PromptSegment], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
+    """Return what a request says of who may read the documents in it."""
+    salt = rights.salt_of(acls | RIGHTS.of(segment.doc_id for segment in segments))
+    return {} if salt is None else {"cache_salt": salt}
 
 
 def as_plain_text(message: ChatMessage) -> ChatMessage:
@@ -116,7 +128,8 @@ def plan_tokens(
         is_reordered=_shown_ids(prompt.segments) in reordered,
         chunk_reuse=chunk_reuse,
     )
-    body = {"kv_transfer_params": params, **changed_messages(messages, prompt.messages)}
+    changed = changed_messages(messages, prompt.messages)
+    body = {"kv_transfer_params": params, **rights_body(prompt.segments, prompt.acls), **changed}
     return RequestPlan(body, prompt.segments, len(prompt.token_ids))
 
 
@@ -151,7 +164,8 @@ def plan_rendered(
         is_prefill=is_prefill,
         expected_uses=expected_uses,
     )
-    return RequestPlan({"kv_transfer_params": params}, prompt.segments, len(prompt.token_ids))
+    body = {"kv_transfer_params": params, **rights_body(prompt.segments, prompt.acls)}
+    return RequestPlan(body, prompt.segments, len(prompt.token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +197,7 @@ class RememberedDocuments:
     ) -> None:
         """Remember what a search for ``query`` found, and how prompts show it (its text, if ``shown`` is not given)."""
         documents = tuple(documents)
+        RIGHTS.add(documents)
         with self._lock:
             self._searches.append(RememberedSearch(query, tuple((d.doc_id, d.text) for d in documents)))
             for document in documents:

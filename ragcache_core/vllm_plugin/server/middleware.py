@@ -31,7 +31,7 @@ OPEN_PATHS = frozenset(
         *(*FILES, f"{PAGE}/"),
     }
 )
-"""What answers without the key: whether and how busy the server is, and what it can be asked, and a page that asks it."""
+"""What answers without the key: whether and how busy the server is, what it can be asked, and a page that asks it."""
 _OPERATORS_PATHS = frozenset(("/metrics", "/metrics/", "/load"))
 """Of these, what tells of all tenants together: where there are any, it needs an operator's key."""
 _OWN = "/v1/ragcache/"
