@@ -21,7 +21,7 @@ CONNECT_S = 10.0
 BESIDES_S = 120.0
 """An engine is asked between two steps, and its first step may compile."""
 _RECEIPT = TypeAdapter(ForgetReceipt)
-REFUSALS = (400, 404, 405, 409, 413)
+REFUSALS = (400, 403, 404, 405, 409, 413)
 
 
 class StandsOnDocuments(Protocol):

@@ -72,6 +72,9 @@ class Integration:
     deadlines: DeadlineClient
     stats: CacheStatsRoutes
     answer_caches: WeakSet[StandsOnDocuments]
+    watch: ServerWatch
+    cached_prefixes: KnownPrefixes
+    prefetching: Prefetching
 
 
 class EngineClient(ABC):
@@ -84,9 +87,6 @@ class EngineClient(ABC):
         max_model_len: its context window in tokens.
         cache: what the server has cached, to look into and act upon.
         integration: the parts that integrations of frameworks use.
-        watch: knows how the server is.
-        cached_prefixes: knows what it has cached.
-        prefetching: has it read ahead.
     """
 
     model: str
@@ -109,7 +109,7 @@ class EngineClient(ABC):
         """
         self.base_url = base_url
         self.api_key = api_key
-        self.watch = watch
+        self._watch = watch
         self._speculations = SpeculationManager(
             base_url, api_key, watch, resume_greedy=policy.resume_greedy, replicas=replicas
         )
@@ -125,8 +125,8 @@ class EngineClient(ABC):
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces)
         self.cache = CacheRoutes(base_url, api_key, self._http, self._http_async)
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
-        self.prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
-        self.cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
+        self._prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
+        self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
         """Ask the server about itself; ``None`` does without a tokenizer."""
@@ -156,15 +156,18 @@ class EngineClient(ABC):
                 max_model_len=card.max_model_len,
                 speculations=self._speculations,
                 load=load,
-                prefetching=self.prefetching,
+                prefetching=self._prefetching,
             ),
-            OrderingClient(self.cached_prefixes, reordered),
-            DeadlineClient(prompts, self.cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
+            OrderingClient(self._cached_prefixes, reordered),
+            DeadlineClient(prompts, self._cached_prefixes, DeadlineRoutes(self.base_url, self.api_key, self._http)),
             self._cache_stats,
             self._documents.answer_caches,
+            self._watch,
+            self._cached_prefixes,
+            self._prefetching,
         )
         self._warming = WarmingClient(
-            self.integration.speculation, load, self.cached_prefixes, self.prefetching, self._http, self.base_url
+            self.integration.speculation, load, self._cached_prefixes, self._prefetching, self._http, self.base_url
         )
 
     @abstractmethod
@@ -190,7 +193,7 @@ class EngineClient(ABC):
         await self.aclose()
 
     def _close_connections(self) -> None:
-        self.cached_prefixes.close()
+        self._cached_prefixes.close()
         self._speculations.close()
         self._async_transport.close()
         self._transport.close()
@@ -402,11 +405,11 @@ class EngineClient(ABC):
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
-        return self.prefetching.prefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
+        return self._prefetching.prefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
 
     async def aprefetch(self, prompt: Prompt, *, cache_salt: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
-        return await self.prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
+        return await self._prefetching.aprefetch(self._token_ids(prompt), _salt_of(prompt, cache_salt))
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         token_ids = prompt.token_ids if isinstance(prompt, RenderedPrompt) else self.tokenize(prompt)
@@ -552,7 +555,7 @@ class EngineClient(ABC):
         return f"{self.base_url.removesuffix('/v1')}/metrics"
 
     def _read(self, page: str) -> EngineStats:
-        counted = parse_metrics(page, num_restarts=self.watch.run - 1)
+        counted = parse_metrics(page, num_restarts=self._watch.run - 1)
         return replace(counted, num_unnamed_chats=self.integration.prompts.num_unnamed_chats)
 
 

@@ -82,7 +82,7 @@ class Fleet(EngineClient):
             replicas=self._replicas,
             cached_prefixes=FleetPrefixes(self._replicas),
         )
-        self.prefetching = _EachPrefetches(self._replicas)
+        self._prefetching = _EachPrefetches(self._replicas)
         try:
             self._shake_hands(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
         except BaseException:
@@ -228,7 +228,7 @@ class _EachPrefetches:
 
     def _one(self, replica: Replica, token_ids: Sequence[int], cache_salt: str | None) -> int:
         with suppress(EngineError):
-            return replica.engine.prefetching.prefetch(token_ids, cache_salt)
+            return replica.engine.integration.prefetching.prefetch(token_ids, cache_salt)
         return 0
 
     async def aprefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:

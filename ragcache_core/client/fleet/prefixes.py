@@ -20,19 +20,21 @@ class FleetPrefixes(KnownPrefixes):
 
     @property
     def is_current(self) -> bool:
-        return all(replica.engine.cached_prefixes.is_current for replica in self._replicas.ready())
+        return all(replica.engine.integration.cached_prefixes.is_current for replica in self._replicas.ready())
 
     @contextmanager
     def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
         with ExitStack() as stack:  # always in the same order: each of them takes a lock
-            mirrors = [replica.engine.cached_prefixes.reading() for replica in self._replicas.with_room()]
+            mirrors = [replica.engine.integration.cached_prefixes.reading() for replica in self._replicas.with_room()]
             known = [stack.enter_context(mirror) for mirror in mirrors]
             yield [paths for engines in known for paths in engines or ()] or None
 
     def refresh(self, timeout_s: float) -> bool:
         ready = self._replicas.ready()
         with ThreadPoolExecutor(len(ready) or 1) as threads:
-            return all(threads.map(lambda replica: replica.engine.cached_prefixes.refresh(timeout_s), ready))
+            return all(
+                threads.map(lambda replica: replica.engine.integration.cached_prefixes.refresh(timeout_s), ready)
+            )
 
     def close(self) -> None:
         """Do nothing."""

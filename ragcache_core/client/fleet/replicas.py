@@ -52,7 +52,7 @@ class Replica:
 
     def is_ready(self) -> bool:
         """Return whether it takes requests, as far as is known. Asks nothing that has to be waited for."""
-        watch = self.engine.watch
+        watch = self.engine.integration.watch
         if watch.health() is not Health.READY or time.monotonic() < self._rests_until_s:
             return False
         if (failed := self._failed) is not None:
@@ -64,7 +64,7 @@ class Replica:
 
     def failed(self) -> None:
         """Leave it alone until it is seen alive."""
-        watch = self.engine.watch
+        watch = self.engine.integration.watch
         self._failed = time.monotonic(), watch.run
         watch.suspect(watch.run)
 
@@ -151,7 +151,7 @@ class ReplicaSet:
     # A watch, as that of one server
 
     def health(self) -> Health:
-        is_gone = all(replica.engine.watch.health() is Health.GONE for replica in self.all)
+        is_gone = all(replica.engine.integration.watch.health() is Health.GONE for replica in self.all)
         return Health.GONE if is_gone else Health.READY
 
     def suspect(self, run: int) -> None:
@@ -164,7 +164,7 @@ class ReplicaSet:
         return None  # each request knows its replica
 
     def why_gone(self) -> str:
-        return "; ".join(replica.engine.watch.why_gone() for replica in self.all)
+        return "; ".join(replica.engine.integration.watch.why_gone() for replica in self.all)
 
 
 class RoutedRequest:
@@ -190,7 +190,7 @@ class RoutedRequest:
         )
 
     def check(self) -> None:
-        check_progress(self._replica.engine.watch)
+        check_progress(self._replica.engine.integration.watch)
 
     def answered(self, response: httpx.Response) -> None:
         if response.status_code == _UNAVAILABLE and self._is_counted:
@@ -262,7 +262,7 @@ def _opening(body: Mapping[str, Any]) -> str:
 def _num_cached_tokens(replica: Replica, asked: _Asked) -> int:
     if not asked.documents:
         return 0
-    with replica.engine.cached_prefixes.reading() as engines:
+    with replica.engine.integration.cached_prefixes.reading() as engines:
         return max((each.num_document_tokens(asked.prefix, asked.documents) for each in engines or ()), default=0)
 
 

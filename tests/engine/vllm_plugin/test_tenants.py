@@ -17,7 +17,7 @@ import pytest
 
 from ragcache_core import CacheConfig, Document, PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.errors import EngineError
+from ragcache_core.errors import RequestRejectedError
 from ragcache_core.stats import RequestStats
 from ragcache_core.wire import KEY
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
@@ -129,7 +129,7 @@ def test_each_is_shown_his_own_figures_documents_and_paths(engines: dict[str, En
 
 
 def test_what_is_not_for_tenants_is_refused_with_a_cure(engines: dict[str, Engine]) -> None:
-    with pytest.raises(EngineError, match="not for tenants, and the key is one of 'acme': ask with an operator's key"):
+    with pytest.raises(RequestRejectedError, match="the key is one of 'acme': ask with an operator's key"):
         engines["acme"].forget(["first-0"])
     receipt = engines["operator"].forget(["first-0"])
     assert receipt.forgotten == ("first-0",)

@@ -74,7 +74,7 @@ def know_cached(
         changes += [chunk_change(span.key, span.num_tokens) for span in spans]
     server.cached_paths = all_cached(changes)
     engine.arrange_documents([], "cache_aware")  # begins to ask
-    mirror = engine.cached_prefixes
+    mirror = engine.integration.cached_prefixes
     assert until(lambda: mirror.is_current)
 
 
