@@ -57,8 +57,8 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def engines(operator: Engine) -> Iterator[dict[str, Engine]]:
     """Each by its own key; ``operator`` has the server's."""
     with (
-        Engine.connect(operator.base_url, api_key=KEYS["acme"]) as acme,
-        Engine.connect(operator.base_url, api_key=KEYS["other"]) as other,
+        Engine.connect(operator.base_url, api_key=KEYS["acme"], restart_timeout_s=300) as acme,
+        Engine.connect(operator.base_url, api_key=KEYS["other"], restart_timeout_s=300) as other,
     ):
         yield {"acme": acme, "other": other, "operator": operator}
 
