@@ -2,7 +2,7 @@
 
 Questions about a few entries of the demo corpus more often than about others go to two engines whose memory holds a
 part of the corpus each: first each question to whose turn it is, as a load balancer sends it, then to the replica that
-knows its documents, in the order that is cached there. Both begin with empty caches.
+knows its documents, in the order that is cached there. Both begin with empty caches, unless the replicas run already.
 
 Examples:
   python -m examples.fleet

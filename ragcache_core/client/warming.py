@@ -11,8 +11,8 @@ import httpx
 
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.client.http.errors import translate_errors
-from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes
-from ragcache_core.client.prefetching import PrefetchRoute
+from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
+from ragcache_core.client.prefetching import Prefetching
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.client import SpeculationClient
 from ragcache_core.client.speculation.engine_load import LoadRoute
@@ -62,8 +62,8 @@ class WarmingClient:
         self,
         speculation: SpeculationClient,
         load: LoadRoute,
-        cached: CachedPrefixes,
-        prefetching: PrefetchRoute,
+        cached: KnownPrefixes,
+        prefetching: Prefetching,
         http: httpx.Client,
         base_url: str,
     ) -> None:

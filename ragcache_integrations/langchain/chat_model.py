@@ -327,7 +327,7 @@ class ChatRAGCache(BaseChatOpenAI):
             kwargs["extra_body"] = merge_bodies(payload.get("extra_body"), plan.extra_body)
         return _Call(engine, plan, kwargs)
 
-    def _have_answers_forgotten(self, engine: Engine) -> None:
+    def _have_answers_forgotten(self, engine: EngineClient) -> None:
         """Have a cache of answers of ours drop those that stand on documents which ``engine`` forgets."""
         cache = get_llm_cache() if self.cache in (None, True) else self.cache
         if isinstance(cache, BaseCache):

@@ -156,13 +156,13 @@ class Fleet(EngineClient):
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
         with ThreadPoolExecutor(len(self.engines)) as threads:
             receipts = list(threads.map(lambda engine: engine.forget(wanted, wait_s=wait_s), self.engines))
-        return reduce(ForgetReceipt.beside, receipts[1:], receipts[0])
+        return _of_all(receipts)
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
         wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
         receipts = await asyncio.gather(*(engine.aforget(wanted, wait_s=wait_s) for engine in self.engines))
-        return reduce(ForgetReceipt.beside, receipts[1:], receipts[0])
+        return _of_all(receipts)
 
     def drain(self, timeout_s: float) -> bool:
         """Have every replica take no more requests, and return whether they answer none any more in time."""
@@ -234,6 +234,10 @@ class _EachPrefetches:
     async def aprefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """Do :meth:`prefetch` without blocking the event loop."""
         return await asyncio.to_thread(self.prefetch, token_ids, cache_salt)
+
+
+def _of_all(receipts: Sequence[ForgetReceipt]) -> ForgetReceipt:
+    return reduce(ForgetReceipt.beside, receipts)
 
 
 def _check_alike(engines: Sequence[Engine]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import fleet as example
 from ragcache_core import CacheConfig, Document, Fleet, PromptLayout, RenderedPrompt
 from ragcache_core.client import Engine
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
@@ -66,6 +68,16 @@ def test_an_order_is_chosen_by_what_any_replica_has(fleet: Fleet) -> None:
     assert [d.doc_id for d in arranged.documents] == ["fleet-Gor", "fleet-Hul", "fleet-Ing"]
     again = fleet.generate(PromptLayout().render(fleet.tokenizer, arranged.documents, "Why?"), max_tokens=4)
     assert again.stats.num_cached_tokens > 0.7 * again.stats.num_prompt_tokens
+
+
+def test_the_example_asks_both_ways(
+    engine: Engine, second: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAGCACHE_API_KEY", engine.api_key)
+    example.main(["--urls", engine.base_url, second.base_url, "--questions", "6", "--json"])
+    ways = json.loads(capsys.readouterr().out)
+    assert [(way["way"], way["num_questions"]) for way in ways] == [("round robin", 6), ("fleet", 6)]
+    assert all(0.0 < way["cached_share"] < 1.0 and 1.0 <= way["busiest"] <= 2.0 for way in ways)
 
 
 def test_no_answer_is_lost_when_a_replica_is_killed_under_load(fleet: Fleet, second: Engine) -> None:
