@@ -27,7 +27,7 @@ from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeBlockPool, TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
-from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
+from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
 
 HOOKS: tuple[tuple[type, type], ...] = (
     (DocumentConnector, compat.KVConnectorBase_V1),

@@ -9,10 +9,10 @@ import click
 from click.core import ParameterSource
 
 from ragcache_core.cli.command import CommandGroup, print_json
-from ragcache_core.cli.commands.paper import paper
 from ragcache_core.cli.commands.trace import WORKLOAD_NAMES
 from ragcache_core.cli.options import api_key_option
 from ragcache_core.cli.output import check_output, check_outputs, require_matplotlib
+from ragcache_core.cli.subcommands.paper import paper
 from ragcache_core.runtime.terminal import Bar
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, Group, print_json
-from ragcache_core.cli.commands.sweep import ORDERS, SIMULATED_POLICIES, sweep
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
+from ragcache_core.cli.subcommands.sweep import ORDERS, SIMULATED_POLICIES, sweep
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult

@@ -24,8 +24,7 @@ from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.prompts.tokenizer import ModelTokenizer
 from ragcache_core.client.server_info import Handshake
 from ragcache_core.errors import ConfigError, EngineError
-from ragcache_core.merged_stats import merged_report
-from ragcache_core.stats import EngineStats, ForgetReceipt
+from ragcache_core.stats import EngineStats, ForgetReceipt, merged_report
 from ragcache_core.types import DocId
 
 _NO_KEY = "none"

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 
 from ragcache_core.client.engine import Engine
+from ragcache_core.client.fleet.choice import choose_replica, with_room
 from ragcache_core.client.http.attempt import BROKEN, Health, check_progress, engine_died
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
-from ragcache_core.routing import choose_replica, with_room
 from ragcache_core.types import DocId, PromptSegment, SegmentKind
 from ragcache_core.wire import KEY
 

@@ -35,7 +35,7 @@ from ragcache_core.vllm_plugin.connector.bare import BareConnector
 from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory
-from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
+from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, decode_tenant, tile
 
 if TYPE_CHECKING:

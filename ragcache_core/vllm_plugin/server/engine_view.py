@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ragcache_core.config import ChunkReuseRequest
-from ragcache_core.merged_stats import merged_report
+from ragcache_core.stats import merged_report
+from ragcache_core.vllm_plugin.server.metrics.series import ENGINE
 from ragcache_core.vllm_plugin.server.notifier import Notifier
-from ragcache_core.vllm_plugin.server.series import ENGINE
 from ragcache_core.vllm_plugin.server.several_engines import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ragcache_core.merged_stats import added
 from ragcache_core.ordering import PATHS_VERSION
-from ragcache_core.stats import PinReceipt
+from ragcache_core.stats import PinReceipt, added
 
 _ORDERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "bytes": lambda document: sum(document["bytes"].values()),

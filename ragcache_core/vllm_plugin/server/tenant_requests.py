@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse
 
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, salt_of, speculation_of
+from ragcache_core.vllm_plugin.server.metrics.series import ENGINE
 from ragcache_core.vllm_plugin.server.middleware import TENANT
-from ragcache_core.vllm_plugin.server.series import ENGINE
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, WIRE_VERSION
 

@@ -26,7 +26,7 @@ from ragcache_core.vllm_plugin.compat import tell_all_front_ends
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
-from ragcache_core.vllm_plugin.server.prometheus import RAGCachePromMetrics
+from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
 from ragcache_core.vllm_plugin.server.routes import RAGCacheEndpoint
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
@@ -102,7 +102,7 @@ class Server:
 def received(monkeypatch: pytest.MonkeyPatch) -> Received:
     """This process's memory of requests, new for each test."""
     new = Received()
-    monkeypatch.setattr("ragcache_core.vllm_plugin.server.prometheus.received", new)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.server.metrics.prometheus.received", new)
     monkeypatch.setattr("ragcache_core.vllm_plugin.server.routes.received", new)
     return new
 

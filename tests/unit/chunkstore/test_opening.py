@@ -166,7 +166,7 @@ def test_a_neighbours_folder_that_cannot_be_read_is_listed_without_its_size(stor
     (neighbour / "identity.json").mkdir(parents=True)
     listed = {namespace.path: namespace for namespace in list_namespaces(store.path.parent)}
     assert (listed[neighbour].format, listed[neighbour].num_bytes) == (0, 0)
-    assert listed[store.path].format == 1
+    assert listed[store.path].format == 2
 
 
 def test_a_full_disk_keeps_neither_the_store_from_opening_nor_what_is_of_no_use_in_it(

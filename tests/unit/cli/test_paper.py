@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from ragcache_core.bench.paper.runs import MISTRAL, Case, PaperRuns, default, ragcache, workload
 from ragcache_core.cli import cli
-from ragcache_core.cli.commands.paper import paper
+from ragcache_core.cli.subcommands.paper import paper
 from ragcache_core.sim.sweep import Journal
 
 

@@ -171,13 +171,15 @@ PUBLIC: dict[str, set[str]] = {
         *(name for name, value in vars(errors).items() if name.endswith("Error") and isinstance(value, type)),
         *("Arrangement", "BoundPrompt", "CacheConfig", "ChunkReuse", "ChunkReuseStats", "ChunkStats"),
         "DeadlineReport",
-        *("Document", "DocumentOrder", "DocumentStats", "DocumentUse", "Engine", "EngineStats", "ForgetReceipt"),
+        *("Document", "DocumentOrder", "DocumentStats", "DocumentUse", "Engine", "EngineStats", "Fleet"),
+        "ForgetReceipt",
         *("Generation", "GenerationChunk", "ModelTokenizer", "PipelineReport", "PromptLayout", "PromptSegment"),
         *("RenderedPrompt", "RequestStats", "RetrievalUpdate", "SegmentKind", "TierStats", "VLLMOffload"),
         *("__version__", "request_stats_from_dict", *_OF_RETRIEVAL),
     },
     "ragcache_core.client": {
-        *("Engine", "Generation", "GenerationChunk", "ModelTokenizer", "RequestPlan", "translate_errors"),
+        *("Engine", "EngineClient", "Fleet", "Generation", "GenerationChunk", "ModelTokenizer", "RequestPlan"),
+        "translate_errors",
     },
     "ragcache_core.retrieval": _OF_RETRIEVAL,
     "ragcache_integrations.langchain": {

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 MONITORING = ROOT / "examples" / "monitoring"
 OURS = {shown.name for stats in (EngineStats, TierStats, ChunkStats) for shown in series_of(stats).values()}
 OF_REQUESTS = {f"ragcache_{name}" for name in ("prompt_tokens", "loaded_bytes", "stored_bytes")}
-"""What is summed over requests (``vllm_plugin/server/prometheus.py``), not declared with a figure of the engine."""
+"""What is summed over requests (``server/metrics/prometheus.py``), not declared with a figure of the engine."""
 
 
 def read(name: str) -> Any:

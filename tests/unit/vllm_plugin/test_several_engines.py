@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragcache_core.merged_stats import merged_report
+from ragcache_core.stats import merged_report
 from ragcache_core.vllm_plugin.server.several_engines import (
     joined_changes,
     joined_requests,

@@ -18,8 +18,8 @@ from starlette.testclient import TestClient
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import Tenants, salt_of, speculation_of
+from ragcache_core.stats import merged_report
 from ragcache_core.vllm_plugin.server.middleware import Door, Work
-from ragcache_core.vllm_plugin.server.several_engines import merged_report
 from ragcache_core.vllm_plugin.server.tenant_requests import TenantRequests, check_door, report_for, tenants_of
 from ragcache_core.wire import KEY, WIRE_VERSION, decode_kv_transfer_params, decode_tenant
 

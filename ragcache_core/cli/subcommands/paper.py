@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.commands.sweep import clear_journal, read_finished
 from ragcache_core.cli.output import check_outputs, check_plot, output_option, write_json
+from ragcache_core.cli.subcommands.sweep import clear_journal, read_finished
 from ragcache_core.runtime.terminal import Bar
 
 _FIGURES = ("13", "15", "17", "18", "19")

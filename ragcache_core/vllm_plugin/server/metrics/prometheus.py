@@ -17,7 +17,7 @@ from ragcache_core.vllm_plugin.compat import (
 )
 from ragcache_core.vllm_plugin.release import settings_in_force, why_alone
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.series import CHUNKS, ENGINE, TIER
+from ragcache_core.vllm_plugin.server.metrics.series import CHUNKS, ENGINE, TIER
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):

@@ -1,0 +1,1 @@
+"""Commands of a command: `bench paper`, `simulate sweep`."""

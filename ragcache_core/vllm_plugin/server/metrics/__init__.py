@@ -1,0 +1,1 @@
+"""The figures on `/metrics`: their series, and how they are kept."""
