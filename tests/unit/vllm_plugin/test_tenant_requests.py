@@ -70,11 +70,11 @@ ALLOWED = [
     *[("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize")],
 ]
 REFUSED = [
-    *[("POST", f"{OURS}/{name}") for name in ("drain", "documents/forget", "cache/purge", "stats", "warm")],
-    *[("GET", f"{OURS}/{name}") for name in ("cache", "prefetch", "requests/a/b", "requests/", "anything")],
+    *[("POST", f"{OURS}/{name}") for name in ("drain", "documents/forget", "documents/show", "cache/purge", "stats")],
+    *[("GET", f"{OURS}/{name}") for name in ("cache", "tree", "requests", "requests/a/b", "requests/", "anything")],
     *[("POST", path) for path in ("/reset_prefix_cache", "/sleep", "/v1/load_lora_adapter", "/invocations", "/pause")],
     *[("POST", path) for path in ("/v1/responses", "/v1/messages", "/v1/embeddings", "/inference/v1/generate")],
-    *[("GET", path) for path in ("/metrics", "/metrics/", "/load", "/ragcache", "/v1/responses/r", "/server_info")],
+    *[("GET", path) for path in ("/metrics", "/metrics/", "/load", "/v1/responses/r", "/server_info")],
     *[("DELETE", "/v1/models"), ("POST", "/v1/chat/completions/render"), ("POST", "/v1/completions/")],
 ]
 
