@@ -222,7 +222,7 @@ class ScriptedServer:
     def _answer(self, request: Seen) -> Reply | Refusal:
         with self._lock:
             self.requests.append(request)
-            if request.speculation is not None:
+            if isinstance(request.speculation, str):
                 self._arrived_s[request.speculation] = time.monotonic()
             if request.body.get("model") not in (None, self.model):
                 message = f"The model `{request.body['model']}` does not exist."

@@ -245,7 +245,9 @@ class _Asked:
                 first = PromptSegment(SegmentKind.DOCUMENT, spans[0][1], len(token_ids), spans[0][0])
                 prefix = static_prefix_digest(token_ids, [first])
             key = documents[0] if documents else _opening(body)
-            return cls(documents, prefix, f"{body.get('cache_salt')}\0{key}", said.get("speculation"))
+            speculation = said.get("speculation")
+            salted = f"{body.get('cache_salt')}\0{key}"
+            return cls(documents, prefix, salted, speculation if isinstance(speculation, str) else None)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             return cls((), None, "", None)
 

@@ -282,3 +282,15 @@ def test_engines_of_somebody_else_make_a_fleet_which_closes_them(servers: list[S
         assert fleet.generate(prompt(fleet, "a")).text
     fleet.close()
     assert all(engine._transport._inner is None for engine in engines)
+
+
+@pytest.mark.parametrize("speculation", [[], {}, 5])
+def test_a_request_that_makes_no_sense_is_for_a_server_to_refuse_and_counts_no_longer_than_its_answer(
+    fleet: Fleet, servers: list[ScriptedServer], speculation: Any
+) -> None:
+    body = {"model": fleet.model, "prompt": "Who?", "kv_transfer_params": {"ragcache": {"speculation": speculation}}}
+    for server in servers:
+        server.rules = [lambda _: Refusal(400, "no id", "BadRequestError")]
+    for _ in range(4):
+        assert fleet.http_client().post(f"{fleet.base_url}/completions", json=body).status_code == 400
+    assert {replica.num_running for replica in fleet._replicas.all} == {0}
