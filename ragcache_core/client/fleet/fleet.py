@@ -77,7 +77,7 @@ class Fleet(EngineClient):
             f"{HOME}/v1",
             _NO_KEY,
             self._replicas,
-            RetryPolicy(first_token_timeout_s, resume_greedy),
+            RetryPolicy(first_token_timeout_s, resume_greedy, len(self.engines)),
             replicas=self._replicas,
             cached_prefixes=FleetPrefixes(self._replicas),
         )

@@ -72,11 +72,13 @@ class RetryPolicy:
     """What is done for requests besides sending them again when their server died.
 
     One that is streamed and has no token after ``first_token_timeout_s`` is cancelled and sent once more.
-    ``resume_greedy``: whether a greedy answer goes on where it was cut.
+    ``resume_greedy``: whether a greedy answer goes on where it was cut. ``num_servers``: so many that cannot be
+    reached are tried before one counts as having failed the request.
     """
 
     first_token_timeout_s: float | None = None
     resume_greedy: bool = True
+    num_servers: int = 1
 
     def __post_init__(self) -> None:
         check_seconds("first_token_timeout_s", self.first_token_timeout_s)
@@ -104,6 +106,7 @@ class Attempt:
         self._sent_s = self._failed_s = 0.0
         self._error: Exception | None = None
         self._retries_left = _MAX_RETRIES
+        self._others_left = policy.num_servers - 1
 
     def begin(self) -> None:
         """Note that it is sent now."""
@@ -136,10 +139,14 @@ class Attempt:
             return
         if isinstance(error.__cause__, _HungError):
             error = EngineHungError(str(error))
-        if self._watch is None or self._retries_left == 0 or isinstance(error, httpx.ReadTimeout):
+        is_unsent = isinstance(error, httpx.ConnectError) and self._others_left > 0
+        if self._watch is None or isinstance(error, httpx.ReadTimeout) or not (is_unsent or self._retries_left):
             raise error
         self._error = error
-        self._retries_left -= 1
+        if is_unsent:
+            self._others_left -= 1
+        else:
+            self._retries_left -= 1
         self._failed_s = time.monotonic()
         self._watch.suspect(self._run)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -294,3 +296,32 @@ def test_a_request_that_makes_no_sense_is_for_a_server_to_refuse_and_counts_no_l
     for _ in range(4):
         assert fleet.http_client().post(f"{fleet.base_url}/completions", json=body).status_code == 400
     assert {replica.num_running for replica in fleet._replicas.all} == {0}
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_one_replica_that_is_left_of_many_answers(monkeypatch: pytest.MonkeyPatch, *, is_drained: bool) -> None:
+    monkeypatch.setattr("ragcache_core.client.fleet.replicas.choose_replica", lambda names, *_: min(names))
+    with ExitStack() as stack:
+        many = sorted((stack.enter_context(replica()) for _ in range(7)), key=lambda server: server.base_url)
+        with Fleet.connect([server.url for server in many], api_key="key", restart_timeout_s=0.3) as fleet:
+            for server in many[:-1]:
+                if is_drained:
+                    server.script(Refusal(503, "The server is being shut down.", "ServiceUnavailable"))
+                else:
+                    server.__exit__()
+            assert fleet.generate(prompt(fleet, "a")).text
+    assert len(many[-1].requests) == 1
+
+
+def test_where_many_replicas_are_gone_at_once_a_request_waits_for_one_to_come_back() -> None:
+    with ExitStack() as stack:
+        many = [stack.enter_context(replica()) for _ in range(6)]
+        with Fleet.connect([server.url for server in many], api_key="key", restart_timeout_s=20.0) as fleet:
+            shown, port = prompt(fleet, "a"), int(many[0].url.rpartition(":")[2])
+            for server in many:
+                server.__exit__()
+            with ThreadPoolExecutor(1) as threads:
+                answer = threads.submit(fleet.generate, shown)
+                time.sleep(0.3)
+                stack.enter_context(ScriptedServer(api_key="key", root=str(DEMO_MODEL), port=port))
+                assert answer.result().text
