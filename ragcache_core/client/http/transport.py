@@ -80,7 +80,7 @@ class RetryingTransport(httpx.BaseTransport):
         while True:
             if error is not None:
                 attempt.failed(error)
-                while not attempt.may_retry():
+                while self._inner is not None and not attempt.may_retry():
                     time.sleep(_POLL_S)
             if self._inner is None:
                 raise EngineClosedError("the engine was closed: launch or connect again")
@@ -158,7 +158,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         while True:
             if error is not None:
                 attempt.failed(error)
-                while not attempt.may_retry():  # noqa: ASYNC110 (who watches the server is in no loop)
+                while not self._closed and not attempt.may_retry():  # noqa: ASYNC110 (its watch is in no loop)
                     await asyncio.sleep(_POLL_S)
             if self._closed:
                 raise EngineClosedError("the engine was closed: launch or connect again")

@@ -469,3 +469,18 @@ def test_a_closed_transport_says_so(server: FakeServer) -> None:
     transport.close()
     with pytest.raises(EngineClosedError, match="launch or connect again"):
         httpx.Client(transport=transport).post(server.url, content=b"prompt")
+
+
+@pytest.mark.parametrize("kind", [RetryingTransport, AsyncRetryingTransport])
+def test_who_waits_for_a_dead_server_is_told_when_the_transport_is_closed(
+    server: FakeServer, kind: type[RetryingTransport] | type[AsyncRetryingTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = FakeWatch("is alive")
+    transport = kind(watch)
+    monkeypatch.setattr(watch, "suspect", lambda _: transport.close())  # and nothing finds it alive
+    server.script = [cut]
+    with pytest.raises(EngineClosedError, match="launch or connect again"):
+        if isinstance(transport, RetryingTransport):
+            httpx.Client(transport=transport).post(server.url, content=b"prompt")
+        else:
+            asyncio.run(httpx.AsyncClient(transport=transport).post(server.url, content=b"prompt"))
