@@ -160,7 +160,13 @@ class Fleet(EngineClient):
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
         wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
         self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
-        receipts = await asyncio.gather(*(engine.aforget(wanted, wait_s=wait_s) for engine in self.engines))
+        asked = (engine.aforget(wanted, wait_s=wait_s) for engine in self.engines)
+        answers = await asyncio.gather(*asked, return_exceptions=True)  # an error of one must not end the others
+        receipts: list[ForgetReceipt] = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            receipts.append(answer)
         return _of_all(receipts)
 
     def drain(self, timeout_s: float) -> bool:

@@ -16,6 +16,7 @@ from ragcache_core.client import Engine, Fleet
 from ragcache_core.errors import ConfigError, EngineAuthError, EngineError, EngineUnreachableError
 from ragcache_core.ordering import PathChange, encode_changes, static_prefix_digest
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
+from ragcache_core.stats import ForgetReceipt
 from ragcache_core.types import Document
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
@@ -325,3 +326,21 @@ def test_where_many_replicas_are_gone_at_once_a_request_waits_for_one_to_come_ba
                 time.sleep(0.3)
                 stack.enter_context(ScriptedServer(api_key="key", root=str(DEMO_MODEL), port=port))
                 assert answer.result().text
+
+
+def test_all_other_replicas_have_forgotten_when_one_fails_to(
+    fleet: Fleet, servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = fleet.engines[2]
+    forget = engine.aforget
+
+    async def late(*asked: Any, **how: Any) -> ForgetReceipt:
+        await asyncio.sleep(0.2)
+        return await forget(*asked, **how)
+
+    monkeypatch.setattr(engine, "aforget", late)
+    for server in servers[1:]:
+        server.receipt = {"forgotten": ["a"], "unknown": [], "num_paths": 1}
+    with pytest.raises(EngineError):  # the first is plain vLLM
+        asyncio.run(fleet.aforget(["a"]))
+    assert [server.forgotten for server in servers[1:]] == [[["a"]]] * 2
