@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -12,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import httpx
 
@@ -38,6 +40,7 @@ _OPENING = 64
 _UNAVAILABLE = 503
 
 _logger = logging.getLogger(__name__)
+_all: WeakSet[ReplicaSet] = WeakSet()
 
 
 class Replica:
@@ -76,7 +79,7 @@ class Replica:
 class ReplicaSet:
     """Chooses among replicas; as a whole it is watched like one server, which answers while one of them does.
 
-    What it knows of their load are the requests that go through it.
+    What it knows of their load are the requests that go through it. A fork begins with none.
     """
 
     run = 1
@@ -85,8 +88,14 @@ class ReplicaSet:
         """``patience_s``: how long a request waits where no replica answers."""
         self.patience_s = patience_s
         self.all = [Replica(engine) for engine in engines]
+        self._start_anew()
+        _all.add(self)
+
+    def _start_anew(self) -> None:
         self._lock = threading.Lock()
         self._speculations: OrderedDict[str, Replica] = OrderedDict()
+        for replica in self.all:
+            replica.num_running = 0
 
     def ready(self) -> list[Replica]:
         """Return those that take requests."""
@@ -174,6 +183,7 @@ class RoutedRequest:
         self._replicas = replicas
         self._replica = replica
         self._is_counted = is_counted
+        self._process = os.getpid()
         self.request = self._addressed(request)
 
     def _addressed(self, request: httpx.Request) -> httpx.Request:
@@ -214,7 +224,8 @@ class RoutedRequest:
     def end(self) -> None:
         if self._is_counted:
             self._is_counted = False
-            self._replicas.done(self._replica)
+            if self._process == os.getpid():  # else a fork ends what it has of its parent's
+                self._replicas.done(self._replica)
 
 
 class _BusyError(httpx.ConnectError):
@@ -273,3 +284,11 @@ def _seconds(retry_after: str | None) -> float:
         return min(max(float(retry_after or _REST_S), 0.1), _MAX_REST_S)
     except ValueError:
         return _REST_S
+
+
+def _start_all_anew() -> None:
+    for replicas in list(_all):
+        replicas._start_anew()
+
+
+os.register_at_fork(after_in_child=_start_all_anew)

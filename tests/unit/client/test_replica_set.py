@@ -1,0 +1,167 @@
+"""Which replica of a fleet gets a request, and what is known of their load, whatever becomes of the requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
+from ragcache_core.client.http.attempt import Health
+from ragcache_core.client.http.routing import RoutedTransport
+
+ANSWERS = ["said", "refused", "drained", "dead", "cut", "left", "interrupted"]
+
+
+class FakeWatch:
+    """A server that is alive whenever it is asked."""
+
+    run = 1
+
+    def health(self) -> Health:
+        return Health.READY
+
+    def suspect(self, run: int) -> None: ...
+
+    def seen_alive_since(self, monotonic_s: float) -> bool:
+        return True
+
+    def why_in_vain(self) -> str | None:
+        return None
+
+
+class NothingCached:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        yield None
+
+
+def replica_set(num: int = 3) -> ReplicaSet:
+    parts = SimpleNamespace(watch=FakeWatch(), cached_prefixes=NothingCached())
+    engines = [SimpleNamespace(base_url=f"http://replica-{i}/v1", api_key="key", integration=parts) for i in range(num)]
+    return ReplicaSet(cast("Any", engines), None)
+
+
+def asking(document: str = "a", **body: object) -> httpx.Request:
+    named = {"ragcache": {"documents": [{"id": document, "start": 0}]}}
+    asked = {"prompt": "Who?", "kv_transfer_params": named, **body}
+    return httpx.Request("POST", f"{HOME}/v1/completions", content=json.dumps(asked))
+
+
+def load(replicas: ReplicaSet) -> list[int]:
+    return [replica.num_running for replica in replicas.all]
+
+
+class Body(httpx.SyncByteStream):
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b"one"
+        if self._error is not None:
+            raise self._error
+        yield b"two"
+
+
+class FakeServers(httpx.BaseTransport):
+    """Answers as the request's ``user`` says."""
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        assert sum(load(self._replicas)) > 0
+        how = json.loads(request.content)["user"]
+        if how == "dead":
+            raise httpx.ConnectError("refused")
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        error = httpx.ReadError("cut") if how == "cut" else None
+        return httpx.Response({"refused": 400, "drained": 503}.get(how, 200), stream=Body(error))
+
+
+def ask(transport: RoutedTransport, document: str, how: str) -> None:
+    try:
+        response = transport.handle_request(asking(document, user=how))
+    except (httpx.ConnectError, KeyboardInterrupt):
+        return
+    try:
+        for _ in cast("httpx.SyncByteStream", response.stream):
+            if how == "left":
+                break
+    except httpx.ReadError:
+        assert how == "cut"
+    finally:
+        response.close()
+        response.stream.close()  # type: ignore[union-attr]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(ANSWERS)), max_size=20))
+def test_however_requests_end_none_of_them_counts_afterwards(asked: list[tuple[str, str]]) -> None:
+    replicas = replica_set()
+    transport = RoutedTransport(replicas, FakeServers(replicas))
+    for document, how in asked:
+        ask(transport, document, how)
+        assert load(replicas) == [0, 0, 0]
+
+
+def test_requests_of_many_threads_are_counted_right() -> None:
+    replicas = replica_set()
+    transport = RoutedTransport(replicas, FakeServers(replicas))
+    least: list[int] = []
+
+    def run(seed: int) -> None:
+        chosen = random.Random(seed)
+        for _ in range(60):
+            ask(transport, chosen.choice("abcd"), chosen.choice([how for how in ANSWERS if how != "drained"]))
+            least.append(min(load(replicas)))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert min(least) >= 0
+    assert load(replicas) == [0, 0, 0]
+
+
+@given(st.lists(st.sampled_from("abcdef"), max_size=40), st.integers(1, 9))
+def test_none_has_more_than_its_share_of_what_is_being_answered(documents: list[str], num: int) -> None:
+    replicas = replica_set(num)
+    for number, document in enumerate(documents, 1):
+        replicas.send(asking(document))
+        assert max(load(replicas)) <= -(-1.25 * number // num)
+    assert sum(load(replicas)) == len(documents)
+
+
+def test_a_fork_counts_only_what_it_asks_itself() -> None:
+    replicas = replica_set()
+    sent = [replicas.send(asking(name)) for name in "abc"]
+    with replicas._lock:  # as another thread of the parent may have it
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                before = load(replicas)
+                mine = replicas.send(asking())
+                for request in (*sent, mine):
+                    request.end()
+                status = 0 if before == load(replicas) == [0, 0, 0] else 2
+            finally:
+                os._exit(status)
+    deadline = threading.Timer(10.0, os.kill, (pid, 9))
+    deadline.start()
+    assert os.waitpid(pid, 0)[1] == 0
+    deadline.cancel()
+    assert sum(load(replicas)) == 3
