@@ -117,13 +117,14 @@ class ReplicaSet:
         asked = _Asked.of(request) if asks_completion(request) else None
         with self._lock:
             replica = self._pinned(request) or self._choose(asked)
+            sending = RoutedRequest(self, replica, request, is_counted=asked is not None)
             if asked is not None:
                 replica.num_running += 1
                 if asked.speculation is not None:
                     self._speculations[asked.speculation] = replica
                     if len(self._speculations) > _MAX_SPECULATIONS:
                         self._speculations.popitem(last=False)
-        return RoutedRequest(self, replica, request, is_counted=asked is not None)
+        return sending
 
     def _pinned(self, request: httpx.Request) -> Replica | None:
         """Return the replica that alone can answer this."""
@@ -189,7 +190,7 @@ class RoutedRequest:
     def _addressed(self, request: httpx.Request) -> httpx.Request:
         root = self._replica.name.removesuffix("/v1")
         headers = httpx.Headers(request.headers)
-        del headers["Host"]
+        headers.pop("Host", None)
         headers["Authorization"] = f"Bearer {self._replica.engine.api_key}"
         if self._is_counted:
             place = self._replicas.all.index(self._replica)
@@ -213,10 +214,10 @@ class RoutedRequest:
             self._replica.failed()
 
     def failed(self, error: BaseException) -> BaseException:
+        self.end()
         if isinstance(error, (*BROKEN, httpx.ConnectTimeout)) and not isinstance(error, _BusyError):
             _logger.debug("replica %s failed: %s: %s", self._replica.name, type(error).__name__, error)
             self._replica.failed()
-        self.end()
         if isinstance(error, httpx.ConnectTimeout):
             return httpx.ConnectError(f"{self._replica.name} accepts no connection: {error}", request=self.request)
         return error
@@ -281,7 +282,7 @@ def _num_cached_tokens(replica: Replica, asked: _Asked) -> int:
 
 def _seconds(retry_after: str | None) -> float:
     try:
-        return min(max(float(retry_after or _REST_S), 0.1), _MAX_REST_S)
+        return max(min(_MAX_REST_S, float(retry_after or _REST_S)), 0.1)  # no number is the longest
     except ValueError:
         return _REST_S
 

@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -165,3 +165,43 @@ def test_a_fork_counts_only_what_it_asks_itself() -> None:
     assert os.waitpid(pid, 0)[1] == 0
     deadline.cancel()
     assert sum(load(replicas)) == 3
+
+
+def test_a_request_that_cannot_be_sent_counts_nowhere() -> None:
+    replicas = replica_set()
+    nameless = asking()
+    del nameless.headers["Host"]
+    replicas.send(nameless).end()
+    for replica in replicas.all:
+        replica.name = "http://no\naddress"
+    with pytest.raises(httpx.InvalidURL):
+        replicas.send(asking())
+    assert load(replicas) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("refused"), KeyboardInterrupt()])
+def test_a_request_is_over_even_where_its_replica_cannot_be_looked_at(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = replica_set()
+    sending = replicas.send(asking())
+
+    def suspect(_: FakeWatch, __: int) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(FakeWatch, "suspect", suspect)
+    with suppress(RuntimeError):
+        sending.failed(error)
+    assert load(replicas) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("retry_after", ["1", "nan", "inf", "-1", "Wed, 21 Oct 2026 07:28:00 GMT", "", None])
+def test_a_drained_replica_rests_whatever_it_says_of_how_long(retry_after: str | None) -> None:
+    replicas = replica_set()
+    sending = replicas.send(asking())
+    drained = str(sending.request.url.host)
+    headers = {} if retry_after is None else {"Retry-After": retry_after}
+    with pytest.raises(httpx.ConnectError):
+        sending.answered(httpx.Response(503, headers=headers))
+    sending.end()
+    assert replicas.send(asking()).request.url.host != drained
