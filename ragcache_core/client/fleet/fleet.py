@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import reduce
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 
 from pydantic import TypeAdapter
 
+from ragcache_core.client.cache import CacheRoutes
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.fleet.prefixes import FleetPrefixes
@@ -49,7 +50,7 @@ class Fleet(EngineClient):
     A replica that fails, hangs or is drained is left alone until it is well; what it had not begun to answer is sent to
     another one, and greedy answers go on there. Fails only what no replica answers.
 
-    ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them.
+    ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them; ``cache`` is each one's own, ``engines[0].cache``.
 
     Attributes:
         engines: the replicas.
@@ -82,6 +83,7 @@ class Fleet(EngineClient):
             cached_prefixes=FleetPrefixes(self._replicas),
         )
         self._prefetching = _EachPrefetches(self._replicas)
+        self.cache = cast("CacheRoutes", _NoSharedCache())
         try:
             self._shake_hands(lambda *_: cast("ModelTokenizer", self.engines[0].tokenizer))
         except BaseException:
@@ -218,6 +220,18 @@ class Fleet(EngineClient):
             merged,
             kv_cache_usage=sum(stats.kv_cache_usage for stats in told) / len(told),
             num_unnamed_chats=self.integration.prompts.num_unnamed_chats,
+        )
+
+
+class _NoSharedCache:
+    """In place of what a server has cached: asking any replica would tell, or purge, a part."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_") or not hasattr(CacheRoutes, name):
+            raise AttributeError(name)
+        raise ConfigError(
+            f"a fleet has no cache.{name}, each replica has a cache of its own: call engine.cache.{name} for each engine "
+            "of fleet.engines"
         )
 
 

@@ -344,3 +344,12 @@ def test_all_other_replicas_have_forgotten_when_one_fails_to(
     with pytest.raises(EngineError):  # the first is plain vLLM
         asyncio.run(fleet.aforget(["a"]))
     assert [server.forgotten for server in servers[1:]] == [[["a"]]] * 2
+
+
+def test_what_is_done_to_the_cache_of_one_replica_is_not_taken_for_that_of_all(
+    fleet: Fleet, servers: list[ScriptedServer]
+) -> None:
+    for act in ("purge", "gc", "ls", "apin"):
+        with pytest.raises(ConfigError, match=rf"engine.cache.{act} for each engine of fleet.engines"):
+            getattr(fleet.cache, act)
+    assert not any(server.cache_requests for server in servers)
