@@ -29,6 +29,9 @@ DEFAULT_CUTS = (0.05, 0.15, 0.4, 1.0)
 """Shares of the work after which a stage ends. The top documents settle in the first few percent of the work, so the
 cuts are geometric."""
 
+MAX_STAGES = 1000
+"""More would tell nothing new, and who asks for billions would have the memory of who searches."""
+
 MULTIPLY_ADDS_PER_MS = 5e6
 """Where a store's pace begins. Measured: one core does 4 to 6 million over vectors that do not fit its caches."""
 _PACE_BOUNDS = (MULTIPLY_ADDS_PER_MS / 1000, MULTIPLY_ADDS_PER_MS * 1000)
@@ -224,23 +227,29 @@ def stage_cuts(
     ``multiply_adds_per_ms``; a number takes that many, geometrically; a sequence is used as it is.
 
     Raises:
-        SearchError: not a number of stages, or not increasing shares that end in 1.
+        SearchError: not a number of stages, more than :data:`MAX_STAGES`, or not increasing shares that end in 1.
     """
     if stages is None:
         return _worthwhile(DEFAULT_CUTS, work / multiply_adds_per_ms)
     if isinstance(stages, int | np.integer):
         if isinstance(stages, bool) or stages < 1:
-            raise SearchError(f"stages is {stages!r}: give a number of at least 1, or increasing shares that end in 1")
-        num_stages = int(stages)
+            raise SearchError(f"stages is {stages!r:.80}: give a number of at least 1, or increasing shares that end in 1")
+        _check_number_of_stages(num_stages := int(stages), stages)
         return tuple(DEFAULT_CUTS[0] ** ((num_stages - 1 - i) / max(1, num_stages - 1)) for i in range(num_stages))
     try:
         cuts = tuple(float(cut) for cut in stages)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         cuts = ()
+    _check_number_of_stages(len(cuts), stages)
     increasing = all(a < b for a, b in zip((0.0, *cuts), cuts, strict=False))
     if not cuts or not increasing or not math.isclose(cuts[-1], 1.0):
-        raise SearchError(f"stages is {stages!r}: give increasing shares of the work that end in 1, as (0.1, 0.5, 1.0)")
+        raise SearchError(f"stages is {stages!r:.80}: give increasing shares of the work that end in 1, as (0.1, 0.5, 1.0)")
     return (*cuts[:-1], 1.0)
+
+
+def _check_number_of_stages(number: int, stages: object) -> None:
+    if number > MAX_STAGES:
+        raise SearchError(f"stages is {stages!r:.80}: a search has at most {MAX_STAGES}")
 
 
 def _worthwhile(cuts: Sequence[float], search_ms: float) -> tuple[float, ...]:

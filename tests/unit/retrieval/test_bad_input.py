@@ -112,6 +112,7 @@ BAD_CALLS: dict[str, tuple[Callable[[DocumentStore], object], type[Exception], s
     "k too large": (lambda s: s.search("a", 21), errors.TooFewDocumentsError, "21 .* holds 20"),
     "k too large, staged": (lambda s: staged(s, "a", 21), errors.TooFewDocumentsError, "21 .* holds 20"),
     "stages of 0": (lambda s: staged(s, "a", 2, stages=0), errors.SearchError, "stages is 0"),
+    "too many stages": (lambda s: staged(s, "a", 2, stages=10**9), errors.SearchError, "at most 1000"),
     "query vector of 3": (lambda s: s.search_vector([1, 2, 3], 1), errors.SearchError, "3 dimensions, the store 128"),
     "query vector NaN": (lambda s: s.search_vector([float("nan")] * 128, 1), errors.SearchError, "NaN"),
     "query vector empty": (lambda s: s.search_vector([], 1), errors.SearchError, "0 dimensions"),

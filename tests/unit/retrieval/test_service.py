@@ -154,6 +154,8 @@ def test_errors_of_a_search_are_those_of_the_store(store: DocumentStore, remote:
         lambda s: s.search(QUERY, 2, score_threshold="near"),
         lambda s: s.search_vector([1.0, 2.0], 2),
         lambda s: asyncio.run(all_of(s, QUERY, 2, stages=0)),
+        lambda s: asyncio.run(all_of(s, QUERY, 2, stages=1001)),
+        lambda s: asyncio.run(all_of(s, QUERY, 2, stages=[*np.linspace(0.0001, 1, 1001)])),
     ]
     for search in searches:
         with pytest.raises(RAGCacheError) as here:
@@ -674,3 +676,12 @@ def test_a_read_only_store_is_refreshed_and_one_to_write_has_no_news(folder: Pat
             assert len(read) == 19
             assert not read.refresh()
         assert not writer.refresh()
+
+
+def test_a_service_takes_no_more_stages_than_it_can_hold(store: DocumentStore) -> None:
+    with StoreService(store) as service:
+        for stages in (10**8, 10**300, [*range(1, 5000)]):
+            answer = httpx.post(f"{service.url}/v1/search", json={"query": QUERY, "k": 1, "stages": stages}, timeout=5.0)
+            assert answer.status_code == 400
+            assert "a search has at most 1000" in answer.text
+            assert len(answer.content) < 500
