@@ -90,7 +90,7 @@ def understood(url: str) -> Iterator[None]:
         yield
     except RAGCacheError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StoreError(
             f"what answers at {url} says what no service of a store says ({error!r:.80}): check the address"
         ) from error
@@ -107,8 +107,15 @@ def document_said(document: Document) -> dict[str, Any]:
 
 
 def document_read(said: Mapping[str, Any]) -> Document:
-    """Return a document that was said."""
-    return Document(said["doc_id"], said["text"], said["metadata"])
+    """Return a document that was said.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    doc_id, text, metadata = said["doc_id"], said["text"], said["metadata"]
+    if not (isinstance(doc_id, str) and isinstance(text, str) and isinstance(metadata, dict)):
+        raise TypeError(f"a document of {doc_id!r:.20}, {text!r:.20} and {metadata!r:.20}")
+    return Document(doc_id, text, metadata)
 
 
 def stage_said(update: RetrievalUpdate, known: set[DocId]) -> dict[str, Any]:

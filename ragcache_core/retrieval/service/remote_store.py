@@ -95,7 +95,7 @@ class RemoteStore:
             raise ConfigError(f"the service's address is {url!r:.80}: give http://host:port, or https://")
         if not (isinstance(timeout_s, int | float) and 0 < timeout_s < math.inf):
             raise ConfigError(f"timeout_s is {timeout_s!r:.40}: give seconds above 0")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
             raise ConfigError("the api_key has characters that HTTP cannot send: pass it as the service has it")
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s

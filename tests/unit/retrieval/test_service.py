@@ -400,6 +400,7 @@ def test_a_port_that_is_taken_is_said(store: DocumentStore) -> None:
         ("http://", {}, "give http://host:port|no service"),
         ("http://127.0.0.1:1", {"timeout_s": 0}, "timeout_s is 0"),
         ("http://127.0.0.1:1", {"api_key": "naïve"}, "characters that HTTP cannot send"),
+        ("http://127.0.0.1:1", {"api_key": b"key"}, "characters that HTTP cannot send"),
     ],
 )
 def test_an_address_that_cannot_work_is_refused(url: str, settings: dict[str, Any], message: str) -> None:
@@ -453,8 +454,8 @@ def failed(kind: str) -> dict[str, Any]:
     return {"error": {"type": kind, "message": "it failed"}}
 
 
-STAGE = {"stage": 0, "is_final": False, "ids": ["a"], "scores": [0.5]}
-STAGE |= {"new": [{"doc_id": "a", "text": "A", "metadata": {}}]}
+NEW = {"doc_id": "a", "text": "A", "metadata": {}}
+STAGE = {"stage": 0, "is_final": False, "ids": ["a"], "scores": [0.5], "new": [NEW]}
 
 
 def after_hello(answer: bytes) -> Callable[[socket.socket, bytes], None]:
@@ -513,8 +514,16 @@ def test_what_is_no_service_of_a_store_is_refused_at_the_door(answer: bytes, err
         (http(lines(hello(), STAGE, {**STAGE, "scores": []})), StoreError, "says what no service of a store says"),
         (http(lines(hello(), STAGE, {**STAGE, "ids": ["b"]})), StoreError, "says what no service of a store says"),
         (http(lines(hello(), STAGE) + b"\xff\n"), StoreError, "says what no service of a store says"),
+        (http(lines(hello(), STAGE) + b"[" * 20_000 + b"\n"), StoreError, "says what no service of a store says"),
+        (http(lines(hello(), STAGE, {**STAGE, "stage": float("inf")})), StoreError, "says what no service of a store says"),
+        (http(lines(hello(), STAGE, {**STAGE, "scores": [10**400]})), StoreError, "says what no service of a store says"),
+        (http(lines(hello(), STAGE, {**STAGE, "new": [{**NEW, "text": 5}]})), StoreError, "says what no service"),
+        (http(lines(hello(), STAGE, {**STAGE, "new": [{**NEW, "metadata": [1]}]})), StoreError, "says what no service"),
     ],
-    ids=["cut", "unfinished", "error", "strange-error", "scores", "unknown-id", "no-json"],
+    ids=[
+        *("cut", "unfinished", "error", "strange-error", "scores", "unknown-id", "no-json"),
+        *("deep", "infinite", "huge", "text", "metadata"),
+    ],
 )
 def test_a_service_that_fails_amid_the_stages_fails_the_search_after_what_came(
     answer: bytes, error: Any, message: str
