@@ -117,7 +117,7 @@ class ReplicaSet:
         asked = _Asked.of(request) if asks_completion(request) else None
         with self._lock:
             replica = self._pinned(request) or self._choose(asked)
-            sending = RoutedRequest(self, replica, request, is_counted=asked is not None)
+            sending = RoutedRequest(self, replica, request, asked)
             if asked is not None:
                 replica.num_running += 1
                 if asked.speculation is not None:
@@ -180,21 +180,22 @@ class ReplicaSet:
 class RoutedRequest:
     """A request on its way to a replica."""
 
-    def __init__(self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, *, is_counted: bool) -> None:
+    def __init__(self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, asked: _Asked | None) -> None:
+        """``asked``: of a completion, which counts."""
         self._replicas = replicas
         self._replica = replica
-        self._is_counted = is_counted
+        self._is_counted = asked is not None
         self._process = os.getpid()
-        self.request = self._addressed(request)
+        self.request = self._addressed(request, asked)
 
-    def _addressed(self, request: httpx.Request) -> httpx.Request:
+    def _addressed(self, request: httpx.Request, asked: _Asked | None) -> httpx.Request:
         root = self._replica.name.removesuffix("/v1")
         headers = httpx.Headers(request.headers)
         headers.pop("Host", None)
         headers["Authorization"] = f"Bearer {self._replica.engine.api_key}"
-        if self._is_counted:
+        if asked is not None:
             place = self._replicas.all.index(self._replica)
-            headers[_REQUEST_ID] = f"{headers.get(_REQUEST_ID) or uuid.uuid4().hex}-r{place}"
+            headers[_REQUEST_ID] = f"{headers.get(_REQUEST_ID) or asked.request_id or uuid.uuid4().hex}-r{place}"
         url = f"{root}{request.url.raw_path.decode('ascii')}"
         return httpx.Request(
             request.method, url, headers=headers, content=request.content, extensions=request.extensions
@@ -241,6 +242,8 @@ class _Asked:
     prefix: bytes | None
     key: str
     speculation: str | None
+    request_id: str | None
+    """The one that the body names, which the header would hide."""
 
     @classmethod
     def of(cls, request: httpx.Request) -> _Asked:
@@ -259,9 +262,17 @@ class _Asked:
             key = documents[0] if documents else _opening(body)
             speculation = said.get("speculation")
             salted = f"{body.get('cache_salt')}\0{key}"
-            return cls(documents, prefix, salted, speculation if isinstance(speculation, str) else None)
+            request_id = body.get("request_id")
+            is_sendable = isinstance(request_id, str) and request_id.isascii() and request_id.isprintable()
+            return cls(
+                documents,
+                prefix,
+                salted,
+                speculation if isinstance(speculation, str) else None,
+                request_id.strip() if is_sendable else None,
+            )
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-            return cls((), None, "", None)
+            return cls((), None, "", None, None)
 
 
 def _opening(body: Mapping[str, Any]) -> str:

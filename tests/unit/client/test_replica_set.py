@@ -205,3 +205,16 @@ def test_a_drained_replica_rests_whatever_it_says_of_how_long(retry_after: str |
         sending.answered(httpx.Response(503, headers=headers))
     sending.end()
     assert replicas.send(asking()).request.url.host != drained
+
+
+@pytest.mark.parametrize(
+    ("said", "sent"), [("mine", "mine-r"), ("mine-r7", "mine-r7-r"), ("line\nbreak", ""), ("naïve", ""), (5, ""), ("", "")]
+)
+def test_a_request_keeps_the_id_that_its_body_names_where_a_header_can_hold_it(said: object, sent: str) -> None:
+    replicas = replica_set()
+    sending = replicas.send(asking(request_id=said))
+    name = sending.request.headers["X-Request-Id"]
+    place = [replica.num_running for replica in replicas.all].index(1)
+    assert name == f"{sent}{place}" if sent else len(name) == len(f"-r{place}") + 32
+    figures = replicas.send(httpx.Request("GET", f"{HOME}/v1/ragcache/requests/cmpl-{name}"))
+    assert figures.request.url.host == sending.request.url.host
