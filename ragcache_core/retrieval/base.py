@@ -233,7 +233,9 @@ def stage_cuts(
         return _worthwhile(DEFAULT_CUTS, work / multiply_adds_per_ms)
     if isinstance(stages, int | np.integer):
         if isinstance(stages, bool) or stages < 1:
-            raise SearchError(f"stages is {stages!r:.80}: give a number of at least 1, or increasing shares that end in 1")
+            raise SearchError(
+                f"stages is {stages!r:.80}: give a number of at least 1, or increasing shares that end in 1"
+            )
         _check_number_of_stages(num_stages := int(stages), stages)
         return tuple(DEFAULT_CUTS[0] ** ((num_stages - 1 - i) / max(1, num_stages - 1)) for i in range(num_stages))
     try:
@@ -243,7 +245,9 @@ def stage_cuts(
     _check_number_of_stages(len(cuts), stages)
     increasing = all(a < b for a, b in zip((0.0, *cuts), cuts, strict=False))
     if not cuts or not increasing or not math.isclose(cuts[-1], 1.0):
-        raise SearchError(f"stages is {stages!r:.80}: give increasing shares of the work that end in 1, as (0.1, 0.5, 1.0)")
+        raise SearchError(
+            f"stages is {stages!r:.80}: give increasing shares of the work that end in 1, as (0.1, 0.5, 1.0)"
+        )
     return (*cuts[:-1], 1.0)
 
 

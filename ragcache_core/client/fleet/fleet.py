@@ -50,7 +50,7 @@ class Fleet(EngineClient):
     A replica that fails, hangs or is drained is left alone until it is well; what it had not begun to answer is sent to
     another one, and greedy answers go on there. Fails only what no replica answers.
 
-    ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them; ``cache`` is each one's own, ``engines[0].cache``.
+    ``stats``, ``forget``, ``prefetch`` and ``drain`` mean all of them. ``cache`` is each one's own.
 
     Attributes:
         engines: the replicas.
@@ -230,8 +230,8 @@ class _NoSharedCache:
         if name.startswith("_") or not hasattr(CacheRoutes, name):
             raise AttributeError(name)
         raise ConfigError(
-            f"a fleet has no cache.{name}, each replica has a cache of its own: call engine.cache.{name} for each engine "
-            "of fleet.engines"
+            f"a fleet has no cache.{name}, each replica has a cache of its own: call engine.cache.{name} for each "
+            "engine of fleet.engines"
         )
 
 

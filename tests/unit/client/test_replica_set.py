@@ -208,7 +208,8 @@ def test_a_drained_replica_rests_whatever_it_says_of_how_long(retry_after: str |
 
 
 @pytest.mark.parametrize(
-    ("said", "sent"), [("mine", "mine-r"), ("mine-r7", "mine-r7-r"), ("line\nbreak", ""), ("naïve", ""), (5, ""), ("", "")]
+    ("said", "sent"),
+    [("mine", "mine-r"), ("mine-r7", "mine-r7-r"), ("line\nbreak", ""), ("naïve", ""), (5, ""), ("", "")],
 )
 def test_a_request_keeps_the_id_that_its_body_names_where_a_header_can_hold_it(said: object, sent: str) -> None:
     replicas = replica_set()
