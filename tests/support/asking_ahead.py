@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ragcache_core import Engine, RenderedPrompt
+from ragcache_core.client.engine_client import EngineClient
 from ragcache_core.client.speculation.speculation import Speculation
 
 
-def speculate(engine: Engine, call: Callable[[], object]) -> Speculation:
+def speculate(engine: EngineClient, call: Callable[[], object]) -> Speculation:
     """Send the request that ``call`` would send, as a speculation."""
     return engine.integration.speculation.prepare(call)()
 
