@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -179,9 +178,8 @@ class Fleet(EngineClient):
     def close(self, grace_s: float = GRACE_S) -> None:
         """Close the connections, and every replica's; launched ones end. May be called again."""
         self._close_connections()
-        ends_s = time.monotonic() + grace_s
-        for engine in self.engines:
-            engine.close(max(ends_s - time.monotonic(), 0.0))
+        with ThreadPoolExecutor(len(self.engines)) as threads:
+            list(threads.map(lambda engine: engine.close(grace_s), self.engines))
 
     def __repr__(self) -> str:
         return f"Fleet(model={self.model!r}, replicas={self._replicas.names()})"
@@ -243,7 +241,9 @@ class _EachPrefetches:
 
     def prefetch(self, token_ids: Sequence[int], cache_salt: str | None = None) -> int:
         """Return the most tokens that one of them reads."""
-        return max((self._one(replica, token_ids, cache_salt) for replica in self._replicas.ready()), default=0)
+        ready = self._replicas.ready()
+        with ThreadPoolExecutor(len(ready) or 1) as threads:
+            return max(threads.map(lambda replica: self._one(replica, token_ids, cache_salt), ready), default=0)
 
     def _one(self, replica: Replica, token_ids: Sequence[int], cache_salt: str | None) -> int:
         with suppress(EngineError):
@@ -282,4 +282,5 @@ def _check_alike(engines: Sequence[Engine]) -> None:
 
 def _told_by(engine: Engine) -> dict[str, object]:
     offered = Handshake(engine.http_client(), engine.base_url, engine.api_key).tokenizer_offer()
-    return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered}
+    cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
+    return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}

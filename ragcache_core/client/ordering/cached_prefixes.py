@@ -8,7 +8,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -166,10 +166,13 @@ class CachedPrefixes(KnownPrefixes):
             told = answer["engines"]  # what was before a reset serves until all is complete
             engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(told)]
             cursor = str(answer["cursor"])
-            with self._lock:
-                for paths, each in zip(engines, told, strict=True):
+            read = self._engines or ()
+            for paths, each in zip(engines, told, strict=True):
+                is_read = any(paths is one for one in read)  # a whole copy takes a while, and nobody reads it yet
+                with self._lock if is_read else nullcontext():
                     paths.apply(each["changes"])
-                if answer["is_complete"]:
+            if answer["is_complete"]:
+                with self._lock:
                     self._engines = engines
             if answer["is_complete"]:
                 with self._read:
