@@ -72,6 +72,10 @@ def headers(key: str) -> dict[str, str]:
         ("POST", "/v1/responses", 403),
         ("POST", "/invocations", 403),
         ("GET", "/metrics", 403),
+        ("HEAD", "/metrics", 403),
+        ("OPTIONS", "/metrics", 403),
+        ("OPTIONS", "/metrics/", 403),
+        ("OPTIONS", "/metrics/all", 403),
     ],
 )
 def test_vllm_asks_for_no_other_key_than_the_door(server: TestClient, method: str, route: str, by_tenant: int) -> None:
@@ -81,6 +85,12 @@ def test_vllm_asks_for_no_other_key_than_the_door(server: TestClient, method: st
     for key in (ACME, OTHER):
         assert server.request(method, route, json={}, headers=headers(key)).status_code == by_tenant
     assert server.request(method, route, json={}, headers=headers(SERVER)).status_code not in (401, 403)
+
+
+def test_a_browser_that_asks_before_it_asks_needs_no_key(server: TestClient) -> None:
+    asked = {"Origin": "https://a.page", "Access-Control-Request-Method": "POST"}
+    answer = server.options("/v1/completions", headers=asked)
+    assert "CORS" in answer.text, "vLLM answers it, by its own list of origins"
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
