@@ -90,6 +90,18 @@ async def test_what_no_engine_can_take_is_refused_with_place_value_limit_and_cur
     assert len(error["message"]) < 400
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+async def test_how_a_body_is_written_hides_nothing(encoding: str) -> None:
+    deep = f'{{"kv_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}'
+    for body in (deep.replace("_", "\\u005F").encode(), deep.replace("k", "\\u006b").encode(), deep.encode(encoding)):
+        status, answer = await ask(body)
+        assert (status, b"nested more than 8 deep" in answer) == (400, True)
+    for half in ('{"prompt": "a\\ud800"}'.encode(encoding), b'{"prompt": "a\xed\xa0\x80"}'):
+        assert (await ask(half))[0] == 400
+    fine = '{"prompt": "\\u0070"}'.encode(encoding)
+    assert await ask(fine) == (200, fine)
+
+
 @pytest.mark.parametrize(
     "body",
     [
