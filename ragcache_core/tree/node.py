@@ -51,7 +51,7 @@ class TreeNode(NodeStats):
         owner: the tenant whose it is, with all behind it; None is nobody's.
         num_pins: while positive, no tier may evict it.
         num_users: while positive, it stays in the tree, resident or not.
-        is_private: no other application may know that it is here: it was asked with a salt.
+        is_private: no other application may know that it is here, or what stands behind it: it was asked with a salt.
         stored_s: the moment from which on units of it have been in some tier, and so the age of the oldest of them.
         updated: sequence number of the last change of its numbers; breaks ties between equal ranks.
     """
@@ -74,7 +74,7 @@ class TreeNode(NodeStats):
         self.owner: str | None = None if parent is None else parent.owner
         self.num_pins = 0
         self.num_users = 0
-        self.is_private = False
+        self.is_private: bool = parent is not None and parent.is_private
         self.stored_s: float | None = None
         self.updated = 0
 

@@ -225,7 +225,7 @@ class PrefixTree:
         node.num_tokens -= num_tokens
         lower = self._new_node(node, keys, num_tokens, node.doc_id)
         node.copy_stats_to(lower)
-        lower.other_ids, lower.is_private = node.other_ids, node.is_private
+        lower.other_ids = node.other_ids
         lower.children = children
         for child in lower.iter_children():
             child.parent = lower

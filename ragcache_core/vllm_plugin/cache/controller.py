@@ -7,7 +7,7 @@ on the scheduler's thread, call it when a request or a block changes its state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,6 +36,7 @@ from ragcache_core.wire import RequestMetadata
 
 if TYPE_CHECKING:
     from ragcache_core.stats import ChunkReuseStats
+    from ragcache_core.tree import TreeNode
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 
 _LOOKS_AN_AGE = 20
@@ -249,8 +250,8 @@ class CacheController:
         state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, tenant, turn=turn)
         self._requests[request_id] = state
         path = self.tree.insert(self._path_segments(state, keys))
-        for node in path if is_salted else ():
-            node.is_private = True
+        if is_salted:
+            _make_private(path)
         if path:
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
@@ -563,6 +564,8 @@ class CacheController:
             self.tree.extend(after, keys[first : index + 1], num_tokens, None if state is None else state.tenant)
         location = self.tree.locate(keys[index])
         assert location is not None
+        if state is not None and state.is_salted:
+            _make_private(location.node.path())
         return location
 
     # Reporting
@@ -689,3 +692,8 @@ class CacheController:
                 short |= {segment.doc_id}
         state.tail_ids = short
         return path
+
+
+def _make_private(path: Iterable[TreeNode]) -> None:
+    for node in path:
+        node.is_private = True

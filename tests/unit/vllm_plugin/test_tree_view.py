@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.cache.recent_requests import MAX_REQUESTS
@@ -114,3 +116,22 @@ def test_a_forgotten_document_has_no_name_in_the_times_of_requests() -> None:
     (told,) = it.recent_requests(10, 13.0)["requests"]  # type: ignore[attr-defined]
     assert told["doc_ids"] == []
     assert told["num_documents"] == 1
+
+
+@pytest.mark.parametrize("num_before", [0, 2], ids=["a_prompt_of_no_block", "behind_a_prefix"])
+def test_a_salted_document_that_ends_in_a_block_with_the_answer_has_no_name_either(num_before: int) -> None:
+    it = controller(tiers=TIERS)
+    own, end = keys(num_before + 3), 4 * num_before + 3
+    parts = segments(*([("", end - 3)] if num_before else []), ("secret", end))
+    it.on_new_request("r", RequestMetadata(parts), own, end, 10.0, is_salted=True)
+    it.on_admitted("r", own, {}, 10.5)
+    for index in range(len(own)):
+        it.locate_block(own, index, "r")
+    put(it, own)
+    it.on_finished("r", 12.0)
+    while not (listed := it.contents.list("token", "bytes", 10)):
+        pass
+    assert listed == {"documents": [], "total": 0}
+    assert it.contents.show(["secret"])["documents"] == []
+    assert it.pin(["secret"], is_trial=True)["unknown"] == ["secret"]
+    assert view(it)["nodes"] == []
