@@ -471,6 +471,8 @@ class CacheController:
         self.record_change()
         receipt = self.forgetting.forget_all()
         self.document_uses.clear()
+        self._recent.forget_all()
+        self.tenants.forget_all()
         self.retrieved.clear()
         return receipt
 

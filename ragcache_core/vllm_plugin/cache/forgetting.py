@@ -160,7 +160,10 @@ class Forgetting:
         named = {name for node in nodes for name in (node.doc_id, *node.other_ids)}
         freed = Freed(doc_ids={doc_id for doc_id in doc_ids if doc_id in named})
         all_units = frozenset(units)
-        forgotten = Forgotten(doc_ids, units, self._concerned(doc_ids, all_units, freed), is_all)
+        concerned = self._concerned(doc_ids, all_units, freed)
+        if is_all:  # a prompt without a full block has no unit yet
+            concerned = dict.fromkeys(self._requests, 0)
+        forgotten = Forgotten(doc_ids, units, concerned, is_all)
         self._pins.on_forgotten(doc_ids, all_units)
         for request_id, first_block in forgotten.requests.items():
             state = self._requests[request_id]

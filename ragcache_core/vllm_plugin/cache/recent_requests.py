@@ -28,6 +28,11 @@ class RecentRequests:
         for _, said in self._ended:
             said["doc_ids"] = [doc_id for doc_id in _names(said) if doc_id not in doc_ids]
 
+    def forget_all(self) -> None:
+        """Name no document any more that was asked about up to now."""
+        for _, said in self._ended:
+            said["doc_ids"] = []
+
     def newest(self, running: Iterable[RequestState], limit: int, now_s: float) -> list[dict[str, object]]:
         """Return the latest ``limit`` requests, those that are ``running`` first, and when each came.
 

@@ -86,6 +86,11 @@ class TenantFigures:
         for tenant in self._by_name.values():
             tenant.uses.forget(doc_ids)
 
+    def forget_all(self) -> None:
+        """Count all documents anew."""
+        for tenant in self._by_name.values():
+            tenant.uses.clear()
+
     def drop_unread(self) -> None:
         """Stop following the tree for tenants who do not ask any more."""
         for tenant in self._by_name.values():

@@ -89,6 +89,17 @@ def test_tenants_are_told_of_themselves_alone_and_keep_to_their_quotas(tenants: 
         assert all((f"of {other}" in told) == (other == tenant) for other in "ab")
 
 
+def test_purged_a_tenant_is_told_of_no_document_any_more(tenants: Path) -> None:
+    stage = shared(tenants)
+    ask(stage, "a", "X")
+    stage.finish_all()
+    stage.controller.forget_all()
+    report: Any = stage.controller.report()
+    assert report["tenants"]["a"]["hottest_documents"] == []
+    assert "X of a" not in json.dumps([stage.scheduler.recent_requests(9), stage.scheduler.cached_paths("", "a")])
+    assert not any(stage.controller.tree.tiers[Tier.GPU].shares.owned.values())
+
+
 def test_a_tenants_flood_pushes_out_nobody_else(tenants: Path) -> None:
     stage = shared(tenants)
     ask(stage, "a", "X")

@@ -135,3 +135,17 @@ def test_a_salted_document_that_ends_in_a_block_with_the_answer_has_no_name_eith
     assert it.contents.show(["secret"])["documents"] == []
     assert it.pin(["secret"], is_trial=True)["unknown"] == ["secret"]
     assert view(it)["nodes"] == []
+
+
+def test_nothing_that_was_purged_has_a_name_in_the_times_of_requests() -> None:
+    it = controller(tiers=TIERS)
+    ask(it, "a")
+    own = keys(1, "b")
+    it.on_new_request("r", RequestMetadata(segments(("short", 3))), own[:0], 3, 10.0)
+    it.forget_all()
+    state = it.state_of("r")
+    assert state is not None
+    assert state.first_private == 0, "what it has of before is nobody else's"
+    it.on_finished("r", 12.0)
+    told: Any = it.recent_requests(10, 13.0)["requests"]
+    assert [request["doc_ids"] for request in told] == [[], []]
