@@ -12,7 +12,6 @@
             "chunk_reuse": {"max_recompute": 0.3}, # or true, false, "store"; only if it is not to be as the engine does
             "prefill": true,                       # only if nobody asks: the request that begins so follows, and counts
             "expected_uses": 12,                   # only with "prefill": of its documents, in the next 1,000 requests
-            "tenant": "acme",                      # put in by a server that knows tenants, whatever the client says
         },
     }
 
@@ -203,13 +202,6 @@ def decode_speculation(params: Mapping[str, object]) -> str | None:
         return _speculation(raw.get("speculation")) if isinstance(raw, Mapping) else None
     except (ConfigError, RecursionError):
         return None
-
-
-def decode_tenant(params: Mapping[str, object]) -> str | None:
-    """Return whose request it is, as the server has put it in, whatever else it says of itself."""
-    raw = params.get(KEY)
-    tenant = raw.get("tenant") if isinstance(raw, Mapping) else None
-    return tenant if isinstance(tenant, str) and tenant else None
 
 
 def check_sendable(value: object, name: str) -> None:

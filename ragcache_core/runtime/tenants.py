@@ -177,8 +177,17 @@ def key_digest(key: str) -> bytes:
 
 
 def salt_of(tenant: str, cache_salt: str | None = None) -> str:
-    """Return the salt of a tenant's requests: no other's is the same, whatever salt his requests say themselves."""
-    return f"tenant-{_digest('salt', tenant, cache_salt)}"
+    """Return the salt of a tenant's requests: no other's is the same, whatever salt his requests say themselves.
+
+    By its beginning, :func:`mark_of` him, the engine knows whose a request is. vLLM takes a salt wherever KV is looked
+    up, and loses what else a request says where it makes requests of its own, as in a beam search.
+    """
+    return f"{mark_of(tenant)}-{_digest('salt', tenant, cache_salt)}"
+
+
+def mark_of(tenant: str) -> str:
+    """Return what a tenant's salts begin with, up to their last ``-``."""
+    return f"tenant-{_digest('mark', tenant)[:32]}"
 
 
 def speculation_of(tenant: str, speculation: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ragcache_core.runtime.tenants import Tenants
+from ragcache_core.runtime.tenants import Tenants, mark_of
 from ragcache_core.tree import KnowledgeTree
 from ragcache_core.types import DocId, Tier
 from ragcache_core.vllm_plugin.cache.document_usage import DocumentUses
@@ -36,13 +36,14 @@ class TenantFigures:
             name: _Tenant(DocumentUses(tree), PrefixPublisher(tree, tokens_per_block))
             for name in (() if tenants is None else tenants.by_name)
         }
+        self._by_mark = {mark_of(name): name for name in self._by_name}
 
     def __bool__(self) -> bool:
         return self._tenants is not None
 
-    def __contains__(self, name: object) -> bool:
-        """Return whether the engine knows a tenant."""
-        return name in self._by_name
+    def of_salt(self, salt: str | None) -> str | None:
+        """Return whose requests have a salt; None if it is no tenant's."""
+        return self._by_mark.get((salt or "").rpartition("-")[0])
 
     def divide(self, tier: Tier, report: TierReport, blocks_per_unit: int) -> None:
         """Give every tenant his share of a tier.

@@ -36,7 +36,7 @@ from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
 from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory
 from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
-from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, decode_tenant, tile
+from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,7 +93,7 @@ class DocumentAware:
             metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
         if not self.controller.settings.max_prefill_bs:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
-        tenant = self._tenant_of(request)
+        tenant = self.controller.tenants.of_salt(request.cache_salt)
         is_tenants_own = tenant is not None and request.cache_salt == salt_of(tenant)
         since_s = arrived_s(time.monotonic(), time.time() - request.arrival_time, self.controller.last_step)
         self.controller.on_new_request(
@@ -112,14 +112,6 @@ class DocumentAware:
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
         self._read(request, metadata)
-
-    def _tenant_of(self, request: Request) -> str | None:
-        """Return whose request it is: only the server names a tenant, and never without a salt."""
-        assert self.controller is not None
-        if not (self.controller.tenants and request.cache_salt):
-            return None
-        tenant = decode_tenant(request.kv_transfer_params or {})
-        return tenant if tenant in self.controller.tenants else None
 
     def prefetch(self, request: Request) -> bool:
         """Begin to read from disk what a prompt needs that nobody asks yet; return whether there is anything."""

@@ -15,7 +15,7 @@ from ragcache_core.runtime.tenants import MAX_SALT_CHARS, Tenants, salt_of, spec
 from ragcache_core.vllm_plugin.server.metrics.series import ENGINE
 from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.settings import PluginSettings
-from ragcache_core.wire import KEY, WIRE_VERSION
+from ragcache_core.wire import KEY
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -76,7 +76,7 @@ def report_for(tenant: str, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TenantRequests:
-    """Middleware that puts a tenant's salt and name into his requests; see :func:`owned_body`."""
+    """Middleware that puts a tenant's salt into his requests; see :func:`owned_body`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -109,7 +109,7 @@ class TenantRequests:
 
 
 def owned_body(body: bytes, tenant: str) -> bytes:
-    """Return a request's body as a tenant's: with his salt, his name, and his names for speculations.
+    """Return a request's body as a tenant's: with his salt, and his names for speculations.
 
     A salt of his own divides his requests further.
 
@@ -123,14 +123,11 @@ def owned_body(body: bytes, tenant: str) -> bytes:
     if not isinstance(request, dict):
         raise ConfigError(f"the body is {quoted(request)}: send a JSON object")
     request["cache_salt"] = salt_of(tenant, _checked_salt(request.get("cache_salt")))
-    params = request.get("kv_transfer_params")
-    params = params if isinstance(params, dict) else {}
-    metadata = params.get(KEY)
-    metadata = dict(metadata) if isinstance(metadata, dict) else {"version": WIRE_VERSION}
-    if isinstance(speculation := metadata.get("speculation"), str):
-        metadata["speculation"] = speculation_of(tenant, speculation)
-    kept = {name: params[name] for name in _PARAMS if name in params}
-    request["kv_transfer_params"] = {**kept, KEY: {**metadata, "tenant": tenant}}
+    if isinstance(params := request.get("kv_transfer_params"), dict):
+        request["kv_transfer_params"] = kept = {name: params[name] for name in _PARAMS if name in params}
+        metadata = kept.get(KEY)
+        if isinstance(metadata, dict) and isinstance(speculation := metadata.get("speculation"), str):
+            metadata["speculation"] = speculation_of(tenant, speculation)
     _refuse_shared_media(request.get("messages"))
     return json.dumps(request).encode()
 

@@ -129,14 +129,27 @@ def shared(tenants: Path, num_blocks: int = 64) -> Stage:
 
 def ask(stage: Stage, tenant: str, doc: str, salt: str | None = None) -> str:
     """Ask as a server does for who has a tenant's key."""
-    metadata = {"documents": [{"id": f"{doc} of {tenant}", "start": 0, "end": 160}], "tenant": tenant}
+    metadata = {"documents": [{"id": f"{doc} of {tenant}", "start": 0, "end": 160}]}
     return stage.ask(doc, salt=salt_of(tenant, salt), metadata=metadata, question=1)
 
 
-def test_who_names_a_tenant_without_a_salt_or_an_unknown_one_is_nobody(tenants: Path) -> None:
+def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
+    """vLLM makes its requests anew: of what the server has put in they have the salt alone."""
     stage = shared(tenants)
-    stage.ask("X", metadata={"tenant": "a"})
-    stage.ask("X", metadata={"tenant": "who"}, salt="s")
+    for salt in (salt_of("a"), salt_of("a", "own")):
+        stage.ask("X", salt=salt)
+        stage.finish_all()
+    owned = stage.controller.tree.tiers[Tier.GPU].shares.owned
+    assert set(owned) == {"a"}
+    stage.ask("W")
+    stage.finish_all()
+    assert owned["a"] <= 12, "the quota"
+
+
+def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Path) -> None:
+    stage = shared(tenants)
+    for salt in (None, "s", "tenant-a-b", salt_of("who")):
+        stage.ask("X", salt=salt)
     stage.finish_all()
     assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}
 

@@ -14,7 +14,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ragcache_core.runtime.tenants import salt_of
-from ragcache_core.wire import KEY, WIRE_VERSION, decode_tenant
+from ragcache_core.wire import KEY, WIRE_VERSION
 from tests.conftest import DEMO_MODEL
 
 SERVER, ACME, OTHER = "key-of-the-server", "a" * 32, "b" * 32
@@ -106,5 +106,4 @@ def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: l
     salts = [request.cache_salt for request in read]
     assert salts == [salt_of("acme", "of a user"), salt_of("b", "of a user"), "of a user"]
     params = [request.to_sampling_params(1, {}).extra_args["kv_transfer_params"] for request in read]
-    assert [decode_tenant(each) for each in params[:2]] == ["acme", "b"]
     assert [len(each) for each in params] == [1, 1, 2], "nothing that is for transfers between engines"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.runtime.tenants import Tenants, hashed, salt_of, speculation_of
+from ragcache_core.runtime.tenants import Tenants, hashed, mark_of, salt_of, speculation_of
 from ragcache_core.types import Tier
 
 KEY, OTHER = "k" * 32, "m" * 32
@@ -90,5 +90,7 @@ def test_no_salt_and_no_speculation_of_a_tenant_is_anothers_whatever_they_say() 
         made = [make(tenant, own) for tenant in ("a", "b", "a.b", "as") for own in said]  # type: ignore[arg-type]
         assert len(set(made)) == len(made)
     assert salt_of("a", "s") == salt_of("a", "s")
+    marks = {salt_of("a", own).rpartition("-")[0] for own in ("s", "-", "b-c", None)}
+    assert marks == {mark_of("a")} != {mark_of("b")}
     assert len(salt_of("a" * 64, "s" * 128)) <= 128
     assert len(speculation_of("a", "s")) == 64

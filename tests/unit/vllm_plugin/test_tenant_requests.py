@@ -21,7 +21,7 @@ from ragcache_core.runtime.tenants import Tenants, salt_of, speculation_of
 from ragcache_core.stats import merged_report
 from ragcache_core.vllm_plugin.server.middleware import Door, Work
 from ragcache_core.vllm_plugin.server.tenant_requests import TenantRequests, check_door, report_for, tenants_of
-from ragcache_core.wire import KEY, WIRE_VERSION, decode_kv_transfer_params, decode_tenant
+from ragcache_core.wire import KEY, WIRE_VERSION, decode_kv_transfer_params
 
 SERVER, ACME, OTHER, OPERATOR = "server-key", "a" * 32, "b" * 32, "o" * 32
 
@@ -102,15 +102,13 @@ def test_probes_need_no_key_as_ever(server: TestClient, route: str) -> None:
     assert server.get(route).status_code == 200
 
 
-def test_a_request_has_its_tenants_salt_and_name_whatever_it_says(server: TestClient) -> None:
+def test_a_request_has_its_tenants_salt_whatever_it_says(server: TestClient) -> None:
     lie = {"version": WIRE_VERSION, "tenant": "other", "documents": [{"id": "d", "start": 0, "end": 2}]}
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/ragcache/prefetch"):
         plain = sent(server, route=route, prompt=[1, 2, 3])
         assert (plain["cache_salt"], plain["prompt"]) == (salt_of("acme"), [1, 2, 3])
-        assert decode_tenant(plain["kv_transfer_params"]) == "acme"
         said = sent(server, route=route, cache_salt=salt_of("other"), kv_transfer_params={KEY: lie})
         assert said["cache_salt"] == salt_of("acme", salt_of("other")) != salt_of("other")
-        assert decode_tenant(said["kv_transfer_params"]) == "acme"
         (document,) = decode_kv_transfer_params(said["kv_transfer_params"], 2).segments
         assert document.doc_id == "d"
 
@@ -118,7 +116,7 @@ def test_a_request_has_its_tenants_salt_and_name_whatever_it_says(server: TestCl
 def test_what_is_for_transfers_between_engines_is_left_out(server: TestClient) -> None:
     params = {"do_remote_prefill": True, "ragcache_adapted": True, "max_offload_tokens": 0, "prompt_token_ids": [1]}
     got = sent(server, kv_transfer_params=params)["kv_transfer_params"]
-    assert got == {"max_offload_tokens": 0, "prompt_token_ids": [1], KEY: {"version": WIRE_VERSION, "tenant": "acme"}}
+    assert got == {"max_offload_tokens": 0, "prompt_token_ids": [1]}
 
 
 def test_the_same_speculation_of_two_tenants_is_two(server: TestClient) -> None:
@@ -157,7 +155,7 @@ def test_a_body_that_cannot_be_made_a_tenants_own_is_refused(server: TestClient,
 
 @pytest.mark.parametrize("strange", [None, 3, [], "x", {KEY: 5}, {KEY: {"speculation": 5}}])
 def test_what_contradicts_itself_is_a_tenants_all_the_same(server: TestClient, strange: object) -> None:
-    assert decode_tenant(sent(server, kv_transfer_params=strange)["kv_transfer_params"]) == "acme"
+    assert sent(server, kv_transfer_params=strange)["cache_salt"] == salt_of("acme")
 
 
 def test_a_report_for_a_tenant_holds_nothing_of_others() -> None:
