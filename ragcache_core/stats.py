@@ -650,8 +650,9 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(reports) == 1:
         return reports[0]
     total = _merged(reports)
-    names = dict.fromkeys(name for report in reports for name in report.get("tenants", ()))
-    tenants = {name: _merged([report["tenants"][name] for report in reports]) for name in names}
+    by_tenant = [report.get("tenants", {}) for report in reports]  # one may have begun with another file of tenants
+    names = dict.fromkeys(name for each in by_tenant for name in each)
+    tenants = {name: _merged([each[name] for each in by_tenant if name in each]) for name in names}
     return {
         **total,
         "max_overtaken": max(report["max_overtaken"] for report in reports),

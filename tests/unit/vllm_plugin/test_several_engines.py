@@ -46,6 +46,12 @@ def test_figures_of_several_engines_add_up() -> None:
     assert merged_report([second]) is second
 
 
+def test_figures_of_tenants_add_up_where_one_engine_does_not_know_them_all() -> None:
+    told = [report(tenants={"a": report(), "b": report()}), report(tenants={"b": report(), "c": report()}), report()]
+    merged = merged_report(told)
+    assert {name: figures["num_requests"] for name, figures in merged["tenants"].items()} == {"a": 3, "b": 6, "c": 3}
+
+
 def test_what_engines_have_cached_stands_side_by_side_and_is_complete_when_all_is_told() -> None:
     told = [
         {"cursor": "5f.2", "is_reset": True, "is_complete": True, "changes": [["00", ["a"], 32, True]]},
