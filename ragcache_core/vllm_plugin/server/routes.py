@@ -58,11 +58,17 @@ probes = APIRouter(tags=["ragcache"])
 async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
     """Return the figures of a request that was answered lately, by the ``id`` of its response.
 
-    They may arrive a moment after the answer: it waits for them a little.
+    They may arrive a moment after the answer: it waits for them a little, and as long for another tenant's as for none.
     """
+    tenant = tenant_of(asked)
+
+    def find() -> dict[str, Any] | None:
+        figures = received.request(response_id)
+        return figures if figures is not None and tenant in (None, figures.get("tenant")) else None
+
     if received.engine() is not None:
-        figures = await received.notifier.wait_for(lambda: received.request(response_id), _PATIENCE_S)
-        if figures is not None and tenant_of(asked) in (None, figures.get("tenant")):
+        figures = await received.notifier.wait_for(find, _PATIENCE_S)
+        if figures is not None:
             return figures
     raise HTTPException(404, f"no request {response_id!r:.80} ended lately")
 

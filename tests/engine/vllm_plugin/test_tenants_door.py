@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from ragcache_core.runtime.tenants import salt_of
+from ragcache_core.vllm_plugin.server import routes
+from ragcache_core.vllm_plugin.server.engine_view import Received
+from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, WIRE_VERSION
 from tests.conftest import DEMO_MODEL
 
@@ -107,3 +111,22 @@ def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: l
     assert salts == [salt_of("acme", "of a user"), salt_of("b", "of a user"), "of a user"]
     params = [request.to_sampling_params(1, {}).extra_args["kv_transfer_params"] for request in read]
     assert [len(each) for each in params] == [1, 1, 2], "nothing that is for transfers between engines"
+
+
+def test_a_request_of_another_tenants_is_as_unknown_as_one_that_never_was(
+    server: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An id may be a client's own, ``X-Request-Id``: to ask for one must not tell whether somebody has used it."""
+    figures = Received()
+    figures.begin(PluginSettings())
+    figures.add({"requests": {"cmpl-1-0-12345678": {"num_gpu_tokens": 7, "tenant": "b"}}}, 0)
+    monkeypatch.setattr(routes, "received", figures)
+    monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
+
+    def ask(key: str, name: str) -> tuple[int, bool]:
+        began_s = time.monotonic()
+        status = server.get(f"/v1/ragcache/requests/{name}", headers=headers(key)).status_code
+        return status, time.monotonic() - began_s >= 0.1
+
+    assert ask(ACME, "cmpl-1") == ask(ACME, "cmpl-2") == (404, True)
+    assert ask(OTHER, "cmpl-1")[0] == ask(SERVER, "cmpl-1")[0] == 200
