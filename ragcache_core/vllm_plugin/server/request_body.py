@@ -2,7 +2,7 @@
 
 JSON has halves of surrogate pairs and numbers of any size, MessagePack, by which vLLM sends requests to its engine, has
 not: vLLM would answer with status 500, and never forget the request. What is nested hundreds deep in
-``kv_transfer_params`` would end the engine, which pickles it for its workers.
+``kv_transfer_params`` or ``ec_transfer_params`` would end the engine, which pickles it for its workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_o
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable, read_expected_uses
 
 _SUSPICIOUS = re.compile(
-    rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|kv_transfer_params|\\u00[5-7]|\0"
+    rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|_transfer_params|\\u00[5-7]|\0"
 )
 """Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float, no metadata.
 
@@ -87,9 +87,11 @@ def problem_of(body: bytes) -> tuple[int, str, str] | None:
         return None
     try:
         check_sendable(request, "the request")
+        for place in ("kv_transfer_params", "ec_transfer_params"):
+            said = request.get(place)
+            for name, value in said.items() if isinstance(said, dict) else ():
+                check_depth(value, f"{place}.{name:.80}")
         params = request.get("kv_transfer_params")
-        for name, value in params.items() if isinstance(params, dict) else ():
-            check_depth(value, f"kv_transfer_params.{name:.80}")
         metadata = params.get(KEY) if isinstance(params, dict) else None
         if isinstance(metadata, dict):
             read_expected_uses(metadata)  # ranks what is cached for everybody

@@ -123,6 +123,7 @@ def owned_body(body: bytes, tenant: str) -> bytes:
     if not isinstance(request, dict):
         raise ConfigError(f"the body is {quoted(request)}: send a JSON object")
     request["cache_salt"] = salt_of(tenant, _checked_salt(request.get("cache_salt")))
+    request.pop("ec_transfer_params", None)
     if isinstance(params := request.get("kv_transfer_params"), dict):
         request["kv_transfer_params"] = kept = {name: params[name] for name in _PARAMS if name in params}
         metadata = kept.get(KEY)

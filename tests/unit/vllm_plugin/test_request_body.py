@@ -79,6 +79,10 @@ async def test_a_request_goes_to_the_engine_that_has_its_documents_unless_it_nam
             f'{{"kv_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}',
             "kv_transfer_params.a is nested more than 8 deep",
         ),
+        (
+            f'{{"ec_transfer_params": {{"a": {"[" * 700}{"]" * 700}}}}}',
+            "ec_transfer_params.a is nested more than 8 deep",
+        ),
     ],
 )
 async def test_what_no_engine_can_take_is_refused_with_place_value_limit_and_cure(body: str, said: str) -> None:

@@ -115,8 +115,9 @@ def test_a_request_has_its_tenants_salt_whatever_it_says(server: TestClient) -> 
 
 def test_what_is_for_transfers_between_engines_is_left_out(server: TestClient) -> None:
     params = {"do_remote_prefill": True, "ragcache_adapted": True, "max_offload_tokens": 0, "prompt_token_ids": [1]}
-    got = sent(server, kv_transfer_params=params)["kv_transfer_params"]
-    assert got == {"max_offload_tokens": 0, "prompt_token_ids": [1]}
+    got = sent(server, kv_transfer_params=params, ec_transfer_params={"peer": "x"})
+    assert got["kv_transfer_params"] == {"max_offload_tokens": 0, "prompt_token_ids": [1]}
+    assert "ec_transfer_params" not in got
 
 
 def test_the_same_speculation_of_two_tenants_is_two(server: TestClient) -> None:
