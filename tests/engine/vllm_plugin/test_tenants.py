@@ -167,6 +167,7 @@ def p_value(slow: list[float], fast: list[float], num_permutations: int = 20_000
     return float((1 + (differences >= seen).sum()) / (1 + num_permutations))
 
 
+@pytest.mark.alone
 def test_a_strangers_prompt_is_no_faster_than_a_new_one(engines: dict[str, Engine]) -> None:
     """Samples are interleaved; that the test would see a hit is shown by who asked first asking again."""
     times: dict[str, list[float]] = {"new": [], "stranger's": [], "own": []}
