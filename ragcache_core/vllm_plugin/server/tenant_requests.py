@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _WITH_SALT = ("/completions", "/v1/ragcache/prefetch")
+_NOT_HIS_HEADERS = (b"content-length", b"transfer-encoding", b"x-vllm-priority")
+"""Those of the body that he sent, and vLLM's that would put his request before another tenant's."""
 _PARAMS = (KEY, "prompt_token_ids", "max_offload_tokens")
 """What of ``kv_transfer_params`` a tenant may say; other names are for transfers between engines."""
 
@@ -98,7 +100,7 @@ class TenantRequests:
             said = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
             await JSONResponse({"error": said}, 400)(scope, receive, send)
             return
-        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"transfer-encoding")]
+        headers = [pair for pair in scope["headers"] if pair[0] not in _NOT_HIS_HEADERS]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
         again: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -109,7 +111,7 @@ class TenantRequests:
 
 
 def owned_body(body: bytes, tenant: str) -> bytes:
-    """Return a request's body as a tenant's: with his salt, and his names for speculations.
+    """Return a request's body as a tenant's: with his salt, his names for speculations, and no priority over others.
 
     A salt of his own divides his requests further.
 
@@ -123,7 +125,8 @@ def owned_body(body: bytes, tenant: str) -> bytes:
     if not isinstance(request, dict):
         raise ConfigError(f"the body is {quoted(request)}: send a JSON object")
     request["cache_salt"] = salt_of(tenant, _checked_salt(request.get("cache_salt")))
-    request.pop("ec_transfer_params", None)
+    for name in ("ec_transfer_params", "priority"):
+        request.pop(name, None)
     if isinstance(params := request.get("kv_transfer_params"), dict):
         request["kv_transfer_params"] = kept = {name: params[name] for name in _PARAMS if name in params}
         metadata = kept.get(KEY)

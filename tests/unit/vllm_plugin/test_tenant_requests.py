@@ -41,7 +41,8 @@ def server(path: Path) -> Iterator[TestClient]:
     """A server whose every route says what it got."""
 
     async def echo(request: Request) -> JSONResponse:
-        return JSONResponse({"path": request.url.path, "body": (await request.body()).decode()})
+        priority = request.headers.get("x-vllm-priority")
+        return JSONResponse({"path": request.url.path, "body": (await request.body()).decode(), "priority": priority})
 
     app = Starlette(routes=[Route("/{path:path}", echo, methods=["GET", "POST", "DELETE"])])
     app.add_middleware(TenantRequests)
@@ -118,6 +119,13 @@ def test_what_is_for_transfers_between_engines_is_left_out(server: TestClient) -
     got = sent(server, kv_transfer_params=params, ec_transfer_params={"peer": "x"})
     assert got["kv_transfer_params"] == {"max_offload_tokens": 0, "prompt_token_ids": [1]}
     assert "ec_transfer_params" not in got
+
+
+def test_a_tenant_comes_before_no_other(server: TestClient) -> None:
+    assert "priority" not in sent(server, priority=-9)
+    hurried = server.post("/v1/completions", json={}, headers={**headers(ACME), "X-Vllm-Priority": "-9"})
+    assert hurried.json()["priority"] is None
+    assert sent(server, SERVER, priority=-9)["priority"] == -9
 
 
 def test_the_same_speculation_of_two_tenants_is_two(server: TestClient) -> None:
