@@ -76,8 +76,8 @@ class StoreService:
         limits = Limits(max_k, max_body_bytes, max_searches, search_timeout_s)
         keys = ApiKeys([] if api_key is None else [api_key])
         app = StoreApp(store, keys=keys, limits=limits, refresh_s=refresh_s)
-        self._socket = _listening(host, port)
         store.wait_until_prepared()
+        self._socket = _listening(host, port)
         address, self._port = self._socket.getsockname()[:2]
         self._host = f"[{address}]" if ":" in address else address
         self._server: Any = uvicorn.Server(
