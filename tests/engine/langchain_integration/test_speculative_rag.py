@@ -87,11 +87,9 @@ async def test_the_trace_has_the_engines_phases_below_what_was_asked_ahead(
         said = await answer(rag_over(engine, llm, wrong, right, right), "ainvoke")
     stats = said.response_metadata["ragcache"]
     cancelled, confirmed = await asyncio.to_thread(traced.await_spans, "ragcache.speculation", 2)
-    assert [(span.attributes or {})["ragcache.speculation.outcome"] for span in (cancelled, confirmed)] == [
-        "cancelled", "confirmed",
-    ]  # fmt: skip
-    below = {"ragcache.queue": {}, "ragcache.prefill": {}}
-    assert (traced.tree(cancelled), traced.tree(confirmed)) == ({}, below)
+    outcomes = [(span.attributes or {})["ragcache.speculation.outcome"] for span in (cancelled, confirmed)]
+    assert outcomes in (["cancelled", "confirmed"], ["unused", "confirmed"]), "it may have ended before"
+    assert traced.tree(confirmed) == {"ragcache.queue": {}, "ragcache.prefill": {}}
     assert list(traced.tree()["application"]) == ["ragcache.search", f"chat {engine.model}"]  # type: ignore[call-overload]
     (queue,), (prefill,) = traced.named("ragcache.queue"), traced.named("ragcache.prefill")
     assert (queue.end_time or 0) - (queue.start_time or 0) == pytest.approx(stats["queue_s"] * 1e9, abs=1e3)
