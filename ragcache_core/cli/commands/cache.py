@@ -22,6 +22,7 @@ from ragcache_core.cli.commands.forget import (
 from ragcache_core.cli.options import FiniteRange, api_key_option
 from ragcache_core.cli.output import printable, size
 from ragcache_core.errors import ConfigError
+from ragcache_core.runtime.terminal import columns, plain
 from ragcache_core.stats import CONTENTS_ORDERS, MAX_LISTED
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> N
     if as_json:
         print_json({"url": engine.base_url, **contents.to_dict()})
         return
-    click.echo("\n".join(_table(contents)))
+    click.echo(_table(contents))
     if len(contents.documents) < contents.total:
         click.echo(f"{len(contents.documents):,} of {contents.total:,} documents; more: --limit")
 
@@ -234,11 +235,10 @@ def purge(url: str, api_key: str | None, wait_s: float, yes: bool, as_json: bool
 cache.add_command(forget)
 
 
-def _table(contents: CacheContents) -> list[str]:
+def _table(contents: CacheContents) -> str:
     if not contents.documents:
-        return ["no document is cached"]
-    rows: list[tuple[str, ...]] = [("gpu", "host", "disk", "paths", "variants", "uses", "saved", "age", "document")]
-    rows += [
+        return "no document is cached"
+    rows = (
         (
             *(size(document.bytes.get(tier, 0)) if document.bytes.get(tier) else "-" for tier in _TIERS),
             str(document.paths),
@@ -249,9 +249,9 @@ def _table(contents: CacheContents) -> list[str]:
             printable(document.id) + " (pinned)" * document.pinned,
         )
         for document in contents.documents
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return ["  ".join([*(f"{c:>{w}}" for c, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    )
+    heads = (*_TIERS, "paths", "variants", "uses", "saved", "age", "document")
+    return plain(columns(rows, ">>>>>>>><", heads))
 
 
 def _lines_of_document(document: CachedDocument) -> list[str]:
