@@ -103,20 +103,19 @@ class ReplicaSet:
 
     def with_room(self) -> list[Replica]:
         """Return those that may get the next request, in the order of :attr:`all`."""
+        ready = {replica.name: replica for replica in self.ready()}
         with self._lock:
-            return self._with_room()
-
-    def _with_room(self) -> list[Replica]:
-        by_name = {replica.name: replica for replica in self.ready()}
-        return [by_name[name] for name in with_room({r.name: r.num_running for r in by_name.values()})]
+            return [ready[name] for name in _with_room(ready)]
 
     # Replicas of a transport
 
     def send(self, request: httpx.Request) -> RoutedRequest:
         """Choose who gets ``request``, and count that as its load until it ends."""
         asked = _Asked.of(request) if asks_completion(request) else None
+        ready = {replica.name: replica for replica in self.ready()}
+        num_cached = {name: _num_cached_tokens(replica, asked) for name, replica in ready.items()}  # waits for mirrors
         with self._lock:
-            replica = self._pinned(request) or self._choose(asked)
+            replica = self._pinned(request) or self._choose(asked, ready, num_cached)
             sending = RoutedRequest(self, replica, request, asked)
             if asked is not None:
                 replica.num_running += 1
@@ -134,20 +133,18 @@ class ReplicaSet:
             return self.all[int(found[1])]
         return None
 
-    def _choose(self, asked: _Asked | None) -> Replica:
+    def _choose(self, asked: _Asked | None, ready: Mapping[str, Replica], num_cached: Mapping[str, int]) -> Replica:
         """Return who gets a request; what is no completion goes to the idlest.
 
         Raises:
             httpx.ConnectError: no replica takes any.
         """
-        if not (candidates := self._with_room()):
+        if not (candidates := _with_room(ready)):
             why = f"none of the {len(self.all)} replicas takes requests: {', '.join(self.names())}"
             raise httpx.ConnectError(why) from EngineUnreachableError(f"{why}: are the servers running?")
         if asked is None:
-            return min(candidates, key=lambda replica: replica.num_running)
-        by_name = {replica.name: replica for replica in candidates}
-        chosen = choose_replica(by_name, asked.key, lambda name: _num_cached_tokens(by_name[name], asked))
-        return by_name[chosen]
+            return ready[min(candidates, key=lambda name: ready[name].num_running)]
+        return ready[choose_replica(candidates, asked.key, num_cached.__getitem__)]
 
     def done(self, replica: Replica) -> None:
         """Note that a request of it is over."""
@@ -284,8 +281,12 @@ def _opening(body: Mapping[str, Any]) -> str:
     return prompt[: 4 * _OPENING] if isinstance(prompt, str) else str(list(prompt or ())[:_OPENING])
 
 
-def _num_cached_tokens(replica: Replica, asked: _Asked) -> int:
-    if not asked.documents:
+def _with_room(ready: Mapping[str, Replica]) -> list[str]:
+    return with_room({name: replica.num_running for name, replica in ready.items()})
+
+
+def _num_cached_tokens(replica: Replica, asked: _Asked | None) -> int:
+    if asked is None or not asked.documents:
         return 0
     with replica.engine.integration.cached_prefixes.reading() as engines:
         return max((each.num_document_tokens(asked.prefix, asked.documents) for each in engines or ()), default=0)
