@@ -208,7 +208,7 @@ class LlamaIndexApplication:
         self, session: Session, messages: Sequence[ChatMessage], tools: list[dict[str, Any]], response: ChatResponse
     ) -> Asked:
         count(self.counts, request_stats_from_dict(response.additional_kwargs[STATS_KEY]))
-        logprobs = response.raw.choices[0].logprobs  # type: ignore[union-attr]
+        logprobs = response.raw.choices[0].logprobs  # type: ignore[union-attr]  # raw is the SDK's answer
         sent: Any = to_openai_message_dicts(messages, model=self._llm.model)
         tokens = [token.token for token in logprobs.content or ()]
         return Asked(session, sent, tools, response.message.content or "", tokens)

@@ -90,7 +90,7 @@ async def test_the_trace_has_the_engines_phases_below_what_was_asked_ahead(
     outcomes = [(span.attributes or {})["ragcache.speculation.outcome"] for span in (cancelled, confirmed)]
     assert outcomes in (["cancelled", "confirmed"], ["unused", "confirmed"]), "it may have ended before"
     assert traced.tree(confirmed) == {"ragcache.queue": {}, "ragcache.prefill": {}}
-    assert list(traced.tree()["application"]) == ["ragcache.search", f"chat {engine.model}"]  # type: ignore[call-overload]
+    assert list(traced.tree()["application"]) == ["ragcache.search", f"chat {engine.model}"]  # type: ignore[call-overload]  # a tree is of trees
     (queue,), (prefill,) = traced.named("ragcache.queue"), traced.named("ragcache.prefill")
     assert (queue.end_time or 0) - (queue.start_time or 0) == pytest.approx(stats["queue_s"] * 1e9, abs=1e3)
     assert (prefill.attributes or {})["ragcache.computed_tokens"] == stats["num_computed_tokens"]

@@ -331,7 +331,7 @@ def counting(asked: list[float], answer: Callable[[], Any]) -> Callable[[], Any]
 
 def rests(asked: list[float]) -> bool:
     """Return whether nothing is asked for more than two seconds, after a moment for what is under way."""
-    time.sleep(0.5)
+    time.sleep(0.5)  # an answer that was under way arrives
     before = len(asked)
-    time.sleep(2.2)
+    time.sleep(2.2)  # nothing to wait for: two questions would have come
     return len(asked) == before

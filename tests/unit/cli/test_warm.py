@@ -21,6 +21,7 @@ from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document, PromptSegment, SegmentKind
 from tests.support.cached_orders import all_cached
 from tests.support.scripted_server import ENGINE_DEAD, IDLE, THREE_TIERS, Reply, ScriptedServer, Seen
+from tests.support.waiting import until
 
 RIVERS = ("mel", "tar", "zor", "aro")
 
@@ -154,17 +155,14 @@ def test_ctrl_c_ends_the_request_in_the_engine_and_says_what_was_done(
 
     def interrupt() -> None:
         while len(server.requests) < 2:
-            time.sleep(0.01)
+            time.sleep(0.01)  # a poll: another thread makes it true
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # as a terminal does
 
     threading.Thread(target=interrupt, daemon=True).start()
     result = warm(server, "--store", store, "--trace", trace)
     assert result.exit_code == 130
     assert "1 of 4 paths are done" in result.stderr
-    until_s = time.monotonic() + 10
-    while server.num_running and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert server.num_running == 0
+    assert until(lambda: server.num_running == 0)
 
 
 def test_the_forecast_is_set_beside_what_was_found_since(

@@ -323,7 +323,7 @@ def test_where_many_replicas_are_gone_at_once_a_request_waits_for_one_to_come_ba
                 server.__exit__()
             with ThreadPoolExecutor(1) as threads:
                 answer = threads.submit(fleet.generate, shown)
-                time.sleep(0.3)
+                time.sleep(0.3)  # more than all retries take that do not wait
                 stack.enter_context(ScriptedServer(api_key="key", root=str(DEMO_MODEL), port=port))
                 assert answer.result().text
 
@@ -335,7 +335,7 @@ def test_all_other_replicas_have_forgotten_when_one_fails_to(
     forget = engine.aforget
 
     async def late(*asked: Any, **how: Any) -> ForgetReceipt:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # the others have answered or failed by then
         return await forget(*asked, **how)
 
     monkeypatch.setattr(engine, "aforget", late)

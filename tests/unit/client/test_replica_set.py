@@ -103,7 +103,7 @@ def ask(transport: RoutedTransport, document: str, how: str) -> None:
         assert how == "cut"
     finally:
         response.close()
-        response.stream.close()  # type: ignore[union-attr]
+        response.stream.close()  # type: ignore[union-attr]  # a blocking one
 
 
 @settings(max_examples=50, deadline=None)

@@ -145,7 +145,7 @@ def test_a_prompt_that_is_laid_out_is_asked_prefetched_and_warmed_with_its_salt(
     prefix = bound.prefix([WAGES], [WAGES])
     assert prefix is not None
     captured = engine.integration.speculation.prepare_warm(prefix)._captured
-    assert salt_of([("hr",)]).encode() in captured.body  # type: ignore[union-attr]
+    assert salt_of([("hr",)]).encode() in captured.body  # type: ignore[union-attr]  # a salt there is
 
 
 def test_a_chat_that_shows_a_document_is_asked_with_its_salt(engine: Engine, server: ScriptedServer) -> None:

@@ -116,11 +116,11 @@ async def test_spans_that_an_instrumentation_keeps_to_itself_are_parents_too(
 ) -> None:
     run = traced.tracer.start_span("RunnableSequence")  # OpenInference makes the span of a run the current one nowhere
     kept = ModuleType("openinference.instrumentation.langchain")
-    kept.get_current_span = lambda: run  # type: ignore[attr-defined]
+    kept.get_current_span = lambda: run  # type: ignore[attr-defined]  # as the module has it
     monkeypatch.setitem(sys.modules, kept.__name__, kept)
     await make_rag(Stage("moon"), Stage("moon sun")).ainvoke(QUESTION)
     run.end()
-    assert set(traced.tree()["RunnableSequence"]) >= {"ragcache.search", CHAT}  # type: ignore[call-overload]
+    assert set(traced.tree()["RunnableSequence"]) >= {"ragcache.search", CHAT}  # type: ignore[call-overload]  # a tree is of trees
 
 
 def test_what_fails_is_an_error_without_its_words(llm: ChatRAGCache, server: ScriptedServer, traced: Traced) -> None:
@@ -137,7 +137,7 @@ def test_an_answer_that_is_given_up_ends_its_span(llm: ChatRAGCache, server: Scr
     server.script(ENDLESS)
     chunks = llm.stream(QUESTION)
     next(iter(chunks))
-    chunks.close()  # type: ignore[attr-defined]
+    chunks.close()  # type: ignore[attr-defined]  # a generator
     (request,) = traced.await_spans(CHAT, 1)
     assert (request.attributes or {})["ragcache.is_cancelled"] is True
 

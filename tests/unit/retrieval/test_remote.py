@@ -177,11 +177,11 @@ def test_qdrant_without_its_client_is_asked_for_by_name(monkeypatch: pytest.Monk
 def test_what_pgvector_cannot_do_is_refused(settings: dict[str, Any], said: str) -> None:
     pytest.importorskip("psycopg")
     with pytest.raises(ConfigError, match=said):
-        pgvector_stages(lambda: None, "docs", Letters(), **settings)  # type: ignore[arg-type, return-value]
+        pgvector_stages(lambda: None, "docs", Letters(), **settings)  # type: ignore[arg-type, return-value]  # no connection is made
 
 
 def test_pgvector_without_its_driver_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
     monkeypatch.delitem(__import__("sys").modules, "psycopg.sql", raising=False)
     with pytest.raises(ConfigError, match=r'psycopg is not installed, .* pip install "ragcache\[pgvector\]"'):
-        pgvector_stages(lambda: None, "docs", Letters())  # type: ignore[arg-type, return-value]
+        pgvector_stages(lambda: None, "docs", Letters())  # type: ignore[arg-type, return-value]  # no connection is made

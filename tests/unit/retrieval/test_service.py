@@ -593,7 +593,7 @@ def test_a_service_that_ends_lets_searches_end_for_a_while(folder: Path) -> None
             assert until(lambda: value(service, "ragcache_store_searches_running") == 1)
             closing = threading.Thread(target=lambda: service.close(20))
             closing.start()
-            time.sleep(0.3)
+            time.sleep(0.3)  # the service drains, and a search that it cut would have failed by then
             embedder.may_go.set()
             asking.join()
             closing.join()

@@ -87,7 +87,7 @@ def test_a_file_that_is_not_there_and_a_servers_key_that_is_a_tenants_are_refuse
 def test_no_salt_and_no_speculation_of_a_tenant_is_anothers_whatever_they_say() -> None:
     said = [None, "s", "a", "b", '"', "null", "tenant-", salt_of("a"), salt_of("b", "s")]
     for make in (salt_of, speculation_of):
-        made = [make(tenant, own) for tenant in ("a", "b", "a.b", "as") for own in said]  # type: ignore[arg-type]
+        made = [make(tenant, own) for tenant in ("a", "b", "a.b", "as") for own in said]  # type: ignore[arg-type]  # strangers send anything
         assert len(set(made)) == len(made)
     assert salt_of("a", "s") == salt_of("a", "s")
     marks = {salt_of("a", own).rpartition("-")[0] for own in ("s", "-", "b-c", None)}

@@ -58,10 +58,10 @@ def test_nobody_matches_what_another_tenant_has_cached(asked: list[tuple[str | N
         assert all(node.owner == tenant for node in match.nodes)
         assert {key for node in match.nodes for key in node.keys} <= own[tenant]
         cache(tree, segments, list(Tier)[turn % 3], is_checked=False)
-        own[tenant] |= {bytes(key) for segment in segments for key in segment.keys}  # type: ignore[arg-type]
+        own[tenant] |= {bytes(key) for segment in segments for key in segment.keys}  # type: ignore[arg-type]  # keys are bytes here
     assert {node.owner for node in tree.nodes()} <= set(TENANTS)
     for node in tree.nodes():
-        assert all(str(key, "utf-8").startswith(f"{node.owner}:") for key in node.keys)  # type: ignore[arg-type]
+        assert all(str(key, "utf-8").startswith(f"{node.owner}:") for key in node.keys)  # type: ignore[arg-type]  # keys are bytes here
 
 
 @given(requests)
@@ -85,7 +85,7 @@ def test_a_full_tier_takes_nobody_below_his_share_while_another_has_more(
 
 
 def is_cached(tree: KnowledgeTree, key: object) -> bool:
-    at = tree.locate(key)  # type: ignore[arg-type]
+    at = tree.locate(key)  # type: ignore[arg-type]  # keys are bytes here
     return at is not None and bool(tree.resident_mask(at.node, Tier.GPU) >> at.unit & 1)
 
 
@@ -189,7 +189,7 @@ def test_what_is_stored_is_its_tenants_after_a_restart(other_ids: frozenset[str]
             at = tree.locate(key)
             assert at is not None
             note = note_of(tree, at)
-            entries.append(ChunkEntry(key, note.parent, note.doc_id, note.position, 1.0, 1.0))  # type: ignore[arg-type]
+            entries.append(ChunkEntry(key, note.parent, note.doc_id, note.position, 1.0, 1.0))  # type: ignore[arg-type]  # keys are bytes here
     again = new_tree()
     found, orphans = regrow(again, entries, Tier.DISK, BLOCK)
     assert (len(found), orphans) == (6, [])

@@ -113,7 +113,7 @@ def test_a_forgotten_document_has_no_name_in_the_times_of_requests() -> None:
     run(it, "r", segments(("", 4), ("b", 12), (None, 14)), keys(3, "b"))
     ask(it, "a")
     it.forget({"a"})
-    (told,) = it.recent_requests(10, 13.0)["requests"]  # type: ignore[attr-defined]
+    (told,) = it.recent_requests(10, 13.0)["requests"]  # type: ignore[attr-defined]  # of plain JSON
     assert told["doc_ids"] == []
     assert told["num_documents"] == 1
 
