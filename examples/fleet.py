@@ -15,20 +15,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 from tqdm import tqdm
 
-from examples._shared import DEMO_MODEL, open_demo_store
+from examples._shared import DEMO_MODEL, Options, open_demo_store, open_engine
 from examples.document_order import popular_questions
 from ragcache_core import CacheConfig, DocumentOrder, DocumentStore, Engine, Fleet, PromptLayout
 from ragcache_core.client import EngineClient
 
 NUM_DOCUMENTS = 4
-CACHE = CacheConfig(kv_cache_bytes="32MiB", host_bytes=0)
+CACHE = CacheConfig(kv_cache_bytes="32MiB", host_bytes=0, block_size=32)
 """A part of the demo corpus: with all of it in each replica there would be nothing to choose."""
 
 
@@ -73,15 +72,9 @@ def ask(
 @contextmanager
 def replicas(options: argparse.Namespace) -> Iterator[list[Engine]]:
     """Give engines with empty caches: new ones, or those that run at the addresses."""
-    key = os.environ.get("RAGCACHE_API_KEY")
+    urls = options.urls or [None] * options.replicas
     with ExitStack() as stack:
-        if options.urls:
-            yield [stack.enter_context(Engine.connect(url, api_key=key)) for url in options.urls]
-            return
-        yield [
-            stack.enter_context(Engine.launch(options.model, cache=CACHE, max_model_len=2048, dtype="float32"))
-            for _ in range(options.replicas)
-        ]
+        yield [stack.enter_context(open_engine(Options(options.model, url, options.json), CACHE)) for url in urls]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
