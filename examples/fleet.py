@@ -53,13 +53,13 @@ def ask(
     """Return what it comes to when each question is asked of the engine that ``choose`` returns."""
     layout = PromptLayout()
     answers = []
-    before = [engine.stats().num_requests for engine in engines]
+    before = [engine.stats().num_first_tokens for engine in engines]
     for asked in tqdm(popular_questions(num_questions), way, unit="question", disable=None):
         engine = choose()
         found = store.search(asked.question, NUM_DOCUMENTS).documents
         shown = engine.arrange_documents(found, order).documents
         answers.append(engine.generate(layout.render(engines[0].tokenizer, shown, asked.question), max_tokens=16).stats)
-    served = [engine.stats().num_requests - num for engine, num in zip(engines, before, strict=True)]
+    served = [engine.stats().num_first_tokens - num for engine, num in zip(engines, before, strict=True)]
     return Measured(
         way=way,
         num_questions=num_questions,
