@@ -77,7 +77,8 @@ def test_the_example_asks_both_ways(
     example.main(["--urls", engine.base_url, second.base_url, "--questions", "6", "--json"])
     ways = json.loads(capsys.readouterr().out)
     assert [(way["way"], way["num_questions"]) for way in ways] == [("round robin", 6), ("fleet", 6)]
-    assert all(0.0 < way["cached_share"] < 1.0 and 1.0 <= way["busiest"] <= 2.0 for way in ways), ways
+    assert all(1.0 <= way["busiest"] <= 2.0 for way in ways), ways
+    assert ways[0]["cached_share"] < ways[1]["cached_share"] < 1.0, "these engines have them by then"
 
 
 def test_no_answer_is_lost_when_a_replica_is_killed_under_load(fleet: Fleet, second: Engine) -> None:
