@@ -29,6 +29,7 @@ _PLUGIN_GROUPS = (
 )
 _SEPARATE_WORKER_ENV = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _START_METHOD_ENV = "VLLM_WORKER_MULTIPROC_METHOD"
+_BINDING_ENV = "VLLM_CPU_OMP_THREADS_BIND"
 _QUEUES_BYTES = 512 << 20
 """In vLLM 0.32 the queue to the workers takes 160 MiB, and that from each of them 240."""
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
@@ -106,12 +107,13 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_worker_inside(environ: MutableMapping[str, str], folder: Path = SHARED_MEMORY) -> None:
-    """Let the engine's process be the worker's too where shared memory, as in containers, has no room for queues.
+    """Let the engine's process be the worker's too where a second one brings nothing, or has no room for its queues.
 
     Without a GPU vLLM gives the worker a process of its own, in which it can bind threads to cores, and refuses to
-    start where the queues to it do not fit.
+    start where the queues to it do not fit in shared memory, as in containers. With ``nobind`` nothing is bound, and a
+    process less to start is a third of a start's processor time. Several workers have processes in any case.
     """
-    if shutil.disk_usage(folder).free < _QUEUES_BYTES:
+    if environ.get(_BINDING_ENV) == "nobind" or shutil.disk_usage(folder).free < _QUEUES_BYTES:
         environ.setdefault(_SEPARATE_WORKER_ENV, "0")
 
 

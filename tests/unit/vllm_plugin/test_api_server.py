@@ -64,17 +64,21 @@ def test_other_settings_of_glibc_do_not_count() -> None:
     assert "MALLOC_TRIM_THRESHOLD_" in environ
 
 
-@pytest.mark.parametrize(("num_free", "expected"), [(64 << 20, "0"), (2 << 30, None)])
-def test_the_worker_has_no_process_of_its_own_where_shared_memory_has_no_room_for_queues(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_free: int, expected: str | None
+@pytest.mark.parametrize(
+    ("num_free", "binding", "expected"),
+    [(64 << 20, None, "0"), (2 << 30, None, None), (2 << 30, "auto", None), (2 << 30, "nobind", "0")],
+)
+def test_the_worker_has_no_process_of_its_own_where_queues_have_no_room_or_no_thread_is_bound(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_free: int, binding: str | None, expected: str | None
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=num_free))
-    environ: dict[str, str] = {}
+    bound = {} if binding is None else {"VLLM_CPU_OMP_THREADS_BIND": binding}
+    environ = dict(bound)
     keep_worker_inside(environ, tmp_path)
     assert environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == expected
-    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environ = {**bound, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     keep_worker_inside(environ, tmp_path)
-    assert environ == {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "the user's choice"
+    assert environ == {**bound, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, "the user's choice"
 
 
 @pytest.mark.parametrize(
