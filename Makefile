@@ -32,6 +32,8 @@ PARALLEL := tests/engine/parallel
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
 
+# Compiled modules are kept: else every process of the tests compiles what it imports of ours.
+unexport PYTHONDONTWRITEBYTECODE
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
