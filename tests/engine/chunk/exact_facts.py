@@ -1,14 +1,18 @@
-"""Prints, as JSON, how far chunk reuse with everything recomputed is from a prefill; one engine a process.
+"""Prints, as a line of JSON for each engine, how far chunk reuse with everything recomputed is from a prefill.
 
-``python -m tests.engine.chunk.exact_facts DTYPE [compiled] [process] [tiers] [scattered]``
+``python -m tests.engine.chunk.exact_facts MODE ...``; a mode is ``DTYPE[,compiled][,process][,tiers][,scattered]``.
+Each engine is a process of its own, because vLLM sets process-wide state: a fork, so that vLLM is imported once.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from functools import partial
+from importlib import import_module
 from typing import Any
+
+from tests.support.forks import print_in_forks
 
 ORDERS = [(2, 0, 1), (1, 3, 0, 4), (0, 1, 2)]
 ELSEWHERE = (4, 3, 2, 1, 0)
@@ -161,10 +165,14 @@ def _behind_host_memory(found: Measurement) -> dict[str, Any]:
     return facts
 
 
-if __name__ == "__main__":
-    dtype, *how = sys.argv[1:]
+def _facts(mode: str) -> dict[str, Any]:
+    dtype, *how = mode.split(",")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "process" in how else "0"
     connector = "EagerRAGCacheConnector" if "tiers" in how else "EagerDocumentConnector"
     connector = "ScatteredDocumentConnector" if "scattered" in how else connector
-    facts = measure(dtype, is_compiled="compiled" in how, has_own_process="process" in how, connector=connector)
-    print(json.dumps(facts))
+    return measure(dtype, is_compiled="compiled" in how, has_own_process="process" in how, connector=connector)
+
+
+if __name__ == "__main__":
+    import_module("tests.engine.chunk.scene")  # and vLLM
+    print_in_forks([partial(_facts, mode) for mode in sys.argv[1:]])

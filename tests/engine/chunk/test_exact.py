@@ -1,11 +1,7 @@
-"""Chunk reuse that computes everything is a prefill, and never touches what is cached exactly.
-
-Each engine is a process of its own, because vLLM sets process-wide state.
-"""
+"""Chunk reuse that computes everything is a prefill, and never touches what is cached exactly."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +10,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.support.forks import printed
 
+pytestmark = pytest.mark.timeout(900)  # an engine for each mode, one after the other
 _MODES = {
-    "float32": ["float32"],
-    "bfloat16": ["bfloat16"],
-    "float32, compiled": ["float32", "compiled"],
-    "float32, over host memory": ["float32", "tiers"],
-    "float32, as scattered rows": ["float32", "scattered"],
-    "bfloat16, compiled, in a process of its own": ["bfloat16", "compiled", "process"],
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "float32, compiled": "float32,compiled",
+    "float32, over host memory": "float32,tiers",
+    "float32, as scattered rows": "float32,scattered",
+    "bfloat16, compiled, in a process of its own": "bfloat16,compiled,process",
 }
 _FULL = ["capturing", "alone", "batched", "behind a prefix hit"]
 _SLICED = ["sliced", "sliced and batched"]
@@ -32,17 +30,23 @@ _PLAIN = ["plain after it", "plain after them", "plain after an approximate one"
 _PLAIN += ["and where only the GPU has forgotten"]
 
 
-@pytest.fixture(scope="module", params=_MODES)
-def facts(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Any]]:
+    """What ``exact_facts`` says of each mode."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.engine.chunk.exact_facts", *_MODES[request.param]],
+        [sys.executable, "-W", "ignore", "-m", "tests.engine.chunk.exact_facts", *_MODES.values()],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return request.param, json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(_MODES, printed(done.stdout), strict=True))
+
+
+@pytest.fixture(scope="module", params=_MODES)
+def facts(request: pytest.FixtureRequest, measured: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    return request.param, measured[request.param]
 
 
 def _tolerance(mode: str) -> float:
