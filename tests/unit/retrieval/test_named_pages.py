@@ -7,6 +7,7 @@ import pydoc
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def pages() -> Iterator[tuple[str, str]]:
 def documents() -> list[Document]:
     """The pages in chunks, as ``ragcache index`` makes them of text files."""
     found = []
-    for name, text in list(pages())[:NUM_PAGES]:
+    for name, text in islice(pages(), NUM_PAGES):
         chunks = Splitting().split(text)
         for number, chunk in enumerate(chunks):
             doc_id = f"{name}.txt" if len(chunks) == 1 else f"{name}.txt#{number}"
@@ -79,14 +80,19 @@ def plain_tfidf(documents: Sequence[Document]) -> Callable[[str], Sequence[Docum
     return search
 
 
+@pytest.fixture(scope="module")
+def plain_hits(documents: list[Document]) -> tuple[int, int]:
+    return hits(documents, plain_tfidf(documents))
+
+
 @pytest.mark.parametrize("index", ["ivf", "hnsw"])
 def test_the_default_search_finds_named_pages_as_plain_tfidf_does(
-    tmp_path: Path, documents: list[Document], index: str
+    tmp_path: Path, documents: list[Document], plain_hits: tuple[int, int], index: str
 ) -> None:
     with DocumentStore.create(tmp_path / "store", index=index) as store:  # type: ignore[arg-type]
         store.add(documents)
         first, five = hits(documents, lambda question: store.search(question, 5).documents)
-    plain_first, plain_five = hits(documents, plain_tfidf(documents))
+    plain_first, plain_five = plain_hits
     asked = NUM_PAGES * len(QUESTIONS)
     assert first >= plain_first
     assert five >= plain_five
