@@ -1,4 +1,4 @@
-"""The order of the tests on engines, and plain vLLM for those that ask it."""
+"""The order of the tests on engines, which process runs them, and plain vLLM for those that ask it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from ragcache_core.client import Engine
 from tests.conftest import DEMO_MODEL, ENGINE_ARGS
@@ -25,7 +27,26 @@ LONGEST_FIRST = (
 )
 """Files that take more than half a minute: with the short ones at the end no process runs on for long by itself."""
 
+ASK_PLAIN = (
+    "vllm_plugin/test_tiers_on_the_engine.py",
+    "vllm_plugin/test_unknown_release.py",
+    "client/test_plain_vllm.py",
+)
+"""Files whose tests ask ``plain``: one process runs all of them, and starts it once."""
+
 _FOLDER = Path(__file__).parent
+
+
+class ByEngine(LoadFileScheduling):
+    """A file's tests in one process, and those of the files that ask ``plain``."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return ASK_PLAIN[0] if file.endswith(ASK_PLAIN) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByEngine:
+    return ByEngine(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
