@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import httpx
-import openai
 
 from ragcache_core.client.cache import CacheRoutes
 from ragcache_core.client.deadline.client import DeadlineClient
@@ -56,6 +55,9 @@ from ragcache_core.prompt import ChatMessage, PromptTokenizer, RenderedPrompt, c
 from ragcache_core.stats import EngineStats, ForgetReceipt
 from ragcache_core.types import DocId, Document
 from ragcache_core.wire import ChunkReuseOption, check_sendable, check_text
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
 
 FindTokenizer = Callable[[Handshake, ModelCard], ModelTokenizer]
 """Returns the tokenizer of a server's model, or raises ``TokenizerUnavailableError``."""
@@ -118,22 +120,30 @@ class EngineClient(ABC):
         self._async_transport = AsyncRetryingTransport(watch, self._speculations, policy, traces, replicas)
         self._http = httpx.Client(transport=self._transport, timeout=_TIMEOUT)
         self._http_async = httpx.AsyncClient(transport=self._async_transport, timeout=_TIMEOUT)
-        self._openai = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=self._http, max_retries=0)
-        self._openai_async = openai.AsyncOpenAI(
-            base_url=base_url, api_key=api_key, http_client=self._http_async, max_retries=0
-        )
         self._cache_stats = CacheStatsRoutes(base_url, api_key, self._http, self._http_async, traces)
         self.cache = CacheRoutes(base_url, api_key, self._http, self._http_async)
         self._documents = DocumentRoutes(base_url, api_key, self._http, self._http_async)
         self._prefetching: Prefetching = PrefetchRoute(base_url, api_key, self._http, self._http_async)
         self._cached_prefixes = cached_prefixes or CachedPrefixes(base_url, api_key)
 
+    @cached_property
+    def _openai(self) -> OpenAI:
+        from openai import OpenAI  # half a start of the command line, which many commands do without
+
+        return OpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._http, max_retries=0)
+
+    @cached_property
+    def _openai_async(self) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._http_async, max_retries=0)
+
     def _shake_hands(self, find_tokenizer: FindTokenizer | None) -> None:
-        """Ask the server about itself; ``None`` does without a tokenizer."""
+        """Ask the server about itself; ``None`` does without a tokenizer, and imports nothing for prompts yet."""
         server = Handshake(self._http, self.base_url, self.api_key)
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
-        with importing_requests():
+        with nullcontext() if find_tokenizer is None else importing_requests():
             tokenizer = (
                 TokenizerUnavailableError("this connection was made with tokenizer=False: leave that out")
                 if find_tokenizer is None

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import openai
-
 from ragcache_core.client.prompts.request_plan import RequestPlan, merge_bodies
 from ragcache_core.errors import ConfigError, EngineDiedError
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
@@ -53,7 +51,9 @@ def check_settings(names: Iterable[str], *, is_chat: bool) -> None:
 
 @cache
 def _settings_of(is_chat: bool) -> frozenset[str]:
-    asking = openai.resources.chat.Completions if is_chat else openai.resources.Completions
+    from openai.resources import Completions, chat
+
+    asking = chat.Completions if is_chat else Completions
     return frozenset(inspect.signature(asking.create).parameters) - {"self"}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
-import openai
 
 from ragcache_core.errors import (
     EngineAuthError,
@@ -65,8 +65,11 @@ def translate_errors() -> Iterator[None]:
     except UnicodeEncodeError as error:  # of a body that no plan has looked at
         check_text(error.object, "the request")
         raise
-    except (openai.OpenAIError, httpx.HTTPError) as error:
-        raise translated(error) from error
+    except Exception as error:
+        # What no module has imported cannot have raised it.
+        if isinstance(error, (httpx.HTTPError, getattr(sys.modules.get("openai"), "OpenAIError", ()))):
+            raise translated(error) from error
+        raise
 
 
 def translated(error: Exception) -> RAGCacheError:
@@ -74,15 +77,40 @@ def translated(error: Exception) -> RAGCacheError:
     for cause in _causes(error):
         if isinstance(cause, RAGCacheError):
             return cause
+    return _of_httpx(error) if isinstance(error, httpx.HTTPError) else _of_openai(error)
+
+
+def _of_httpx(error: httpx.HTTPError) -> RAGCacheError:
+    match error:
+        case httpx.TimeoutException():
+            return _timed_out(error)
+        case httpx.ConnectError():
+            return _unreachable(error)
+        case httpx.HTTPStatusError():
+            return EngineError(f"the engine at {_address(error)} answered {error.response.status_code}: {error}")
+    return EngineDiedError(f"the connection to the engine broke during an answer ({error}): ask again")
+
+
+def _timed_out(error: Exception) -> EngineTimeoutError:
+    return EngineTimeoutError(f"the engine did not answer in time ({error}): raise the timeout or its load")
+
+
+def _unreachable(error: Exception) -> EngineUnreachableError:
+    detail = error.__cause__ or error
+    return EngineUnreachableError(
+        f"no engine answers at {_address(error)} ({detail}): is the server running, and the URL right?"
+    )
+
+
+def _of_openai(error: Exception) -> RAGCacheError:
+    import openai
+
     message = str(error)
     match error:
-        case openai.APITimeoutError() | httpx.TimeoutException():
-            return EngineTimeoutError(f"the engine did not answer in time ({message}): raise the timeout or its load")
-        case openai.APIConnectionError() | httpx.ConnectError():
-            detail = error.__cause__ or error
-            return EngineUnreachableError(
-                f"no engine answers at {_address(error)} ({detail}): is the server running, and the URL right?"
-            )
+        case openai.APITimeoutError():
+            return _timed_out(error)
+        case openai.APIConnectionError():
+            return _unreachable(error)
         case openai.AuthenticationError() | openai.PermissionDeniedError():
             return EngineAuthError(f"the engine at {_address(error)} refused the API key: pass the server's api_key")
         case openai.BadRequestError() if any(sign in message for sign in _TOO_LONG_SIGNS):
@@ -98,10 +126,6 @@ def translated(error: Exception) -> RAGCacheError:
             return RequestRejectedError(f"the engine refused the request: {message}")
         case openai.LengthFinishReasonError():
             return RequestRejectedError("the answer was cut by max_tokens before it was whole: raise max_tokens")
-        case httpx.HTTPStatusError():
-            return EngineError(f"the engine at {_address(error)} answered {error.response.status_code}: {message}")
-        case httpx.HTTPError():
-            return EngineDiedError(f"the connection to the engine broke during an answer ({message}): ask again")
     if _INTERNAL_SIGN in message and _is_constrained(error):
         return EngineError(
             "the engine gave up an answer that has to follow a grammar (of tool_choice, response_format or a schema): "

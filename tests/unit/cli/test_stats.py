@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -290,6 +291,21 @@ def test_a_watch_fills_a_terminal_within_its_size_and_leaves_the_last_reading(
     assert any(re.match(r"\d\d:\d\d:\d\d  http", line) for line in shown_lines(after))
     assert "ragcache: stopping" in after
     assert SHOW_CURSOR in shown.rpartition(HIDE_CURSOR)[2]
+
+
+def test_whoever_asks_no_model_does_not_wait_for_what_asks_one(server: ScriptedServer) -> None:
+    arguments = ["ragcache", "stats", "--url", server.url, "--api-key", "secret"]
+    code = f"""
+import runpy, sys
+sys.argv = {arguments!r}
+try:
+    runpy.run_module("ragcache_core", run_name="__main__")
+finally:
+    print("openai" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "found in cache" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_colours_are_left_out_where_nobody_wants_them(server: ScriptedServer) -> None:
