@@ -151,6 +151,7 @@ def test_reads_ahead_leave_half_of_host_memory_to_others_and_guesses_a_quarter(
         num_ahead = promised(scheduler, "guess") + promised(scheduler, "real")
         assert num_host // 2 - 6 < num_ahead * 6 <= num_host // 2
         assert promised(scheduler, "real") >= 1
+        gate.set()  # closing waits for what is being read
 
 
 def promised(scheduler: Any, name: str) -> int:
