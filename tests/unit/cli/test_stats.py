@@ -312,7 +312,8 @@ def test_colours_are_left_out_where_nobody_wants_them(server: ScriptedServer) ->
     coloured, shown = r"\x1b\[[0-9;]*3[0-9]", {}
     for wish in ({}, {"NO_COLOR": "1"}):
         with watching(server, 50, 120, **wish) as watch:
-            shown[bool(wish)] = read_until(watch.terminal, lambda text: text.count(HOME) >= 3)  # the second drawing is whole
+            # From the third on the second drawing is whole.
+            shown[bool(wish)] = read_until(watch.terminal, lambda text: text.count(HOME) >= 3)
     assert re.search(coloured, shown[False])
     assert not re.search(coloured, shown[True])
 
