@@ -10,7 +10,8 @@ import pkgutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -91,7 +92,8 @@ def _name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _imports(path: Path) -> set[str]:
+@cache
+def _imports(path: Path) -> Set[str]:
     """Return the modules that a file imports, wherever in it; of ``from package import name`` both readings."""
     return _imported(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
