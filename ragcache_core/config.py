@@ -166,7 +166,7 @@ class CacheConfig(_Settings):
     nothing is encrypted. From a TOML file, a relative path is relative to that file."""
 
     tenants: Annotated[Path, BeforeValidator(_parse_file)] | None = None
-    """A TOML file of tenants: whose API key is whose, with whom KV is shared, and how much of each tier is whose.
+    """A TOML file of tenants and collections: whose API key is whose, who shares KV, and how much of a tier is whose.
     Without it who has the server's key is everybody. From a TOML file, a relative path is relative to that file."""
 
     policy: PolicyName = "tournament"

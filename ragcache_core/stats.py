@@ -408,7 +408,7 @@ class PinReceipt:
     """What became of documents that were to be pinned, or unpinned: ``changed``, or ``unknown`` to the cache.
 
     ``num_pinned`` documents are pinned now; their paths take ``num_bytes`` of the engine's own KV memory, of the
-    ``limit_bytes`` that they may.
+    ``limit_bytes`` that they may. Paths of tenants are not among these.
     """
 
     changed: tuple[DocId, ...] = ()
@@ -650,13 +650,15 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(reports) == 1:
         return reports[0]
     total = _merged(reports)
-    by_tenant = [report.get("tenants", {}) for report in reports]  # one may have begun with another file of tenants
-    names = dict.fromkeys(name for each in by_tenant for name in each)
-    tenants = {name: _merged([each[name] for each in by_tenant if name in each]) for name in names}
+    shared = {}
+    for kind in ("tenants", "collections"):
+        by_name = [report.get(kind, {}) for report in reports]  # one may have begun with another file of tenants
+        names = dict.fromkeys(name for each in by_name for name in each)
+        shared[kind] = {name: _merged([each[name] for each in by_name if name in each]) for name in names}
     return {
         **total,
         "max_overtaken": max(report["max_overtaken"] for report in reports),
-        **({"tenants": tenants} if tenants else {}),
+        **{kind: by_name for kind, by_name in shared.items() if by_name},
     }
 
 
@@ -670,13 +672,10 @@ def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for report in reports:
         for tier in report["tiers"]:
             tiers[tier["name"]] = added(tiers[tier["name"]], tier) if tier["name"] in tiers else tier
-        for use in report["hottest_documents"]:
+        for use in report.get("hottest_documents", ()):
             uses[use["doc_id"]] = _merged_use(uses[use["doc_id"]], use) if use["doc_id"] in uses else use
-    return {
-        **total,
-        "tiers": [*tiers.values()],
-        "hottest_documents": sorted(uses.values(), key=lambda use: (-use["frequency"], use["doc_id"]))[:MAX_HOTTEST],
-    }
+    hottest = sorted(uses.values(), key=lambda use: (-use["frequency"], use["doc_id"]))[:MAX_HOTTEST]
+    return {**total, "tiers": [*tiers.values()], **({"hottest_documents": hottest} if hottest else {})}
 
 
 def _merged_use(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tenants of one engine: whose key a request has, with whom it shares KV, and how much of each tier is whose."""
+"""Tenants and collections of one engine: whose key a request has, who shares KV, and how much of each tier is whose."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -16,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ragcache_core.config import Bytes
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.runtime.api_keys import hashed
-from ragcache_core.types import Tier
+from ragcache_core.types import DocId, Tier
 
 MAX_SALT_CHARS = 128
 """Of a client's own ``cache_salt``, as vLLM takes it."""
@@ -50,7 +51,7 @@ class _Table(BaseModel):
 
 
 class Quota(_Table):
-    """The most of each tier that a tenant may fill; ``None`` is no limit but the tier's."""
+    """The most of each tier that a tenant or a collection may fill; ``None`` is no limit but the tier's."""
 
     gpu: Bytes | None = None
     host: Bytes | None = None
@@ -71,19 +72,31 @@ class Tenant(_Table):
     quota: Quota = Quota()
 
 
+class Collection(_Table):
+    """Documents whose ids match one of ``ids``, patterns as a shell's, in requests that are no tenant's."""
+
+    name: Annotated[str, BeforeValidator(_check_name)]
+    ids: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    quota: Quota = Quota()
+
+
 class _Operators(_Table):
     keys: list[Annotated[str, BeforeValidator(_check_key)]] = []
     weight: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
 
 
 class _File(_Table):
-    tenants: Annotated[list[Tenant], Field(min_length=1)]
+    tenants: list[Tenant] = []
+    collections: list[Collection] = []
     operators: _Operators = _Operators()
 
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """The tenants of a file, by name. Requests with an operator's key are no tenant's, and may do everything.
+    """The tenants of a file, by name, and its collections, in which the documents of all other requests may be.
+
+    Requests with an operator's key are no tenant's, and may do everything.
 
     ::
 
@@ -95,12 +108,23 @@ class Tenants:
 
         [operators]
         keys = ["..."]                          # besides the server's own
+
+        [[collections]]
+        name = "handbook"
+        ids = ["handbook/*"]                    # which documents: patterns of their ids
+        quota = {disk = "16GiB"}
     """
 
     by_name: Mapping[str, Tenant]
     operator_digests: tuple[bytes, ...]
     operator_weight: float
     digests: Mapping[bytes, str]
+    collections: Mapping[str, Collection]
+
+    @property
+    def have_keys(self) -> bool:
+        """Whether a key says who asks; a file of collections alone opens and closes nothing."""
+        return bool(self.digests or self.operator_digests)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -124,6 +148,8 @@ class Tenants:
 
     @classmethod
     def _of(cls, file: _File, path: str | Path) -> Self:
+        if not file.tenants and not file.collections:
+            raise ConfigError(f"{path} names nobody: it needs [[tenants]] with name and keys, or [[collections]]")
         by_name: dict[str, Tenant] = {}
         digests: dict[bytes, str] = {}
         for tenant in file.tenants:
@@ -141,7 +167,14 @@ class Tenants:
         operators = tuple(map(key_digest, file.operators.keys))
         if both := [digests[digest] for digest in operators if digest in digests]:
             raise ConfigError(f"{path}: a key of [operators] is one of {both[0]!r}, too: make another")
-        return cls(by_name, operators, file.operators.weight, digests)
+        collections: dict[str, Collection] = {}
+        for collection in file.collections:
+            if collection.name in collections or collection.name in by_name:
+                raise ConfigError(
+                    f"{path} has {collection.name!r} twice: tenants and collections have names of their own"
+                )
+            collections[collection.name] = collection
+        return cls(by_name, operators, file.operators.weight, digests, collections)
 
     def check_own_keys(self, keys: Iterable[str]) -> None:
         """Refuse the server's own ``keys`` where one is a tenant's.
@@ -159,16 +192,29 @@ class Tenants:
         Raises:
             ConfigError: one is; ``setting`` is what would have to be raised.
         """
-        for tenant in self.by_name.values():
-            if (limit := tenant.quota.of(tier)) is not None and limit > capacity_bytes:
+        for owner in self.owners.values():
+            if (limit := owner.quota.of(tier)) is not None and limit > capacity_bytes:
+                kind = "tenant" if isinstance(owner, Tenant) else "collection"
                 raise ConfigError(
-                    f"the quota of tenant {tenant.name!r} is {limit} bytes of {tier.label}, the tier holds "
+                    f"the quota of {kind} {owner.name!r} is {limit} bytes of {tier.label}, the tier holds "
                     f"{capacity_bytes}: lower quota.{tier.label}, or raise {setting}"
                 )
 
+    @property
+    def owners(self) -> Mapping[str, Tenant | Collection]:
+        """Who has a share of each tier, by name."""
+        return {**self.by_name, **self.collections}
+
     def weights(self) -> dict[str | None, float]:
-        """Return by what weights a full tier is shared; those without a tenant are one party."""
-        return {None: self.operator_weight, **{name: tenant.weight for name, tenant in self.by_name.items()}}
+        """Return by what weights a full tier is shared; what is no tenant's and in no collection is one party."""
+        return {None: self.operator_weight, **{name: owner.weight for name, owner in self.owners.items()}}
+
+    def collection_of(self, doc_id: DocId) -> str | None:
+        """Return the first collection that a document is in."""
+        for name, collection in self.collections.items():
+            if any(fnmatchcase(doc_id, pattern) for pattern in collection.ids):
+                return name
+        return None
 
 
 def key_digest(key: str) -> bytes:
@@ -204,8 +250,11 @@ def _problem(error: ValidationError) -> str:
     said = first["msg"].removeprefix("Value error, ")
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"there is no setting {place}: a tenant has name, keys, weight and quota = {{gpu, host, disk}}"
+        return (
+            f"there is no setting {place}: a tenant has name, keys, weight and quota = {{gpu, host, disk}}, a "
+            "collection ids instead of keys"
+        )
     if first["type"] == "missing":
-        return f"{place} is missing: each of [[tenants]] has a name and keys"
+        return f"{place} is missing: each of [[tenants]] has a name and keys, each of [[collections]] a name and ids"
     shown = "" if "keys" in first["loc"] else f" is {quoted(first['input'])}"
     return f"{place}{shown}: {said}"

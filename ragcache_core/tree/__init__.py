@@ -1,6 +1,6 @@
 """The knowledge tree: one prefix tree over documents for all tiers, free of vLLM and of I/O."""
 
-from ragcache_core.tree.admission import Admission, admit
+from ragcache_core.tree.admission import Admission, admit, admit_within_quotas
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
@@ -18,6 +18,7 @@ __all__ = [
     "PrefixMatch",
     "TreeNode",
     "admit",
+    "admit_within_quotas",
     "by_node",
     "check_invariants",
 ]

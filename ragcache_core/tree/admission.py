@@ -64,3 +64,23 @@ def admit(
             num_free -= size
             num_admitted += 1
     return Admission(num_admitted, evicted)
+
+
+def admit_within_quotas(
+    tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Collection[Hashable]
+) -> Admission:
+    """Evict from ``tier`` what the owners of units that are offered would have beyond their quotas, of their own alone.
+
+    ``keys`` and ``protected`` are as those of :func:`admit`. From the first unit that is beyond a quota all the same,
+    none is admitted.
+    """
+    shares = tree.tiers[tier].shares
+    owners = tree.owners_of(keys)
+    evicted: list[EvictedUnit] = []
+    for owner in dict.fromkeys(owners):
+        places = [at for at, each in enumerate(owners) if each == owner]
+        if places and (num_over := shares.over_quota(owner, len(places))):
+            evicted += tree.evict_own(tier, owner, num_over, protected)
+            if num_over := shares.over_quota(owner, len(places)):
+                del owners[places[max(len(places) - num_over, 0)] :]
+    return Admission(len(owners), evicted)

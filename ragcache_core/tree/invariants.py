@@ -22,7 +22,7 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
         assert node.parent is not None
         assert node.parent.children is not None
         assert node.parent.children[node.keys[0]] is node
-        assert node.parent is tree.root or node.owner == node.parent.owner
+        assert node.parent is tree.root or node.doc_id is not None or node.owner == node.parent.owner
         assert node.start == node.parent.start + len(node.parent.keys)
         assert node.keys
         assert node.num_pins >= 0

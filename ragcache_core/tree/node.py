@@ -22,8 +22,8 @@ class PathSegment:
     same keys everywhere before it. In the engine a unit is a block of KV and its key vLLM's block hash, which covers
     all tokens up to there; the simulator may take a whole document for one unit. ``num_tokens`` are spread evenly over
     the units. ``is_transient`` marks what must not be kept at another's expense. ``other_ids`` are those of documents
-    that lie in its first unit as a whole, before its own. ``owner`` is the tenant whose prompt it is: the first run's
-    counts, for no two tenants share a first unit.
+    that lie in its first unit as a whole, before its own. ``owner`` is the tenant whose prompt it is, or
+    the collection that the document is in.
     """
 
     keys: Sequence[Hashable]
@@ -48,7 +48,7 @@ class TreeNode(NodeStats):
         children: by the first key of the child; None where there are none.
         doc_id: the document, if the run has a name.
         other_ids: documents with the same tokens, and those that lie in its first unit as a whole.
-        owner: the tenant whose it is, with all behind it; None is nobody's.
+        owner: the tenant or the collection whose it is; None is nobody's. What has no name is whose that before it is.
         num_pins: while positive, no tier may evict it.
         num_users: while positive, it stays in the tree, resident or not.
         is_private: no other application may know that it is here, or what stands behind it: it was asked with a salt.

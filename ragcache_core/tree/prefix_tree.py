@@ -170,7 +170,7 @@ class PrefixTree:
                 child = self._new_node(parent, list(keys[at:]), num_tokens, segment.doc_id)
                 child.is_transient = segment.is_transient
                 child.other_ids = segment.other_ids
-                if parent is self.root:
+                if parent is self.root or segment.doc_id is not None:
                     child.owner = segment.owner
                 at = len(keys)
             else:

@@ -1,11 +1,11 @@
-"""How much of a tier each tenant has, and who of them gives up units for others."""
+"""How much of a tier each tenant or collection has, and who of them gives up units for others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 Owner = str | None
-"""A tenant; None are all that have none."""
+"""A tenant, or a collection of documents; None are all that have none."""
 
 
 class Shares:
@@ -49,9 +49,13 @@ class Shares:
         """Count units that the tier gave up, or after all did not."""
         self.evicted[owner] = self.evicted.get(owner, 0) + num_units
 
+    def share_of(self, owner: Owner) -> int:
+        """Return how many units are an owner's when the tier is full."""
+        return self._shares.get(owner, 0)
+
     def surplus(self, owner: Owner) -> int:
         """Return by how many units an owner has more than his share; below 0, less."""
-        return self.owned.get(owner, 0) - self._shares.get(owner, 0)
+        return self.owned.get(owner, 0) - self.share_of(owner)
 
     def over(self) -> frozenset[Owner]:
         """Return who has more than his share; O(owners)."""

@@ -219,6 +219,10 @@ class TieredTree(PrefixTree):
         self._forget_uses(unit.node for unit in evicted)
         return evicted
 
+    def owners_of(self, keys: Iterable[Hashable]) -> list[Owner]:
+        """Return whose each of some units is; nobody's, where the tree does not know it."""
+        return [None if (at := self.locate(key)) is None else at.node.owner for key in keys]
+
     def evict_own(
         self, tier: Tier, owner: Owner, num_units: int, protected: Collection[Hashable] = ()
     ) -> list[EvictedUnit]:

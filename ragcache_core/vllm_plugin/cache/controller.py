@@ -147,7 +147,7 @@ class CacheController:
         self.tenants = TenantFigures(self.tree, tokens_per_block, tenants)
         self._divide_tiers()
         self.leaving: dict[bytes, None] = {}
-        self.pins = Pins(self.tree, self._most_pinned_units, self._shown)
+        self.pins = Pins(self.tree, self._most_pinned_units, self._shown, self.tenants.tenant_of)
         self.forgetting = Forgetting(self.tree, self._requests, tokens_per_block, self.pins)
         self.contents = Contents(self.tree, self._block_bytes_by_tier, self._chunk_holdings, self.pins.doc_ids)
 
@@ -157,7 +157,7 @@ class CacheController:
         self._divide_tiers()
 
     def _divide_tiers(self) -> None:
-        """Give every tenant his share of each tier.
+        """Give every tenant and collection its share of each tier.
 
         Raises:
             ConfigError: a quota is more than a tier holds.
@@ -203,10 +203,19 @@ class CacheController:
     def _block_bytes_by_tier(self) -> dict[Tier, int]:
         return {tier: report.block_bytes for tier, report in self.tiers.items()}
 
-    def _most_pinned_units(self) -> int:
-        """Return how many units pins may have: a share of the smallest tier, so that they fill none."""
-        num_blocks = min(report.num_blocks for report in self.tiers.values() if report.is_enabled)
-        return int(self.settings.pinned_share * num_blocks) // self.groups.blocks_per_unit
+    def _most_pinned_units(self, tenant: str | None) -> int:
+        """Return how many units pins may have: a share of the smallest tier, so that they fill none.
+
+        That tier is a tenant's part of it; None has what is no tenant's.
+        """
+        return min(
+            int(self.settings.pinned_share * self.tenants.num_units_of(tenant, tier, self._num_units(report)))
+            for tier, report in self.tiers.items()
+            if report.is_enabled
+        )
+
+    def _num_units(self, report: TierReport) -> int:
+        return report.num_blocks // self.groups.blocks_per_unit
 
     def _shown(self, num_units: int) -> str:
         return ByteSize(num_units * self.groups.blocks_per_unit * self.block_bytes).human_readable()
@@ -496,7 +505,7 @@ class CacheController:
             "unknown": [doc_id for doc_id in doc_ids if doc_id not in changed],
             "num_pinned": len(self.pins.doc_ids),
             "num_bytes": self.pins.num_units * unit_bytes,
-            "limit_bytes": self._most_pinned_units() * unit_bytes,
+            "limit_bytes": self._most_pinned_units(None) * unit_bytes,
         }
 
     def paths_on_disk(self, doc_ids: Set[DocId]) -> list[list[Key]]:
@@ -605,7 +614,13 @@ class CacheController:
             "tiers": [self._tier_report(tier, report) for tier, report in sorted(self.tiers.items())],
             "hottest_documents": self.document_uses.hottest(),
             **({} if self._chunks is None else {"chunks": self._chunks.report()}),
-            **({"tenants": self.tenants.report(self.tiers, self.groups.blocks_per_unit)} if self.tenants else {}),
+            **(self._shares_report() if self.tenants else {}),
+        }
+
+    def _shares_report(self) -> dict[str, object]:
+        return {
+            "tenants": self.tenants.report(self.tiers, self.groups.blocks_per_unit),
+            "collections": self.tenants.report_collections(self.tiers, self.groups.blocks_per_unit),
         }
 
     def tree_view(self, limit: int) -> dict[str, object]:
@@ -686,9 +701,8 @@ class CacheController:
             is_transient = limit is not None and num_documents > limit
             if last > first:
                 doc_id = segment.doc_id if is_document else None
-                path.append(
-                    PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient, short, state.tenant)
-                )
+                owner = self.tenants.owner_of(state.tenant, doc_id)
+                path.append(PathSegment(keys[first:last], (last - first) * size, doc_id, is_transient, short, owner))
                 first, short = last, frozenset()
             elif is_document and segment.doc_id is not None:
                 short |= {segment.doc_id}

@@ -1,4 +1,4 @@
-"""What the engine counts of each tenant, which he alone is shown, and his share of every tier."""
+"""What the engine counts of each tenant, which he alone is shown; his and each collection's share of every tier."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Tenant:
 
 
 class TenantFigures:
-    """One engine's tenants; False where there are none, and then nothing is counted."""
+    """One engine's tenants and collections; False where there are none, and then nothing is counted."""
 
     def __init__(self, tree: KnowledgeTree, tokens_per_block: int, tenants: Tenants | None) -> None:
         self._tree = tree
@@ -45,8 +45,23 @@ class TenantFigures:
         """Return whose requests have a salt; None if it is no tenant's."""
         return self._by_mark.get((salt or "").rpartition("-")[0])
 
+    def owner_of(self, tenant: str | None, doc_id: DocId | None) -> str | None:
+        """Return whose a document's blocks are: those of a tenant's request his, others its collection's."""
+        if tenant is not None or doc_id is None or self._tenants is None:
+            return tenant
+        return self._tenants.collection_of(doc_id)
+
+    def tenant_of(self, owner: str | None) -> str | None:
+        """Return which tenant an owner is; None for a collection, as for nobody."""
+        return owner if owner in self._by_name else None
+
+    def num_units_of(self, tenant: str | None, tier: Tier, num_units: int) -> int:
+        """Return how many of a tier's units are a tenant's share; None has what is no tenant's."""
+        shares = self._tree.tiers[tier].shares
+        return num_units - sum(map(shares.share_of, self._by_name)) if tenant is None else shares.share_of(tenant)
+
     def divide(self, tier: Tier, report: TierReport, blocks_per_unit: int) -> None:
-        """Give every tenant his share of a tier.
+        """Give every tenant and collection its share of a tier.
 
         Raises:
             ConfigError: a quota is more than all of it.
@@ -56,7 +71,7 @@ class TenantFigures:
         num_units, capacity_bytes = report.num_blocks // blocks_per_unit, report.capacity_bytes
         setting = "kv_cache_bytes" if tier is Tier.GPU else f"{tier.label}_bytes"
         self._tenants.check_fit(tier, capacity_bytes, setting)
-        limits = {name: tenant.quota.of(tier) for name, tenant in self._tenants.by_name.items()}
+        limits = {name: owner.quota.of(tier) for name, owner in self._tenants.owners.items()}
         quotas: dict[str | None, int] = {
             name: limit * num_units // capacity_bytes for name, limit in limits.items() if limit is not None
         }
@@ -104,24 +119,36 @@ class TenantFigures:
                 "num_requests": tenant.num_requests,
                 "num_prompt_tokens": tenant.num_prompt_tokens,
                 "tiers": [
-                    self._tier_report(name, tier, report, blocks_per_unit) for tier, report in sorted(tiers.items())
+                    {
+                        **self._tier_report(name, tier, report, blocks_per_unit),
+                        "num_hit_tokens": tenant.num_tokens_by_tier[tier],
+                    }
+                    for tier, report in sorted(tiers.items())
                 ],
                 "hottest_documents": tenant.uses.hottest(),
             }
             for name, tenant in self._by_name.items()
         }
 
+    def report_collections(
+        self, tiers: Mapping[Tier, TierReport], blocks_per_unit: int
+    ) -> dict[str, dict[str, object]]:
+        """Return what each collection has of the tiers."""
+        return {
+            name: {"tiers": [self._tier_report(name, *each, blocks_per_unit) for each in sorted(tiers.items())]}
+            for name in (() if self._tenants is None else self._tenants.collections)
+        }
+
     def _tier_report(self, name: str, tier: Tier, report: TierReport, blocks_per_unit: int) -> dict[str, object]:
         assert self._tenants is not None
         shares = self._tree.tiers[tier].shares
         num_blocks = shares.owned.get(name, 0) * blocks_per_unit
-        limit = self._tenants.by_name[name].quota.of(tier)
+        limit = self._tenants.owners[name].quota.of(tier)
         return {
             "name": tier.label,
             "capacity_bytes": report.capacity_bytes if limit is None else limit,
             "used_bytes": num_blocks * report.block_bytes,
             "num_blocks": num_blocks,
             "num_evicted_blocks": shares.evicted.get(name, 0) * blocks_per_unit,
-            "num_hit_tokens": self._by_name[name].num_tokens_by_tier[tier],
             "is_enabled": report.is_enabled,
         }

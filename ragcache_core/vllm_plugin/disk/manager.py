@@ -18,6 +18,7 @@ engine.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -29,6 +30,7 @@ from vllm.logger import init_logger
 from ragcache_core.chunkstore import ChunkStore, async_store
 from ragcache_core.chunkstore.regrowing import regrow
 from ragcache_core.chunkstore.sealing import load_keys
+from ragcache_core.tree import admit_within_quotas
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_on_disk
@@ -351,46 +353,43 @@ class DiskTier(SecondaryTierManager):
 
     def _make_room(self, new: dict[bytes, int]) -> list[bytes]:
         """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
-        owner = self._owner_of(new)
-        own = self._take_out(self._keep_quota(new, owner))
+        own = self._take_out(self._keep_quotas(new))
         num_missing = len(new) - (self._num_slots - len(self._stored) - len(self._writing))
         if num_missing <= 0:
             return own
         evicted = list(islice(self._others.useless(), num_missing))
-        if num_missing > len(evicted):
+        for owner, num_new in Counter(self._tree.owners_of(map(self._unit_of, new))).items():
+            if num_missing <= len(evicted):
+                break
             units = self._tree.evict_up_to(
                 Tier.DISK,
-                num_missing - len(evicted),
+                min(num_missing - len(evicted), num_new),
                 self._tree.shielded(map(self._unit_of, new)),
                 size_of=self._others.size_of if self._others else None,
                 for_owner=owner,
             )
-            evicted += self._names_of(units)
-            evicted = list(dict.fromkeys(evicted))
+            evicted = list(dict.fromkeys([*evicted, *self._names_of(units)]))
         for _ in range(num_missing - len(evicted)):
             new.popitem()
             self._controller.counters.num_dropped_chunks += 1
         return [*own, *self._take_out(evicted)]
 
-    def _owner_of(self, new: dict[bytes, int]) -> str | None:
-        """Return the tenant whose chunks a job brings, which are of one request."""
-        at = None if not new else self._tree.locate(self._unit_of(next(iter(new))))
-        return None if at is None else at.node.owner
+    def _keep_quotas(self, new: dict[bytes, int]) -> list[bytes]:
+        """Return what owners give up of their own for ``new`` chunks; from the first beyond a quota on, they go.
 
-    def _keep_quota(self, new: dict[bytes, int], owner: str | None) -> list[bytes]:
-        """Return what a tenant gives up of his own for ``new`` chunks; those beyond his quota are taken out of it."""
-        shares = self._tree.tiers[Tier.DISK].shares
-        num_new = sum(map(self._is_unit, new))
-        if not (num_over := shares.over_quota(owner, num_new)):
+        They are of one request, and so of one tenant, or of the collections of its documents.
+        """
+        if not self._tree.tiers[Tier.DISK].shares.quotas:
             return []
+        units = [self._unit_of(name) for name in new if self._is_unit(name)]
         shielded = self._tree.shielded(map(self._unit_of, new))
-        evicted = self._names_of(self._tree.evict_own(Tier.DISK, owner, num_over, shielded))
-        num_over = shares.over_quota(owner, num_new)
-        while num_over > 0 and new:
+        num_admitted, evicted = admit_within_quotas(self._tree, Tier.DISK, units, shielded)
+        num_left_out = len(units) - num_admitted
+        while num_left_out > 0 and new:
             name, _ = new.popitem()
-            num_over -= self._is_unit(name)
+            num_left_out -= self._is_unit(name)
             self._controller.counters.num_dropped_chunks += 1
-        return evicted
+        return self._names_of(evicted)
 
     def _names_of(self, units: Iterable[EvictedUnit]) -> list[bytes]:
         """Return the chunks of units, with those of other groups that go along."""

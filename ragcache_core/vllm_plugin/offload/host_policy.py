@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ragcache_core.tree import ANYBODY, EvictedUnit, Location, admit, by_node
+from ragcache_core.tree import ANYBODY, EvictedUnit, Location, admit, admit_within_quotas, by_node
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
@@ -431,19 +431,16 @@ class TreeHostTier(CPUPrimaryTierOffloadingManager):
         return output
 
     def _within_quotas(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return which of the ``keys`` of a request its tenant may store, giving up others of his for them."""
+        """Return which of the ``keys`` of a request may be stored, giving up others of the same owners for them."""
         policy, tree = self._policy, self._policy.controller.tree
         new = [key for key in keys if policy.get(key) is None and policy.groups.is_main(key)]
-        owner = next((at.node.owner for key in new if (at := tree.locate(unit_of(key))) is not None), None)
-        shares = tree.tiers[Tier.HOST].shares
-        if not (num_over := shares.over_quota(owner, len(new))):
-            return list(keys)
-        for unit in tree.evict_own(Tier.HOST, owner, num_over, tree.shielded(map(unit_of, keys))):
+        shielded = tree.shielded(map(unit_of, keys))
+        num_admitted, evicted = admit_within_quotas(tree, Tier.HOST, [*map(unit_of, new)], shielded)
+        for unit in evicted:
             for key in policy.keys_of(cast("Key", unit.key)):
                 if (chunk := policy.get(key)) is not None and not chunk.ref_cnt:
                     discard_idle(self, key, chunk)
-        num_left_out = shares.over_quota(owner, len(new))
-        left_out = {unit_of(key) for key in new[len(new) - num_left_out :]}
+        left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

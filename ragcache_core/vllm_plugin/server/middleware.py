@@ -80,7 +80,7 @@ class Door:
         self._app = app
         self._work = work
         self._digests = [hashed(key) for key in keys]
-        self._has_tenants = tenants is not None
+        self._has_tenants = tenants is not None and tenants.have_keys
         self._tenants: dict[bytes, str] = {}
         if tenants is not None:
             self._digests += tenants.operator_digests

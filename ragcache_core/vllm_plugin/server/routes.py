@@ -232,7 +232,7 @@ class RAGCacheEndpoint:
         app.add_middleware(DefaultsHeader)
         keys = [key for key in app.state.args.api_key or [envs.VLLM_API_KEY] if key]
         app.state.ragcache_tenants = tenants = tenants_of(app.state.args, keys)
-        if tenants is not None:
+        if tenants is not None and tenants.have_keys:
             app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
         app.state.ragcache_work = Work()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1

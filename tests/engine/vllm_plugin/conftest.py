@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,8 +21,8 @@ def opening(tmp_path: Path, identity: None) -> Iterator[Opening]:
 
     opened: list[Scene] = []
 
-    def open_scene(num_slots: int = 24, name: str = "cache", groups: KVGroups | None = None) -> Scene:
-        opened.append(Scene(tmp_path / name, num_slots, groups))
+    def open_scene(num_slots: int = 24, name: str = "cache", groups: KVGroups | None = None, **settings: Any) -> Scene:
+        opened.append(Scene(tmp_path / name, num_slots, groups, **settings))
         return opened[-1]
 
     yield open_scene

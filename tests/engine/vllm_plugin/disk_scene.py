@@ -45,11 +45,11 @@ def payload(key: OffloadKey) -> bytes:
 class Scene:
     """A directory, and the tier that an engine has on it; a new one is a new start of the engine."""
 
-    def __init__(self, directory: Path, num_slots: int = 24, groups: KVGroups | None = None) -> None:
+    def __init__(self, directory: Path, num_slots: int = 24, groups: KVGroups | None = None, **settings: Any) -> None:
         self.directory = directory
         self.memory = np.full((NUM_ROWS, CHUNK_BYTES), UNTOUCHED, dtype=np.uint8)
         self.controller = CacheController(
-            PluginSettings(policy="pgdsf"),
+            PluginSettings(policy="pgdsf", **settings),
             tokens_per_block=BLOCK,
             shadow_blocks=8,
             prefill_cost=PrefillCostModel.default(),

@@ -489,3 +489,17 @@ def test_a_quota_of_the_disk_is_kept_by_giving_up_ones_own(opening: Opening) -> 
     assert it.num_hits("CB") == 5
     it.close()
     assert opening().tree.tiers[Tier.DISK].num_units == 5, "the files are the same"
+
+
+def test_documents_of_two_collections_keep_to_the_quota_of_each_on_the_disk(opening: Opening, tmp_path: Path) -> None:
+    path = tmp_path / "collections.toml"
+    path.write_text('[[collections]]\nname = "b"\nids = ["B"]\n[[collections]]\nname = "d"\nids = ["D"]\n')
+    it = opening(tenants=path)
+    shares = it.tree.tiers[Tier.DISK].shares
+    shares.divide(24, {None: 1.0, "b": 1.0, "d": 1.0}, {"b": 4, "d": 5})
+    for documents, is_whole in (("AB", True), ("CB", True), ("DB", False), ("BA", True), ("CD", False)):
+        keys = it.store(documents)
+        assert (it.num_hits(documents) == len(keys)) == is_whole, documents
+        assert shares.owned.get("b", 0) <= 4
+        assert shares.owned.get("d", 0) <= 5
+        it.check()

@@ -154,6 +154,29 @@ def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Pa
     assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}
 
 
+def test_a_collection_keeps_to_its_quota_whoever_else_is_on_its_paths(tmp_path: Path) -> None:
+    path = tmp_path / "collections.toml"
+    path.write_text(
+        f'[[collections]]\nname = "news"\nids = ["[A-M]"]\nquota = {{gpu = "{12 * BLOCK_BYTES}"}}\n'
+        '[[collections]]\nname = "terms"\nids = ["T"]\n'
+    )
+    stage = shared(path)
+    shares = stage.controller.tree.tiers[Tier.GPU].shares
+    for turn in range(6):
+        for documents in ("TA", "BCD", "XE", "FT"):
+            for asked in (documents, "W"):
+                stage.ask(asked)
+                stage.finish_all()
+            assert shares.owned["news"] <= 12, (turn, documents)
+    check_invariants(stage.controller.tree)
+    assert shares.owned["terms"] > 0
+    report: Any = stage.controller.report()
+    tier = report["collections"]["news"]["tiers"][0]
+    assert (tier["num_blocks"], tier["capacity_bytes"]) == (shares.owned["news"], 12 * BLOCK_BYTES)
+    assert tier["num_evicted_blocks"] > 0
+    assert report["tenants"] == {}
+
+
 def test_a_quota_of_more_than_the_tier_is_refused(tenants: Path) -> None:
     with pytest.raises(ConfigError, match=r"quota of tenant 'a' .* of gpu, the tier holds .*: lower quota\.gpu"):
         shared(tenants, num_blocks=8)

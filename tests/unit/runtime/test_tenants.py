@@ -24,6 +24,21 @@ def table(name: str = "acme", keys: str = f'"{KEY}"', more: str = "") -> str:
     return f'[[tenants]]\nname = "{name}"\nkeys = [{keys}]\n{more}\n'
 
 
+def collection(name: str = "handbook", ids: str = '"handbook/*", "terms.md"', more: str = "") -> str:
+    return f'[[collections]]\nname = "{name}"\nids = [{ids}]\n{more}\n'
+
+
+def test_a_document_is_in_the_first_collection_that_has_a_pattern_of_its_id(tmp_path: Path) -> None:
+    tenants = read(tmp_path, collection(more='quota = {host = "1KiB"}') + collection("rest", '"*.md", "[ab]?"'))
+    names = {doc: tenants.collection_of(doc) for doc in ("handbook/a/b.md", "terms.md", "x.md", "a1", "c1", "Terms.MD")}
+    assert [*names.values()] == ["handbook", "handbook", "rest", "rest", None, None]
+    assert tenants.weights() == {None: 1.0, "handbook": 1.0, "rest": 1.0}
+    assert not tenants.have_keys, "a file of collections alone asks nobody for a key"
+    assert read(tmp_path, table() + collection()).have_keys
+    with pytest.raises(ConfigError, match=r"of collection 'handbook' is 1024 bytes of host, .* host_bytes"):
+        tenants.check_fit(Tier.HOST, 1000, "host_bytes")
+
+
 def test_a_key_may_be_written_as_its_hash_which_opens_nothing_itself(tmp_path: Path) -> None:
     digest = sha256(KEY.encode()).hexdigest()
     tenants = read(tmp_path, table(keys=f'"sha256:{digest}"') + table("other", f'"{OTHER}"'))
@@ -46,9 +61,9 @@ def test_without_a_quota_a_tenant_has_what_others_leave_and_an_equal_share(tmp_p
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "tenants is missing"),
+        ("", "names nobody: it needs"),
         ("no toml", "is not TOML"),
-        ("tenants = []", "tenants"),
+        ("tenants = []", "names nobody"),
         (table("a b"), r"tenants\.0\.name is 'a b': a name has 1 to 64 letters"),
         (table("x" * 65), "a name has 1 to 64"),
         (table(keys='"short"'), r"keys\.0: a key has 16 or more characters"),
@@ -66,6 +81,12 @@ def test_without_a_quota_a_tenant_has_what_others_leave_and_an_equal_share(tmp_p
         (table(keys=f'"{KEY}", "{KEY}"'), r"keys\[1\] of 'acme' is a key of 'acme' already"),
         (table() + f'[operators]\nkeys = ["{KEY}"]', r"a key of \[operators\] is one of 'acme'"),
         (table() + "[operator]\nkeys = []", "no setting operator"),
+        (table() + collection("acme"), "has 'acme' twice"),
+        (collection() * 2, "has 'handbook' twice"),
+        (collection(ids=""), r"collections\.0\.ids"),
+        (collection(ids='""'), r"collections\.0\.ids\.0"),
+        (collection(more=f'keys = ["{KEY}"]'), r"no setting collections\.0\.keys"),
+        ('[[collections]]\nname = "handbook"', r"collections\.0\.ids is missing"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_keys_are_not_shown(tmp_path: Path, text: str, said: str) -> None:

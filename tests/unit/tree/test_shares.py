@@ -13,7 +13,7 @@ from ragcache_core.chunkstore.chunks import ChunkEntry
 from ragcache_core.chunkstore.regrowing import note_of, regrow
 from ragcache_core.policy import make_policy
 from ragcache_core.policy.prefill_cost import PrefillCostModel
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, admit, check_invariants
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, admit, admit_within_quotas, check_invariants
 from ragcache_core.types import Tier
 from tests.unit.tree.scene import BLOCK, cache, new_tree
 
@@ -158,6 +158,48 @@ def test_a_quota_is_kept_by_giving_up_ones_own() -> None:
         assert owned(tree)["a"] <= 6
     assert owned(tree) == {"a": 6, "b": 16}
     assert (shares.over_quota("a"), shares.over_quota("a", 2), shares.over_quota("b", 100)) == (0, 2, 0)
+
+
+def in_collections(*documents: str, blocks: int = 2) -> list[PathSegment]:
+    """A prompt behind a common prefix of nobody's; a document is of the collection that its first letter says."""
+    segments = prompt(None, "", *documents, blocks=blocks)
+    owner = {"a": "a", "b": "b"}
+    segments = [replace(s, owner=owner.get((s.doc_id or " ")[0]), doc_id=s.doc_id or None) for s in segments]
+    return [*segments, PathSegment([b"?" + "/".join(documents).encode()], BLOCK)]
+
+
+def test_documents_of_two_collections_on_one_path_count_for_each_its_own() -> None:
+    tree = divided(new_tree(), a=4)
+    path = cache(tree, in_collections("a1", "b1", "c1", "a2"))
+    assert [node.owner for node in path] == [None, "a", "b", None, "a", "a"], (
+        "what has no name is whose it stands behind"
+    )
+    assert owned(tree) == {"a": 5, "b": 2, None: 4}
+    assert [unit.node.owner for unit in tree.evict_own(Tier.GPU, "a", 1)] == ["a"]
+    check_invariants(tree)
+    assert tree.evict_own(Tier.GPU, "b", 1) == [], "a document of another stands on it"
+
+
+def test_a_path_is_kept_up_to_the_first_unit_beyond_a_quota() -> None:
+    tree = divided(new_tree(), a=3, b=1)
+    for documents, num_kept, num_evicted in (
+        (("a1",), 5, 0),
+        (("b1", "a2"), 1, 0),
+        (("c1", "a2"), 5, 3),
+        (("c1", "a3"), 3, 3),
+        (("c1", "c2"), 3, 0),
+    ):
+        path = tree.insert(in_collections(*documents))
+        keys = [key for node in path for key in node.keys if not is_cached(tree, key)]
+        admitted = admit_within_quotas(tree, Tier.GPU, keys, tree.shielded(keys))
+        assert {unit.node.owner for unit in admitted.evicted} <= {"a"}
+        assert (admitted.num_admitted, len(admitted.evicted)) == (num_kept, num_evicted), documents
+        for key in keys[:num_kept]:
+            at = tree.locate(key)
+            assert at is not None
+            tree.add(at.node, 1 << at.unit, Tier.GPU)
+        assert owned(tree)["a"] <= 3
+        check_invariants(tree)
 
 
 def test_an_eviction_that_cannot_be_done_leaves_the_counts_as_they_were() -> None:

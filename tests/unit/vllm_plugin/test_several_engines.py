@@ -50,6 +50,9 @@ def test_figures_of_tenants_add_up_where_one_engine_does_not_know_them_all() -> 
     told = [report(tenants={"a": report(), "b": report()}), report(tenants={"b": report(), "c": report()}), report()]
     merged = merged_report(told)
     assert {name: figures["num_requests"] for name, figures in merged["tenants"].items()} == {"a": 3, "b": 6, "c": 3}
+    tiers = {"tiers": [{"name": "gpu", "num_blocks": 2}]}
+    told = [report(collections={"handbook": tiers}), report(), report(collections={"handbook": tiers})]
+    assert merged_report(told)["collections"] == {"handbook": {"tiers": [{"name": "gpu", "num_blocks": 4}]}}
 
 
 def test_what_engines_have_cached_stands_side_by_side_and_is_complete_when_all_is_told() -> None:
