@@ -116,7 +116,7 @@ _CACHE_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     click.option(
         "--tenants",
         metavar="FILE",
-        help="Keep the tenants in FILE apart, a TOML file of names, keys and quotas, or of collections. [default: none]",
+        help="Keep the tenants in FILE apart: a TOML file of keys and quotas, of collections too. [default: none]",
     ),
     click.option(
         "--policy",

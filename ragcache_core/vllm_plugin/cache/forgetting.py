@@ -167,7 +167,7 @@ class Forgetting:
         self._pins.on_forgotten(doc_ids, all_units)
         for request_id, first_block in forgotten.requests.items():
             state = self._requests[request_id]
-            state.has_forgotten = True
+            state.has_forgotten |= bool(doc_ids) or is_all  # what is only too old is no secret
             if state.first_private is None or first_block < state.first_private:
                 state.first_private = first_block
                 if self.store_at_most is not None:

@@ -63,8 +63,9 @@ async def contents(
     Each engine walks its tree a part at a time, between steps.
     """
     body = {"token": uuid4().hex, "sort": sort, "limit": limit if received.num_engines == 1 else MAX_LISTED}
-    while not all(answers := await ask_engines(request, "list", body)):
-        pass  # each time is a round trip to the engines, and steps come between
+    async with request.app.state.ragcache_listing:  # an engine keeps few at a time, and drops the oldest of more
+        while not all(answers := await ask_engines(request, "list", body)):
+            pass  # each time is a round trip to the engines, and steps come between
     return merged_contents(answers, sort, limit)
 
 

@@ -38,6 +38,7 @@ from ragcache_core.vllm_plugin.server.several_engines import joined_changes
 from ragcache_core.vllm_plugin.server.tenant_requests import (
     TenantRequests,
     check_door,
+    check_same,
     own_speculation,
     report_for,
     tenant_of,
@@ -235,6 +236,7 @@ class RAGCacheEndpoint:
         if tenants is not None and tenants.have_keys:
             app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
         app.state.ragcache_work = Work()
+        app.state.ragcache_listing = asyncio.Lock()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
         app.add_middleware(Door, keys=keys, work=app.state.ragcache_work, tenants=tenants)
 
@@ -263,6 +265,9 @@ class RAGCacheEndpoint:
             if received.num_engines > 1:
                 state.ragcache_rank_choice = RankChoice(received.num_engines)
             try:
-                received.tell(await call_report(engine_client))
+                reports = await call_report(engine_client)
             except Exception as error:  # somebody else's scheduler: its first step tells
                 logger.warning("The tiers are not in the statistics until the first request: %s", error)
+            else:
+                check_same(reports, getattr(state, "ragcache_tenants", None))
+                received.tell(reports)

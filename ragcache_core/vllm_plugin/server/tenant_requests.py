@@ -52,6 +52,21 @@ def check_door(transfer_config: object, tenants: Tenants | None) -> None:
         raise ConfigError(f"the server does not know the tenants of {path}: start it as 'ragcache serve' does")
 
 
+def check_same(reports: Sequence[Mapping[str, Any] | None], tenants: Tenants | None) -> None:
+    """Refuse to serve where an engine has read another file of tenants, by its first report.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    here = set() if tenants is None else set(tenants.by_name)
+    for report in reports:
+        if report is not None and (differing := here ^ set(report.get("tenants", ()))):
+            raise ConfigError(
+                f"the file of tenants has changed during the start: {quoted(sorted(differing), 200)} are known to the "
+                "server or to its engine alone: start it again"
+            )
+
+
 def _file_of(transfer_config: object) -> Path | None:
     """Return the file of tenants that vLLM's ``kv_transfer_config`` names."""
     extra = getattr(transfer_config, "kv_connector_extra_config", None) or {}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin import build_context
 from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.scheduler import scheduler as scheduler_module
+from ragcache_core.vllm_plugin.server import cache_routes
 from tests.engine.vllm_plugin import test_forgetting
 from tests.engine.vllm_plugin.storing_scene import BLOCK
 from tests.engine.vllm_plugin.test_forgetting import DOCUMENTS, SYSTEM, Scene, first_block, keys_of, prompt
@@ -225,6 +229,26 @@ def test_whatever_is_done_to_the_cache_meanwhile_no_request_reads_other_kv(tmp_p
     assert all(number > 2 for number in done.values())
 
 
+async def test_any_number_of_listings_at_once_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine keeps 32: of more that went on by turns, each would begin anew at its turn, for ever."""
+    with engine(None) as it:
+        it.ask("first", "AB")
+        num_asked = 0
+
+        async def ask(_: Any, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+            nonlocal num_asked
+            num_asked += 1
+            assert num_asked < 1000, "it does not end"
+            await asyncio.sleep(0)
+            return [it.scheduler.act_on_cache(action, body)]
+
+        monkeypatch.setattr(cache_routes, "ask_engines", ask)
+        app: Any = SimpleNamespace(state=SimpleNamespace(ragcache_listing=asyncio.Lock()))
+        asked = Request({"type": "http", "app": app})
+        for answer in await asyncio.gather(*(cache_routes.contents(asked) for _ in range(40))):
+            assert {document["id"] for document in answer["documents"]} == {"A", "B"}
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The engine's clock, which a test sets."""
@@ -253,6 +277,12 @@ def test_what_is_older_than_max_age_is_in_no_tier_and_nobody_is_served_with_it(
         it.scheduler.add_request(running)
         it.steps.step()
         assert "A" not in by_id(it)
+        clock[0] += 60  # what the running request has is too old as well
+        it.steps.step()
+        assert by_id(it) == {}
+        assert it.scheduler.recent_requests(1)["num_running"] == 1
+        assert it.scheduler.left()["num_requests"] == 0, "whoever forgets documents need not wait for what is only old"
+        assert it.scheduler.recent_requests(1)["requests"][0]["doc_ids"], "nor is it a secret which those are"
         it.steps.rest(100_000)
         assert it.settle()["problems"] == []
         files, memory = it.files(), it.host_memory()

@@ -14,9 +14,11 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import salt_of
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
+from ragcache_core.vllm_plugin.server.tenant_requests import check_same
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import KEY, WIRE_VERSION
 from tests.conftest import DEMO_MODEL
@@ -130,3 +132,12 @@ def test_a_request_of_another_tenants_is_as_unknown_as_one_that_never_was(
 
     assert ask(ACME, "cmpl-1") == ask(ACME, "cmpl-2") == (404, True)
     assert ask(OTHER, "cmpl-1")[0] == ask(SERVER, "cmpl-1")[0] == 200
+
+
+def test_an_engine_that_has_read_another_file_than_its_server_is_not_served(app: Any) -> None:
+    tenants = app.state.ragcache_tenants
+    check_same([{"tenants": {"acme": {}, "b": {}}}, None], tenants)
+    check_same([{}], None)
+    for known in ({"acme"}, {"acme", "b", "c"}, set()):
+        with pytest.raises(ConfigError, match="has changed during the start: .*: start it again"):
+            check_same([{"tenants": dict.fromkeys(known)}], tenants)
