@@ -190,16 +190,20 @@ class Fleet(EngineClient):
         Raises:
             EngineError: none does.
         """
-        answers: list[_Answer] = []
-        error: EngineError | None = None
-        for replica in self._replicas.ready() or self._replicas.all:
+
+        def one(replica: Replica) -> _Answer | EngineError:
             try:
-                answers.append(ask(replica.engine))
-            except EngineError as failure:
-                error = failure
-                _logger.debug("replica %s does not answer: %s", replica.name, failure)
-        if not answers and error is not None:
-            raise error
+                return ask(replica.engine)
+            except EngineError as error:
+                _logger.debug("replica %s does not answer: %s", replica.name, error)
+                return error
+
+        asked = self._replicas.ready() or self._replicas.all
+        with ThreadPoolExecutor(len(asked)) as threads:  # one that hangs takes its time limit, and not once for each
+            told = list(threads.map(one, asked))
+        answers = [answer for answer in told if not isinstance(answer, EngineError)]
+        if not answers and isinstance(told[0], EngineError):
+            raise told[0]
         return answers
 
     async def _aof_each(self, ask: Callable[[Engine], Coroutine[Any, Any, _Answer]]) -> list[_Answer]:

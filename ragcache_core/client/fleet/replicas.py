@@ -19,7 +19,7 @@ import httpx
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.fleet.choice import choose_replica, with_room
-from ragcache_core.client.http.attempt import BROKEN, Health, check_progress, engine_died
+from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
@@ -29,15 +29,18 @@ from ragcache_core.wire import KEY
 HOME = "http://ragcache-fleet"
 """In place of a replica's address, until one is chosen."""
 _SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
-_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/.*-r(\d+)")
+_REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(?:(?:chat)?cmpl-)?(.*-r(\d+))")
+_PLACED = re.compile(r"-r\d+$")
 _REQUEST_ID = "X-Request-Id"
 """vLLM makes the id of a response from it: which replica has that response's figures is read off its end."""
 _MAX_SPECULATIONS = 4096
+_MAX_MOVED = 4096
 _MAX_REST_S = 60.0
 _REST_S = 2.0
 _OPENING = 64
 """Tokens, or four times as many characters, by which prompts without documents are told apart."""
-_UNAVAILABLE = 503
+_UNREACHED = (502, 503, 504)
+"""A server that takes no requests now says 503; of a proxy before it all three are that it does not reach it."""
 
 _logger = logging.getLogger(__name__)
 _all: WeakSet[ReplicaSet] = WeakSet()
@@ -94,6 +97,7 @@ class ReplicaSet:
     def _start_anew(self) -> None:
         self._lock = threading.Lock()
         self._speculations: OrderedDict[str, Replica] = OrderedDict()
+        self._moved: OrderedDict[str, str] = OrderedDict()
         for replica in self.all:
             replica.num_running = 0
 
@@ -111,6 +115,7 @@ class ReplicaSet:
 
     def send(self, request: httpx.Request) -> RoutedRequest:
         """Choose who gets ``request``, and count that as its load until it ends."""
+        request = self._followed(request)
         asked = _Asked.of(request) if asks_completion(request) else None
         ready = {replica.name: replica for replica in self.ready()}
         num_cached = {name: _num_cached_tokens(replica, asked) for name, replica in ready.items()}  # waits for mirrors
@@ -129,9 +134,26 @@ class ReplicaSet:
         """Return the replica that alone can answer this."""
         if found := _SPECULATION_ROUTE.search(request.url.path):
             return self._speculations.get(found[1])
-        if (found := _REQUEST_ROUTE.search(request.url.path)) and int(found[1]) < len(self.all):
-            return self.all[int(found[1])]
+        if (found := _REQUEST_ROUTE.search(request.url.path)) and int(found[2]) < len(self.all):
+            return self.all[int(found[2])]
         return None
+
+    def moved(self, name: str, new_name: str) -> None:
+        """Note what an answer is called that began elsewhere, where it goes on."""
+        self._moved[name] = new_name
+        if len(self._moved) > _MAX_MOVED:
+            self._moved.popitem(last=False)
+
+    def _followed(self, request: httpx.Request) -> httpx.Request:
+        """Return a question about an answer by the name that it has where it went on."""
+        if not (found := _REQUEST_ROUTE.search(request.url.path)) or found[1] not in self._moved:
+            return request
+        name = found[1]
+        while (later := self._moved.get(name)) is not None:
+            name = later
+        path = request.url.raw_path.decode("ascii").replace(found[1], name)
+        url = request.url.copy_with(raw_path=path.encode("ascii"))
+        return httpx.Request(request.method, url, headers=request.headers, extensions=request.extensions)
 
     def _choose(self, asked: _Asked | None, ready: Mapping[str, Replica], num_cached: Mapping[str, int]) -> Replica:
         """Return who gets a request; what is no completion goes to the idlest.
@@ -191,8 +213,13 @@ class RoutedRequest:
         headers.pop("Host", None)
         headers["Authorization"] = f"Bearer {self._replica.engine.api_key}"
         if asked is not None:
-            place = self._replicas.all.index(self._replica)
-            headers[_REQUEST_ID] = f"{headers.get(_REQUEST_ID) or asked.request_id or uuid.uuid4().hex}-r{place}"
+            said, name = headers.get(_REQUEST_ID), asked.request_id
+            if said and not (name and re.fullmatch(rf"{re.escape(said)}(-r\d+)+", name)):  # the name goes on elsewhere
+                name = said
+            name = name or uuid.uuid4().hex
+            headers[_REQUEST_ID] = f"{name}-r{self._replicas.all.index(self._replica)}"
+            if _PLACED.search(name):
+                self._replicas.moved(name, headers[_REQUEST_ID])
         url = f"{root}{request.url.raw_path.decode('ascii')}"
         return httpx.Request(
             request.method, url, headers=headers, content=request.content, extensions=request.extensions
@@ -202,7 +229,7 @@ class RoutedRequest:
         check_progress(self._replica.engine.integration.watch)
 
     def answered(self, response: httpx.Response) -> None:
-        if response.status_code == _UNAVAILABLE and self._is_counted:
+        if response.status_code in _UNREACHED and self._is_counted:
             self._replica.rest(_seconds(response.headers.get("Retry-After")))
             if self._replicas.ready():
                 raise _BusyError(f"{self._replica.name} takes no requests now", request=self.request)
@@ -213,7 +240,8 @@ class RoutedRequest:
 
     def failed(self, error: BaseException) -> BaseException:
         self.end()
-        if isinstance(error, (*BROKEN, httpx.ConnectTimeout)) and not isinstance(error, _BusyError):
+        is_suspicious = not SENT_ONCE.keys() <= self.request.extensions.keys()
+        if is_suspicious and isinstance(error, (*BROKEN, httpx.ConnectTimeout)) and not isinstance(error, _BusyError):
             _logger.debug("replica %s failed: %s: %s", self._replica.name, type(error).__name__, error)
             self._replica.failed()
         if isinstance(error, httpx.ConnectTimeout):

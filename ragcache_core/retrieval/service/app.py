@@ -42,7 +42,7 @@ from ragcache_core.retrieval.service.streaming import Door, LineResponse, TooLar
 from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.retrieval.threads import SearchThreads, in_thread
-from ragcache_core.retrieval.wanted import MMR
+from ragcache_core.retrieval.wanted import MMR, Wanted
 from ragcache_core.runtime.api_keys import ApiKeys
 from ragcache_core.types import DocId, RetrievalUpdate
 
@@ -61,7 +61,8 @@ class Limits:
     Attributes:
         max_k: documents of a search, and candidates of one whose documents shall differ.
         max_body_bytes: of a request.
-        max_searches: that run at the same time; others are refused, and asked again by :class:`RemoteStore`.
+        max_searches: that run at the same time, texts that are embedded alone among them; others are refused, and
+            asked again by :class:`RemoteStore`.
         search_s: seconds of a search, with the sending of its stages.
     """
 
@@ -150,11 +151,8 @@ class StoreApp:
 
     async def _search(self, request: Request) -> ASGIApp:
         asked = await self._read(request, _Asked)
-        if self._num_running >= self._limits.max_searches:
-            self._metrics.num_searches.labels("refused").inc()
-            message = f"{self._num_running} searches run, which is all that this service takes: ask again in a moment"
-            said = {"error": {"type": "StoreUnreachableError", "message": message}}
-            return JSONResponse(said, 503, {"Retry-After": str(_RETRY_AFTER_S)})
+        if (refusal := self._refusal()) is not None:
+            return refusal
         self._check_size("k", asked.k)
         if asked.mmr is not None:
             self._check_size("fetch_k", asked.mmr.fetch_k)
@@ -162,6 +160,15 @@ class StoreApp:
         self._count_running(1)
         updates = self._stages(snapshot, threads, asked)
         return LineResponse(self._counted(snapshot, updates), at_end=lambda: self._count_running(-1))
+
+    def _refusal(self) -> Response | None:
+        """Return the answer to who asks for more than is done at the same time; None where there is room."""
+        if self._num_running < self._limits.max_searches:
+            return None
+        self._metrics.num_searches.labels("refused").inc()
+        message = f"{self._num_running} searches run, which is all that this service takes: ask again in a moment"
+        said = {"error": {"type": "StoreUnreachableError", "message": message}}
+        return JSONResponse(said, 503, {"Retry-After": str(_RETRY_AFTER_S)})
 
     def _count_running(self, difference: int) -> None:
         self._num_running += difference
@@ -171,7 +178,11 @@ class StoreApp:
         self, snapshot: Snapshot, threads: SearchThreads, asked: _Asked
     ) -> AsyncGenerator[RetrievalUpdate, None]:
         mmr = None if asked.mmr is None else MMR(asked.mmr.fetch_k, asked.mmr.lambda_mult)
-        wanted = snapshot.wanted(asked.k, asked.where, asked.score_threshold, mmr)
+
+        def read() -> Wanted:
+            return snapshot.wanted(asked.k, asked.where, asked.score_threshold, mmr)
+
+        wanted = read() if asked.where is None else await threads.run(read)  # a megabyte of filter takes a while
         if (asked.query is None) == (asked.vector is None):
             raise SearchError("the search has neither a query nor a vector, or both: give one of them")
         if asked.query is not None:
@@ -243,6 +254,8 @@ class StoreApp:
     async def _embed(self, request: Request) -> Response:
         asked = await self._read(request, _AskedVectors)
         _check_number("texts", len(asked.texts))
+        if (refusal := self._refusal()) is not None:
+            return refusal
         snapshot, threads = self._store.begin_search()
         embedder = snapshot.embedder
 
@@ -252,7 +265,12 @@ class StoreApp:
             rows: list[list[float]] = embedder.embed_documents(asked.texts).tolist()
             return rows
 
-        return JSONResponse({"protocol": PROTOCOL, "vectors": await threads.run(embed)})
+        self._count_running(1)
+        try:
+            vectors = await threads.run(embed)
+        finally:
+            self._count_running(-1)
+        return JSONResponse({"protocol": PROTOCOL, "vectors": vectors})
 
     async def _health(self, _request: Request) -> Response:
         stats = self._facts().stats

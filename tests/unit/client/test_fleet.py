@@ -218,6 +218,14 @@ def test_figures_of_all_replicas_add_up(fleet: Fleet, servers: list[ScriptedServ
     assert asyncio.run(fleet.astats()) == all_three
 
 
+def test_replicas_that_hang_are_waited_for_at_once(fleet: Fleet, servers: list[ScriptedServer]) -> None:
+    for server in servers:
+        server.cache_wait_s = 1.0
+    began_s = time.monotonic()
+    fleet.stats()
+    assert time.monotonic() - began_s < 2.5
+
+
 def test_all_replicas_forget_and_unknown_is_what_none_knows(fleet: Fleet, servers: list[ScriptedServer]) -> None:
     for place, server in enumerate(servers):
         known = ["a"] if place == 1 else []

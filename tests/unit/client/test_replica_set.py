@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragcache_core.client.fleet.replicas import HOME, ReplicaSet
-from ragcache_core.client.http.attempt import Health
+from ragcache_core.client.http.attempt import SENT_ONCE, Health
 from ragcache_core.client.http.routing import RoutedTransport
 
 ANSWERS = ["said", "refused", "drained", "dead", "cut", "left", "interrupted"]
@@ -205,6 +205,52 @@ def test_a_drained_replica_rests_whatever_it_says_of_how_long(retry_after: str |
         sending.answered(httpx.Response(503, headers=headers))
     sending.end()
     assert replicas.send(asking()).request.url.host != drained
+
+
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_replica_that_its_proxy_does_not_reach_is_left_for_another(status: int) -> None:
+    replicas = replica_set(2)
+    sending = replicas.send(asking())
+    with pytest.raises(httpx.ConnectError):
+        sending.answered(httpx.Response(status))
+    sending.end()
+    other = replicas.send(asking())
+    assert other.request.url.host != sending.request.url.host
+    other.answered(httpx.Response(status))  # nobody is left: it is the answer
+
+
+def test_what_is_worth_one_try_marks_no_replica() -> None:
+    replicas = replica_set(1)
+    (replica,) = replicas.all
+    replica.engine.integration.watch.seen_alive_since = lambda _: False  # type: ignore[method-assign]  # a fake
+    once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=SENT_ONCE)
+    replicas.send(once).failed(httpx.ConnectTimeout("late"))
+    assert replica.is_ready()
+    replicas.send(asking()).failed(httpx.ConnectTimeout("late"))
+    assert not replica.is_ready()
+
+
+@pytest.mark.parametrize("header", [None, "mine"])
+def test_the_figures_of_an_answer_that_went_on_elsewhere_are_asked_of_who_gave_the_rest(header: str | None) -> None:
+    replicas = replica_set(3)
+    headers = {} if header is None else {"X-Request-Id": header}
+    name = first = ""
+    hosts = []
+    for turn in range(3):  # as an answer that was cut twice is asked for
+        request = asking(request_id=name) if name else asking()
+        request.headers.update(headers)
+        sending = replicas.send(request)
+        name = sending.request.headers["X-Request-Id"]
+        first = first or name
+        hosts.append(sending.request.url.host)
+        replicas.all[[replica.num_running for replica in replicas.all].index(1)].rest(60)
+        sending.end()
+        assert turn == 0 or name != first
+    for replica in replicas.all:
+        replica.rest(0)
+    assert len(set(hosts)) == 3
+    figures = replicas.send(httpx.Request("GET", f"{HOME}/v1/ragcache/requests/chatcmpl-{first}"))
+    assert (figures.request.url.host, figures.request.url.path) == (hosts[-1], f"/v1/ragcache/requests/chatcmpl-{name}")
 
 
 @pytest.mark.parametrize(

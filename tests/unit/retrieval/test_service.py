@@ -41,6 +41,7 @@ from ragcache_core.retrieval import (
     TfidfSvdEmbedder,
 )
 from ragcache_core.retrieval.filters import AllOf, AnyOf, FieldCondition, Not, filter_as_mapping, parse_filter
+from ragcache_core.retrieval.storage.snapshot import Snapshot
 from ragcache_core.types import Document, RetrievalUpdate
 from tests.support.waiting import until
 from tests.unit.retrieval.conftest import make_documents
@@ -354,14 +355,19 @@ def test_more_searches_than_may_run_are_refused_and_asked_again(folder: Path) ->
             assert found == [store.search(QUERY, 2)] * 2
 
 
-async def test_of_searches_that_come_at_once_no_more_run_than_may(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("route", "asked"), [("search", {"query": QUERY, "k": 2}), ("embed", {"texts": [QUERY]})], ids=["search", "embed"]
+)
+async def test_of_searches_that_come_at_once_no_more_run_than_may(
+    folder: Path, route: str, asked: dict[str, Any]
+) -> None:
     embedder = Slow()
     with DocumentStore.create(folder, embedder=embedder, index="flat") as store:
         store.add(make_documents(20))
         with StoreService(store, max_searches=2) as service:
             embedder.may_go.clear()
             async with httpx.AsyncClient() as client:
-                url, asked = f"{service.url}/v1/search", {"query": QUERY, "k": 2}
+                url = f"{service.url}/v1/{route}"
                 asking = [asyncio.create_task(client.post(url, json=asked)) for _ in range(12)]
                 while sum(task.done() for task in asking) < 10:
                     await asyncio.wait(asking, timeout=1, return_when=asyncio.FIRST_COMPLETED)
@@ -369,6 +375,24 @@ async def test_of_searches_that_come_at_once_no_more_run_than_may(folder: Path) 
                 answers = await asyncio.gather(*asking)
     assert sorted(answer.status_code for answer in answers) == [200] * 2 + [503] * 10
     assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 503} == {"1"}
+
+
+def test_a_large_filter_keeps_nobody_else_waiting_while_it_is_read(
+    remote: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a megabyte takes a second, in which the event loop would answer nobody."""
+    readers: list[str] = []
+    wanted = Snapshot.wanted
+
+    def read(*args: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return wanted(*args)
+
+    monkeypatch.setattr(Snapshot, "wanted", read)
+    asked = {"query": QUERY, "k": 2, "where": {"$or": [{"n": i} for i in range(9)]}}
+    assert httpx.post(f"{remote.url}/v1/search", json=asked).status_code in (200, 400)
+    assert readers
+    assert "ragcache-store-service" not in readers
 
 
 @pytest.mark.parametrize(
