@@ -67,6 +67,7 @@ class StoreService:
     ) -> None:
         uvicorn, _ = extra_module("uvicorn", _EXTRA), extra_module("starlette", _EXTRA)
         from ragcache_core.retrieval.service.app import Limits, StoreApp
+        from ragcache_core.retrieval.service.connections import ImpatientProtocol
 
         if not isinstance(store, DocumentStore):
             raise ConfigError(f"{store!r:.80} is no DocumentStore: open one, and pass it")
@@ -83,6 +84,7 @@ class StoreService:
         self._server: Any = uvicorn.Server(
             uvicorn.Config(
                 app.asgi,
+                http=ImpatientProtocol,
                 ws="none",
                 log_config=None,
                 log_level="warning",

@@ -377,6 +377,24 @@ async def test_of_searches_that_come_at_once_no_more_run_than_may(
     assert {answer.headers.get("retry-after") for answer in answers if answer.status_code == 503} == {"1"}
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize("sent", [b"G", b"GET /health HTT"])
+def test_a_connection_that_sends_half_a_request_is_closed(
+    remote: RemoteStore, monkeypatch: pytest.MonkeyPatch, before: bytes, sent: bytes
+) -> None:
+    monkeypatch.setattr("ragcache_core.retrieval.service.connections.HEAD_S", 0.1)
+    address = httpx.URL(remote.url)
+    with socket.create_connection((address.host, address.port or 0), timeout=10) as half:
+        half.sendall(before)
+        answer = b""
+        while before and b'"status":"ok"' not in answer:
+            answer += half.recv(4096)
+        half.sendall(sent)
+        while half.recv(4096):  # until it is closed
+            pass
+    assert httpx.get(f"{remote.url}/health").status_code == 200
+
+
 def test_a_large_filter_keeps_nobody_else_waiting_while_it_is_read(
     remote: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
