@@ -14,7 +14,8 @@ class NodeStats:
     Attributes:
         id: small integer that no other living node has: the place of a policy's own numbers in its columns.
         num_tokens: the node's size; all KV of a model has the same bytes a token.
-        frequency: how often requests retrieved it.
+        frequency: how often requests retrieved it, and how often more they were expected to.
+        num_expected: of ``frequency``, what was only expected.
         total_cost_s: sum over the requests that had to compute it of what each of its tokens was charged with, by
             :meth:`ReplacementPolicy.cost_per_token_s` (for PGDSF, RAGCache's Eq. 3 before the division by m).
         num_computed: the number of those requests, m of Eq. 3.
@@ -25,7 +26,8 @@ class NodeStats:
     """
 
     __slots__ = (
-        "frequency", "id", "is_transient", "last_request", "num_computed", "num_tokens", "total_cost_s", "turn"
+        "frequency", "id", "is_transient", "last_request", "num_computed", "num_expected", "num_tokens", "total_cost_s",
+        "turn",
     )  # fmt: skip
 
     def __init__(self, node_id: int, num_tokens: int) -> None:
@@ -34,9 +36,15 @@ class NodeStats:
         self.frequency = 0
         self.total_cost_s = 0.0
         self.num_computed = 0
+        self.num_expected = 0
         self.last_request = 0
         self.is_transient = False
         self.turn = 0
+
+    @property
+    def num_uses(self) -> int:
+        """How often requests retrieved it."""
+        return self.frequency - self.num_expected
 
     @property
     def avg_cost_s(self) -> float:
@@ -48,6 +56,7 @@ class NodeStats:
         other.frequency = self.frequency
         other.total_cost_s = self.total_cost_s
         other.num_computed = self.num_computed
+        other.num_expected = self.num_expected
         other.last_request = self.last_request
         other.is_transient = self.is_transient
         other.turn = self.turn

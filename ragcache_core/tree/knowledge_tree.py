@@ -223,6 +223,7 @@ class KnowledgeTree(TieredTree):
         for node in path:
             if expected_uses > node.frequency:
                 node.last_request = self.num_requests
+                node.num_expected += expected_uses - node.frequency
                 self._set_frequency(node, expected_uses)
 
     def forget(self, nodes: Iterable[TreeNode]) -> None:
@@ -232,7 +233,7 @@ class KnowledgeTree(TieredTree):
         """
         for top in list(nodes):
             for node in reversed(top.below()):
-                node.frequency = node.num_computed = node.last_request = 0
+                node.frequency = node.num_computed = node.num_expected = node.last_request = 0
                 node.total_cost_s = 0.0
                 node.updated = self._next_sequence()
                 for state in self.tiers:
@@ -300,7 +301,7 @@ class KnowledgeTree(TieredTree):
             return
         for node in nodes:
             if not self.resident_anywhere(node):
-                node.frequency = node.num_computed = 0
+                node.frequency = node.num_computed = node.num_expected = 0
                 node.total_cost_s = 0.0
 
     def _replicate_upper(self, path: Sequence[TreeNode]) -> None:

@@ -135,10 +135,10 @@ class Contents:
                     mine.num_blocks[tier] += state.resident[node.id].bit_count()
                 if mine.stored_s is None or node.stored_s < mine.stored_s:
                     mine.stored_s = node.stored_s
-            mine.saved_s += max(node.frequency - node.num_computed, 0) * node.avg_cost_s * node.num_tokens
+            mine.saved_s += max(node.num_uses - node.num_computed, 0) * node.avg_cost_s * node.num_tokens
             if is_beginning(node, doc_id):
                 mine.num_paths += node.stored_s is not None
-                mine.num_uses += node.frequency
+                mine.num_uses += node.num_uses
                 mine.num_tokens = max(mine.num_tokens, node.num_tokens)
 
     def _describe(
@@ -197,7 +197,7 @@ class Contents:
             "behind": list(dict.fromkeys(behind)),
             "tokens": sum(step.num_tokens for step in own),
             "bytes": {tier.label: blocks[tier] * block_bytes.get(tier, 0) for tier in Tier},
-            "uses": node.frequency,
+            "uses": node.num_uses,
         }
 
 

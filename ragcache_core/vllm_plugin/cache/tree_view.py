@@ -25,8 +25,8 @@ def tree_view(tree: KnowledgeTree, block_bytes: Mapping[Tier, int], limit: int) 
 
     def see_children(node: TreeNode) -> None:
         children = (c for c in node.iter_children() if (gpu[c.id] or host[c.id] or disk[c.id]) and not c.is_private)
-        for child in nlargest(limit, children, key=attrgetter("frequency")):
-            heappush(seen, (-child.frequency, child.id, child))
+        for child in nlargest(limit, children, key=attrgetter("num_uses")):
+            heappush(seen, (-child.num_uses, child.id, child))
 
     see_children(tree.root)
     while seen and len(nodes) < limit:
@@ -39,7 +39,7 @@ def tree_view(tree: KnowledgeTree, block_bytes: Mapping[Tier, int], limit: int) 
                 "parent": None if parent is None or parent is tree.root else parent.id,
                 "doc_id": node.doc_id,
                 "num_tokens": node.num_tokens,
-                "num_uses": node.frequency,
+                "num_uses": node.num_uses,
                 "num_bytes": {tier: number for tier, number in num_bytes.items() if number},
             }
         )

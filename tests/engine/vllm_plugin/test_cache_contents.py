@@ -229,6 +229,18 @@ def test_whatever_is_done_to_the_cache_meanwhile_no_request_reads_other_kv(tmp_p
     assert all(number > 2 for number in done.values())
 
 
+def test_what_was_only_expected_of_a_document_is_no_use_of_it_and_has_saved_nothing() -> None:
+    with engine(None) as it:
+        for number in range(3):
+            it.ask(f"r{number}", "A", question=number)
+        before = by_id(it)["A"]
+        it.controller.tree.seed([*it.controller.tree.nodes()], expected_uses=500)
+        after = by_id(it)["A"]
+        assert before["saved_s"] > 0
+        assert (after["uses"], after["saved_s"]) == (3, before["saved_s"])
+        assert act(it, "show", "A")["documents"][0]["places"][0]["uses"] == 3
+
+
 async def test_any_number_of_listings_at_once_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine keeps 32: of more that went on by turns, each would begin anew at its turn, for ever."""
     with engine(None) as it:
