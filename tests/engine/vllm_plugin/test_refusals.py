@@ -5,6 +5,7 @@ The table has a row for each refusal of a model, a setting or a machine; ``docs/
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from vllm.config import DeviceConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import check_json_nesting
 
 from ragcache_core.client.launch.arguments import check_allocator, check_extra_args, vllm_arguments
 from ragcache_core.config import CacheConfig
@@ -158,3 +161,27 @@ def test_the_page_on_refusals_has_each_line() -> None:
     page = re.sub(r"\s+", " ", Path(ROOT / "docs" / "refusals.md").read_text())
     for what, refusal in REFUSALS.items():
         assert refusal.reason in page, what
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_vllm_itself_refuses_a_schema_that_is_nested_deeper_than_it_could_send(*, as_text: bool) -> None:
+    """Ours looks at metadata alone: without vLLM's check, what it pickles for its workers could end the engine."""
+    schema: dict[str, Any] = {}
+    for _ in range(63):
+        schema = {"a": schema}
+    for depth, is_taken in ((64, True), (65, False), (900, False)):
+        while depth > _depth(schema):
+            schema = {"a": schema}
+        asked = json.dumps(schema) if as_text else schema
+        if is_taken:
+            check_json_nesting(asked)
+        else:
+            with pytest.raises(VLLMValidationError, match="nested too deeply: .* at most 64 levels"):
+                check_json_nesting(asked)
+
+
+def _depth(schema: dict[str, Any]) -> int:
+    depth = 1
+    while "a" in schema:
+        schema, depth = schema["a"], depth + 1
+    return depth
