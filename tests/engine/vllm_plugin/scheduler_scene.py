@@ -139,11 +139,13 @@ class Stage:
         metadata: Mapping[str, object] | None = None,
         salt: str | None = None,
         image: tuple[int, int] | None = None,
+        image_hash: str | None = None,
     ) -> str:
         """Send a request over documents, each of ``num_tokens`` tokens; a question of its own unless one is given.
 
         ``metadata`` replaces parts of what it says of itself. One with a ``salt`` shares no KV with others. An
-        ``image`` begins at the first of the two numbers, and is as many tokens as the second says.
+        ``image`` begins at the first of the two numbers, and is as many tokens as the second says; it is another one in
+        each request, unless its ``image_hash`` is given.
         """
         number = next(self.numbers)
         tokens: list[int] = []
@@ -156,7 +158,11 @@ class Stage:
         kv_transfer_params: dict[str, Any] = encode_kv_transfer_params(segments, speculation=speculation)
         kv_transfer_params[KEY].update(metadata or {})
         params.extra_args = {"kv_transfer_params": kv_transfer_params}
-        images = [] if image is None else [MultiModalFeatureSpec(None, "image", f"i{number}", PlaceholderRange(*image))]
+        images = (
+            []
+            if image is None
+            else [MultiModalFeatureSpec(None, "image", image_hash or f"i{number}", PlaceholderRange(*image))]
+        )
         request = Request(
             f"r{number}", tokens, params, None, mm_features=images, cache_salt=salt, block_hasher=_block_hasher
         )

@@ -1,4 +1,4 @@
-"""What a tenant's salt keeps from everybody else who holds the server's key: which documents were shown with it."""
+"""What salts keep from everybody else with the server's key: which documents were shown; and images, kept apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.tenants import salt_of
@@ -180,3 +181,22 @@ def test_a_collection_keeps_to_its_quota_whoever_else_is_on_its_paths(tmp_path: 
 def test_a_quota_of_more_than_the_tier_is_refused(tenants: Path) -> None:
     with pytest.raises(ConfigError, match=r"quota of tenant 'a' .* of gpu, the tier holds .*: lower quota\.gpu"):
         shared(tenants, num_blocks=8)
+
+
+@pytest.mark.parametrize(("start", "num_shared"), [(0, 0), (160, 160), (200, 192)])
+def test_the_same_tokens_with_another_image_are_another_path_from_the_image_on(start: int, num_shared: int) -> None:
+    """An image's tokens are all alike: vLLM's hash of a block holds that of the image, and so do our tree's keys."""
+    stage = Stage(num_blocks=256)
+    stage.scheduler.max_num_encoder_input_tokens = 2048
+    stage.scheduler.encoder_cache_manager = EncoderCacheManager(2048)
+
+    def num_cached(image_hash: str) -> int:
+        request = stage.ask("XY", question=1, image=(start, 40), image_hash=image_hash)
+        stage.step()
+        state = stage.controller.state_of(request)
+        assert state is not None
+        stage.finish_all()
+        return state.num_cached_tokens
+
+    assert [num_cached(image) for image in ("cat", "cat", "dog", "cat", "dog")] == [0, 320, num_shared, 320, 320]
+    check_invariants(stage.controller.tree)
