@@ -205,3 +205,17 @@ def test_a_server_knows_its_tenants_by_the_configuration_of_its_engine(path: Pat
     assert set(found.by_name) == {"acme", "other"}
     with pytest.raises(ConfigError, match="own API key is one of tenant 'acme'"):
         tenants_of(args(tenants=str(path)), [ACME])
+
+
+@pytest.mark.parametrize(("keys", "status"), [([], 200), ([SERVER], 401)])
+def test_a_file_of_collections_alone_opens_and_closes_nothing(tmp_path: Path, keys: list[str], status: int) -> None:
+    async def told(_: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    path = tmp_path / "collections.toml"
+    path.write_text('[[collections]]\nname = "handbook"\nids = ["handbook/*"]\n')
+    app = Starlette(routes=[Route("/{path:path}", told)])
+    app.add_middleware(Door, keys=keys, work=Work(), tenants=Tenants.from_toml(path))
+    with TestClient(app) as client:
+        assert client.get("/v1/models").status_code == status
+        assert client.get("/metrics").status_code == 200
