@@ -12,6 +12,7 @@ from tests.benchmarks.command import benchmark
 from tests.benchmarks.pipeline.agents import measure_agents
 from tests.benchmarks.pipeline.document_order import measure_arranging
 from tests.benchmarks.pipeline.exactness import measure_pipeline_exactness
+from tests.benchmarks.pipeline.live import measure_live
 from tests.benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from tests.benchmarks.pipeline.queue import measure_queue_step, measure_reordering
 from tests.benchmarks.pipeline.served_store import measure_served_store
@@ -40,6 +41,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "queue-step": measure_queue_step,
     "exactness": measure_pipeline_exactness,
     "order": measure_arranging,
+    "live": measure_live,
 }
 
 main = benchmark(
