@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from ragcache_core.bench.token_client import TokenAnswer, TokenClient, TokenRequ
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.retrieval import DocumentStore, StageSource, TfidfSvdEmbedder, as_source, qdrant_stages
-from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.types import Document, PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 from tests.benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
 from tests.benchmarks.pipeline.overlap import Asked, ask_in_turn, chain, vars_of
@@ -65,11 +65,11 @@ def measure_live(plan: Plan) -> Part:
         }
         for number, (name, made) in enumerate(sources.items()):
             plan.report(f"live: {name}")
-            # each question is about a record that nobody has asked about
+            # each question names a record that nobody has asked about
             start = number * (num_documents // len(sources))
-            questions = [f"What is in record {start + i}?" for i in range(2 * count + 4)]
+            questions = [f"Where does {_key(start + i)} stand?" for i in range(2 * count + 4)]
             source = made()
-            chains = (chain(engine, source, speculate=False), chain(engine, source, speculate=True))
+            chains = (chain(engine, source, k=1, speculate=False), chain(engine, source, k=1, speculate=True))
             without, with_it = asyncio.run(ask_in_turn(chains, questions))
             details[name] = {"without": [vars_of(a) for a in without], "ours": [vars_of(a) for a in with_it]}
             figures.append(_search_figure(name, without, with_it))
@@ -166,10 +166,19 @@ class _ServiceEmbedder:
         return self.own.embed_query(text)
 
 
+def _key(number: int) -> str:
+    return f"key{number:04d}"
+
+
+def _with_key(texts: DocumentTexts, number: int) -> Document:
+    document = texts.document(number)
+    return replace(document, text=f"{_key(number)}. {document.text}")
+
+
 def _embedded_elsewhere(folder: Path, stack: ExitStack, texts: DocumentTexts, count: int) -> StageSource:
-    documents = [texts.document(i) for i in range(count)]
+    documents = [_with_key(texts, i) for i in range(count)]
     embedder = _ServiceEmbedder(TfidfSvdEmbedder(64).fit([document.text for document in documents]))
-    store = stack.enter_context(DocumentStore.create(folder / "embedded", embedder=embedder, word_weight=0.5))
+    store = stack.enter_context(DocumentStore.create(folder / "embedded", embedder=embedder, word_weight=0.7))
     store.add(documents)
     return as_source(store)
 
@@ -199,7 +208,7 @@ def _remote(stack: ExitStack, texts: DocumentTexts, count: int, takes_s: dict[in
     client.upsert(
         "docs",
         [
-            models.PointStruct(id=i, vector=vectors[i].tolist(), payload={"text": texts.document(i).text})
+            models.PointStruct(id=i, vector=vectors[i].tolist(), payload={"text": _with_key(texts, i).text})
             for i in range(count)
         ],
     )
@@ -221,5 +230,5 @@ class _NearRecord:
         raise NotImplementedError("documents have theirs")
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        vector: NDArray[np.float32] = self.vectors[int(text.removesuffix("?").rsplit(" ", 1)[1])]
+        vector: NDArray[np.float32] = self.vectors[int(text.split()[2].removeprefix("key"))]
         return vector

@@ -194,10 +194,10 @@ def launch_engine(plan: Plan) -> Engine:
     return launch(plan.model, cache, max_num_batched_tokens=512)
 
 
-def chain(engine: Engine, source: StageSource, *, speculate: bool) -> SpeculativeRAG:
+def chain(engine: Engine, source: StageSource, *, speculate: bool, k: int = K) -> SpeculativeRAG:
     """Return the fused pair over ``source``, or the same without speculation."""
     return SpeculativeRAG(
-        retriever=RAGCacheRetriever(store=source, engine=engine, k=K, speculate=speculate),
+        retriever=RAGCacheRetriever(store=source, engine=engine, k=k, speculate=speculate),
         prompt=prompt_from_layout(),
         llm=ChatRAGCache(engine=engine, max_tokens=_MAX_TOKENS, temperature=0),
     )
