@@ -31,6 +31,8 @@ _DIGEST_BYTES = 16
 _MAX_PATHS = 200_000
 _MAX_PREFIXES = 32
 _MAX_LOOKUPS = 1_000
+_MAX_JOINT_LOOKUPS = 8_000
+"""Of many engines together, each of which costs a tenth of one in a search of its own."""
 
 DocPath = tuple[DocId, ...]
 
@@ -170,11 +172,68 @@ def best_order(
     changed last. Where very many orders are cached the search ends early, with the best that it has seen: it begins
     with the longest.
     """
+    return longest_cached(caches, documents, prefix=prefix, keep_first=keep_first)[1]
+
+
+def longest_cached(
+    caches: Iterable[CachedPaths],
+    documents: Sequence[DocId],
+    *,
+    prefix: bytes | None,
+    keep_first: bool,
+) -> tuple[int, tuple[int, ...]]:
+    """Return what :func:`best_order` does, behind the tokens that are cached of it beyond the static prefix."""
     search = _Search(documents, keep_first)
     for cache in caches:
         for paths in cache.after(prefix):
             search.walk(paths)
-    return search.best
+    return search.num_tokens, search.best
+
+
+def longest_in_each(
+    caches: Sequence[Sequence[CachedPaths]],
+    documents: Sequence[DocId],
+    *,
+    prefix: bytes | None,
+    keep_first: bool,
+    keep_order: bool = False,
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return what :func:`longest_cached` does for each of many engines, whose caches are walked together.
+
+    With ``keep_order`` nothing but the order as it is counts. The search is by levels: where it ends early, long paths
+    are not seen.
+    """
+    identity = tuple(range(len(documents)))
+    best = [(0, identity)] * len(caches)
+    named = [
+        (place, paths, _num_static_tokens(paths))
+        for place, engine in enumerate(caches)
+        for cache in engine
+        for paths in cache.after(prefix)
+    ]
+    level: list[tuple[DocPath, tuple[int, ...], list[tuple[int, Mapping[DocPath, Cached], int]]]] = [((), (), named)]
+    num_lookups = 0
+    for depth in range(min(len(documents), MAX_PATH_DOCUMENTS)):
+        deeper = []
+        for path, chosen, holders in level:
+            places = identity[depth : depth + 1] if keep_order or (keep_first and not depth) else identity
+            for index in places:
+                if index in chosen or num_lookups > _MAX_JOINT_LOOKUPS:
+                    continue
+                num_lookups += len(holders)
+                child = (*path, documents[index])
+                found = [(holder, cached) for holder in holders if (cached := holder[1].get(child)) is not None]
+                if not found:
+                    continue
+                order = (*chosen, index)
+                whole = (*order, *(i for i in identity if i not in order))
+                for (place, _, num_static_tokens), cached in found:
+                    num_tokens = cached.num_tokens - num_static_tokens
+                    if num_tokens > best[place][0] or (num_tokens == best[place][0] and whole < best[place][1]):
+                        best[place] = num_tokens, whole
+                deeper.append((child, order, [holder for holder, cached in found if cached.is_whole]))
+        level = deeper
+    return best
 
 
 def arrange(
@@ -222,7 +281,7 @@ class _Search:
         self.best = tuple(range(len(documents)))
         self._documents = documents
         self._keep_first = keep_first
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._num_lookups = 0
 
     def walk(self, paths: Mapping[DocPath, Cached]) -> None:
@@ -247,7 +306,7 @@ class _Search:
         for minus_tokens, index, child, is_whole in sorted(found):
             rest = tuple(i for i in remaining if i != index)
             order = (*chosen, index, *rest)
-            if (minus_tokens, order) < (-self._num_tokens, self.best):
-                self._num_tokens, self.best = -minus_tokens, order
+            if (minus_tokens, order) < (-self.num_tokens, self.best):
+                self.num_tokens, self.best = -minus_tokens, order
             if rest and is_whole and len(child) < MAX_PATH_DOCUMENTS:
                 self._visit(paths, num_static_tokens, child, (*chosen, index), rest)

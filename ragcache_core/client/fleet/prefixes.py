@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from ragcache_core.client.fleet.replicas import ReplicaSet
 from ragcache_core.client.ordering.cached_prefixes import KnownPrefixes
 from ragcache_core.ordering import CachedPaths
+from ragcache_core.routing.choice import choose_order, with_room_for_cached
+from ragcache_core.types import DocId
 
 
 class FleetPrefixes(KnownPrefixes):
@@ -22,12 +24,15 @@ class FleetPrefixes(KnownPrefixes):
     def is_current(self) -> bool:
         return all(replica.engine.integration.cached_prefixes.is_current for replica in self._replicas.ready())
 
+    def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
+        with self._replicas.known() as replicas:
+            return choose_order(replicas, documents, prefix=prefix, keep_first=keep_first)
+
     @contextmanager
     def reading(self) -> Iterator[Sequence[CachedPaths] | None]:
-        with ExitStack() as stack:  # always in the same order: each of them takes a lock
-            mirrors = [replica.engine.integration.cached_prefixes.reading() for replica in self._replicas.with_room()]
-            known = [stack.enter_context(mirror) for mirror in mirrors]
-            yield [paths for engines in known for paths in engines or ()] or None
+        with self._replicas.known() as replicas:
+            known = [replica for replica in with_room_for_cached(replicas) if replica.mirrors is not None]
+            yield [paths for replica in known for paths in replica.caches] or None
 
     def refresh(self, timeout_s: float) -> bool:
         ready = self._replicas.ready()

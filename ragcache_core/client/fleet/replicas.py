@@ -10,7 +10,8 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -18,12 +19,13 @@ from weakref import WeakSet
 import httpx
 
 from ragcache_core.client.engine import Engine
-from ragcache_core.client.fleet.choice import choose_replica, with_room
 from ragcache_core.client.http.attempt import BROKEN, SENT_ONCE, Health, check_progress, engine_died
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
-from ragcache_core.types import DocId, PromptSegment, SegmentKind
+from ragcache_core.routing.choice import KnownReplica, choose_replica
+from ragcache_core.routing.load import AskedPrompt, OnItsWay, ReplicaLoad
+from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import KEY
 
 HOME = "http://ragcache-fleet"
@@ -38,7 +40,8 @@ _MAX_MOVED = 4096
 _MAX_REST_S = 60.0
 _REST_S = 2.0
 _OPENING = 64
-"""Tokens, or four times as many characters, by which prompts without documents are told apart."""
+"""Tokens by which prompts without documents are told apart."""
+_CHARACTERS_PER_TOKEN = 4
 _UNREACHED = (502, 503, 504)
 """A server that takes no requests now says 503; of a proxy before it all three are that it does not reach it."""
 
@@ -52,7 +55,7 @@ class Replica:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.name = engine.base_url
-        self.num_running = 0
+        self.load = ReplicaLoad()
         self._failed: tuple[float, int] | None = None
         self._rests_until_s = 0.0
 
@@ -99,41 +102,48 @@ class ReplicaSet:
         self._speculations: OrderedDict[str, Replica] = OrderedDict()
         self._moved: OrderedDict[str, str] = OrderedDict()
         for replica in self.all:
-            replica.num_running = 0
+            replica.load = ReplicaLoad()
 
     def ready(self) -> list[Replica]:
         """Return those that take requests."""
         return [replica for replica in self.all if replica.is_ready()]
 
-    def with_room(self) -> list[Replica]:
-        """Return those that may get the next request, in the order of :attr:`all`."""
-        ready = {replica.name: replica for replica in self.ready()}
-        with self._lock:
-            return [ready[name] for name in _with_room(ready)]
+    @contextmanager
+    def known(self, *, has_documents: bool = True) -> Iterator[list[KnownReplica]]:
+        """Give those that take requests, which do not change inside; ``has_documents``: what they have cached, too."""
+        ready = self.ready()
+        with ExitStack() as stack:  # always in the same order: each mirror takes a lock
+            mirrors = [
+                stack.enter_context(replica.engine.integration.cached_prefixes.reading()) if has_documents else None
+                for replica in ready
+            ]
+            stack.enter_context(self._lock)
+            yield [KnownReplica(one.name, known, one.load) for one, known in zip(ready, mirrors, strict=True)]
 
     # Replicas of a transport
 
     def send(self, request: httpx.Request) -> RoutedRequest:
         """Choose who gets ``request``, and count that as its load until it ends."""
         request = self._followed(request)
-        asked = _Asked.of(request) if asks_completion(request) else None
-        ready = {replica.name: replica for replica in self.ready()}
-        num_cached = {name: _num_cached_tokens(replica, asked) for name, replica in ready.items()}  # waits for mirrors
-        with self._lock:
-            replica = self._pinned(request) or self._choose(asked, ready, num_cached)
+        if not asks_completion(request):
+            return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
+        asked = _Asked.of(request)
+        with self.known(has_documents=bool(asked.prompt.documents)) as known:
+            chosen = choose_replica(self._some(known), asked.prompt)
+            replica = self._replica(chosen)
             sending = RoutedRequest(self, replica, request, asked)
-            if asked is not None:
-                replica.num_running += 1
-                if asked.speculation is not None:
-                    self._speculations[asked.speculation] = replica
-                    if len(self._speculations) > _MAX_SPECULATIONS:
-                        self._speculations.popitem(last=False)
+            sending.sent = chosen.load.begin(asked.prompt, chosen.num_cached_tokens(asked.prompt))
+            if asked.speculation is not None:
+                self._speculations[asked.speculation] = replica
+                if len(self._speculations) > _MAX_SPECULATIONS:
+                    self._speculations.popitem(last=False)
         return sending
 
     def _pinned(self, request: httpx.Request) -> Replica | None:
         """Return the replica that alone can answer this."""
         if found := _SPECULATION_ROUTE.search(request.url.path):
-            return self._speculations.get(found[1])
+            with self._lock:
+                return self._speculations.get(found[1])
         if (found := _REQUEST_ROUTE.search(request.url.path)) and int(found[2]) < len(self.all):
             return self.all[int(found[2])]
         return None
@@ -155,23 +165,33 @@ class ReplicaSet:
         url = request.url.copy_with(raw_path=path.encode("ascii"))
         return httpx.Request(request.method, url, headers=request.headers, extensions=request.extensions)
 
-    def _choose(self, asked: _Asked | None, ready: Mapping[str, Replica], num_cached: Mapping[str, int]) -> Replica:
-        """Return who gets a request; what is no completion goes to the idlest.
+    def _some(self, known: list[KnownReplica]) -> list[KnownReplica]:
+        """Return the replicas that take requests.
 
         Raises:
-            httpx.ConnectError: no replica takes any.
+            httpx.ConnectError: none does.
         """
-        if not (candidates := _with_room(ready)):
+        if not known:
             why = f"none of the {len(self.all)} replicas takes requests: {', '.join(self.names())}"
             raise httpx.ConnectError(why) from EngineUnreachableError(f"{why}: are the servers running?")
-        if asked is None:
-            return ready[min(candidates, key=lambda name: ready[name].num_running)]
-        return ready[choose_replica(candidates, asked.key, num_cached.__getitem__)]
+        return known
 
-    def done(self, replica: Replica) -> None:
-        """Note that a request of it is over."""
+    def _idlest(self) -> Replica:
+        with self.known(has_documents=False) as known:
+            return self._replica(min(self._some(known), key=lambda replica: replica.load.num_running))
+
+    def _replica(self, known: KnownReplica) -> Replica:
+        return next(replica for replica in self.all if replica.load is known.load)
+
+    def answered(self, sent: OnItsWay) -> None:
+        """Note that a request has its first token."""
         with self._lock:
-            replica.num_running -= 1
+            sent.answered()
+
+    def done(self, sent: OnItsWay) -> None:
+        """Note that a request is over."""
+        with self._lock:
+            sent.end()
 
     def names(self) -> list[str]:
         """Return the replicas' addresses."""
@@ -203,8 +223,8 @@ class RoutedRequest:
         """``asked``: of a completion, which counts."""
         self._replicas = replicas
         self._replica = replica
-        self._is_counted = asked is not None
-        self._process = os.getpid()
+        self.sent: OnItsWay | None = None
+        """How it counts, until it is over."""
         self.request = self._addressed(request, asked)
 
     def _addressed(self, request: httpx.Request, asked: _Asked | None) -> httpx.Request:
@@ -229,7 +249,7 @@ class RoutedRequest:
         check_progress(self._replica.engine.integration.watch)
 
     def answered(self, response: httpx.Response) -> None:
-        if response.status_code in _UNREACHED and self._is_counted:
+        if response.status_code in _UNREACHED and self.sent is not None:
             self._replica.rest(_seconds(response.headers.get("Retry-After")))
             if self._replicas.ready():
                 raise _BusyError(f"{self._replica.name} takes no requests now", request=self.request)
@@ -237,6 +257,8 @@ class RoutedRequest:
     def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
         if engine_died(response, first_bytes):
             self._replica.failed()
+        elif self.sent is not None:
+            self._replicas.answered(self.sent)
 
     def failed(self, error: BaseException) -> BaseException:
         self.end()
@@ -249,10 +271,9 @@ class RoutedRequest:
         return error
 
     def end(self) -> None:
-        if self._is_counted:
-            self._is_counted = False
-            if self._process == os.getpid():  # else a fork ends what it has of its parent's
-                self._replicas.done(self._replica)
+        if self.sent is not None:  # of a fork's parent: counts nowhere any more
+            sent, self.sent = self.sent, None
+            self._replicas.done(sent)
 
 
 class _BusyError(httpx.ConnectError):
@@ -261,14 +282,11 @@ class _BusyError(httpx.ConnectError):
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What of a request decides who gets it: its documents in order, else how its prompt begins."""
+    """What the body of a request says of it: its prompt, its speculation, and the id that a header would hide."""
 
-    documents: tuple[DocId, ...]
-    prefix: bytes | None
-    key: str
-    speculation: str | None
-    request_id: str | None
-    """The one that the body names, which the header would hide."""
+    prompt: AskedPrompt
+    speculation: str | None = None
+    request_id: str | None = None
 
     @classmethod
     def of(cls, request: httpx.Request) -> _Asked:
@@ -277,27 +295,30 @@ class _Asked:
             body = json.loads(request.content)
             params = body.get("kv_transfer_params") or {}
             said = params.get(KEY) or {}
-            spans = [(str(each["id"]), int(each["start"])) for each in said.get("documents") or ()]
-            documents = tuple(name for name, _ in spans[:MAX_PATH_DOCUMENTS])
-            token_ids = params.get("prompt_token_ids") or body.get("prompt")
-            prefix = None
-            if spans and isinstance(token_ids, list):
-                first = PromptSegment(SegmentKind.DOCUMENT, spans[0][1], len(token_ids), spans[0][0])
-                prefix = static_prefix_digest(token_ids, [first])
-            key = documents[0] if documents else _opening(body)
-            speculation = said.get("speculation")
-            salted = f"{body.get('cache_salt')}\0{key}"
-            request_id = body.get("request_id")
+            speculation, request_id = said.get("speculation"), body.get("request_id")
             is_sendable = isinstance(request_id, str) and request_id.isascii() and request_id.isprintable()
             return cls(
-                documents,
-                prefix,
-                salted,
+                _prompt(body, said.get("documents") or (), params.get("prompt_token_ids") or body.get("prompt")),
                 speculation if isinstance(speculation, str) else None,
                 request_id.strip() if is_sendable else None,
             )
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
-            return cls((), None, "", None, None)
+            return cls(AskedPrompt((), (), 0, 0, None, ""))
+
+
+def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> AskedPrompt:
+    """Return what decides who gets a request; its documents' places are known where its prompt is tokens."""
+    spans = [(str(each["id"]), int(each["start"]), int(each.get("end", 0))) for each in named][:MAX_PATH_DOCUMENTS]
+    documents = tuple(name for name, _, _ in spans)
+    key = f"{body.get('cache_salt')}\0{documents[0] if documents else _opening(body)}"
+    if not isinstance(token_ids, list):
+        shown = body.get("prompt") or body.get("messages")
+        return AskedPrompt(documents, (), 0, len(str(shown)) // _CHARACTERS_PER_TOKEN, None, key)
+    if not spans:
+        return AskedPrompt((), (), 0, len(token_ids), None, key)
+    first = PromptSegment(SegmentKind.DOCUMENT, spans[0][1], len(token_ids), spans[0][0])
+    prefix = static_prefix_digest(token_ids, [first])
+    return AskedPrompt(documents, tuple(end for _, _, end in spans), first.start, len(token_ids), prefix, key)
 
 
 def _opening(body: Mapping[str, Any]) -> str:
@@ -306,18 +327,7 @@ def _opening(body: Mapping[str, Any]) -> str:
         ends = next((i for i, message in enumerate(messages) if message.get("role") == "user"), len(messages))
         return json.dumps(messages[: ends + 1])
     prompt = body.get("prompt")
-    return prompt[: 4 * _OPENING] if isinstance(prompt, str) else str(list(prompt or ())[:_OPENING])
-
-
-def _with_room(ready: Mapping[str, Replica]) -> list[str]:
-    return with_room({name: replica.num_running for name, replica in ready.items()})
-
-
-def _num_cached_tokens(replica: Replica, asked: _Asked | None) -> int:
-    if asked is None or not asked.documents:
-        return 0
-    with replica.engine.integration.cached_prefixes.reading() as engines:
-        return max((each.num_document_tokens(asked.prefix, asked.documents) for each in engines or ()), default=0)
+    return prompt[: _CHARACTERS_PER_TOKEN * _OPENING] if isinstance(prompt, str) else str(list(prompt or ())[:_OPENING])
 
 
 def _seconds(retry_after: str | None) -> float:

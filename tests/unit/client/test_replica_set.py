@@ -59,7 +59,7 @@ def asking(document: str = "a", **body: object) -> httpx.Request:
 
 
 def load(replicas: ReplicaSet) -> list[int]:
-    return [replica.num_running for replica in replicas.all]
+    return [replica.load.num_running for replica in replicas.all]
 
 
 class Body(httpx.SyncByteStream):
@@ -261,7 +261,7 @@ def test_a_request_keeps_the_id_that_its_body_names_where_a_header_can_hold_it(s
     replicas = replica_set()
     sending = replicas.send(asking(request_id=said))
     name = sending.request.headers["X-Request-Id"]
-    place = [replica.num_running for replica in replicas.all].index(1)
+    place = [replica.load.num_running for replica in replicas.all].index(1)
     assert name == f"{sent}{place}" if sent else len(name) == len(f"-r{place}") + 32
     figures = replicas.send(httpx.Request("GET", f"{HOME}/v1/ragcache/requests/cmpl-{name}"))
     assert figures.request.url.host == sending.request.url.host

@@ -29,7 +29,7 @@ FLOORS: dict[str, list[str]] = {
     "words": [f"ragcache_core.{name}" for name in WORDS],
     "algorithms": [
         f"ragcache_core.{name}"
-        for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "swaps", "speculation")
+        for name in ("policy", "tree", "chunk", "queueing", "ordering", "deadline", "swaps", "speculation", "routing")
     ],
     "simulation": ["ragcache_core.sim"],
     "machine": [

@@ -1,0 +1,93 @@
+"""What a replica of a fleet was asked and has not answered yet, as whoever asks it knows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ragcache_core.ordering import MAX_PATH_DOCUMENTS, CachedPaths, DocPath, PathChange
+from ragcache_core.types import DocId
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPrompt:
+    """What of a request decides who gets it.
+
+    Attributes:
+        documents: in the order in which the prompt shows them.
+        ends: tokens of the prompt up to the end of each document; none where they are not known.
+        num_static_tokens: before the first document.
+        num_tokens: of the whole prompt, about as many.
+        prefix: :func:`~ragcache_core.ordering.static_prefix_digest`; None where it is not known.
+        key: what is hashed: the first document, else how the prompt begins.
+    """
+
+    documents: tuple[DocId, ...]
+    ends: tuple[int, ...]
+    num_static_tokens: int
+    num_tokens: int
+    prefix: bytes | None
+    key: str
+
+
+@dataclass(eq=False, slots=True)
+class ReplicaLoad:
+    """What somebody has asked of one replica and has no answer to yet. Not thread-safe.
+
+    Attributes:
+        num_running: requests that are not over.
+        num_waiting_tokens: to be computed before those have their first tokens that have none.
+        expected: what will be cached once they are answered.
+    """
+
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    expected: CachedPaths = field(default_factory=CachedPaths)
+    _uses: Counter[tuple[bytes, DocPath]] = field(default_factory=Counter)
+
+    def begin(self, prompt: AskedPrompt, num_cached_tokens: int) -> OnItsWay:
+        """Take note of a request, of whose documents so many tokens are cached or expected."""
+        self.num_running += 1
+        sent = OnItsWay(self, prompt, max(prompt.num_tokens - prompt.num_static_tokens - num_cached_tokens, 0))
+        self.num_waiting_tokens += sent.num_waiting_tokens
+        for path, num_tokens in _paths(prompt):
+            self._uses[path] += 1
+            self.expected.set(PathChange(*path, num_tokens))
+        return sent
+
+    def end(self, prompt: AskedPrompt) -> None:
+        """Take note that a request is over."""
+        self.num_running -= 1
+        for path, _ in _paths(prompt):
+            self._uses[path] -= 1
+            if not self._uses[path]:
+                del self._uses[path]
+                self.expected.set(PathChange(*path, 0))
+
+
+@dataclass(eq=False, slots=True)
+class OnItsWay:
+    """A request that a replica was asked."""
+
+    load: ReplicaLoad
+    prompt: AskedPrompt
+    num_waiting_tokens: int
+
+    def answered(self) -> None:
+        """Take note that it has its first token. May be called again."""
+        self.load.num_waiting_tokens -= self.num_waiting_tokens
+        self.num_waiting_tokens = 0
+
+    def end(self) -> None:
+        """Take note that it is over, answered or not; to be called once."""
+        self.answered()
+        self.load.end(self.prompt)
+
+
+def _paths(prompt: AskedPrompt) -> list[tuple[tuple[bytes, DocPath], int]]:
+    """Return the paths that a prompt leaves in a cache, and the tokens up to their ends."""
+    if prompt.prefix is None or not prompt.ends:
+        return []
+    ends = prompt.ends[:MAX_PATH_DOCUMENTS]
+    paths = [((prompt.prefix, prompt.documents[: n + 1]), end) for n, end in enumerate(ends)]
+    return [((prompt.prefix, ()), prompt.num_static_tokens), *paths]
