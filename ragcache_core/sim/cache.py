@@ -49,6 +49,7 @@ class Served:
         num_loaded_tokens: copied to the GPU from the tiers below, and so waited for.
         num_swapped_out_tokens: copied from the GPU to the host.
         reuse: what is neither cached nor computed, but read from chunks.
+        num_shared_tokens: neither cached nor computed, but read from a tier that several engines share.
     """
 
     tiers: tuple[Tier | None, ...]
@@ -57,6 +58,7 @@ class Served:
     num_loaded_tokens: int
     num_swapped_out_tokens: int
     reuse: Reuse = NO_REUSE
+    num_shared_tokens: int = 0
 
     @property
     def num_cached_tokens(self) -> int:

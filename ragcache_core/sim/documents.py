@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ragcache_core.ordering import CachedPaths, PathChange, arrange
 from ragcache_core.policy import PrefillCost, ReplacementPolicy, make_policy
@@ -15,7 +15,7 @@ from ragcache_core.sim.traces.trace import TracedRequest
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode
 from ragcache_core.types import Tier
 
-_NO_STATIC_PREFIX = b""
+NO_STATIC_PREFIX = b""
 _UNBOUNDED = 1 << 62
 
 
@@ -48,6 +48,7 @@ class DocumentCache(SimulatedCache):
         belady: BeladyPolicy | None = None,
         *,
         chunks: StoredChunks | None = None,
+        on_change: Callable[[PathChange], object] | None = None,
     ) -> None:
         """Begin empty.
 
@@ -75,7 +76,8 @@ class DocumentCache(SimulatedCache):
         )
         self._is_host_selective = self._tree.policy.is_selective and not options.disk_tokens
         self._changed: set[tuple[str, ...]] = set()
-        self._paths = CachedPaths(_UNBOUNDED) if options.order == "cache_aware" else None
+        self._paths = CachedPaths(_UNBOUNDED) if options.order == "cache_aware" and on_change is None else None
+        self._on_change = on_change if self._paths is None else self._paths.set
         self._swapped_out_tokens = 0
 
     @property
@@ -100,7 +102,7 @@ class DocumentCache(SimulatedCache):
         return num_tokens
 
     def best_order(self, request: TracedRequest) -> tuple[int, ...]:
-        return arrange(request.doc_ids, "cache_aware", self._paths, prefix=_NO_STATIC_PREFIX)
+        return arrange(request.doc_ids, "cache_aware", self._paths, prefix=NO_STATIC_PREFIX)
 
     def serve(self, request: TracedRequest, number: int) -> Served:
         tree = self._tree
@@ -227,10 +229,10 @@ class DocumentCache(SimulatedCache):
         """Take note that a node is cached, or is no longer."""
         documents = _documents(node)
         self._changed.add(documents)
-        if self._paths is None:
+        if self._on_change is None:
             return
         num_tokens = self._system_tokens + sum(step.num_tokens for step in node.path()) if is_cached else 0
-        self._paths.set(PathChange(_NO_STATIC_PREFIX, documents, num_tokens))
+        self._on_change(PathChange(NO_STATIC_PREFIX, documents, num_tokens))
 
 
 _Key = tuple[str | int, ...]

@@ -18,7 +18,12 @@ FrequencyScope = Literal["ghost", "cached"]
 Queue = Literal["fifo", "cache-aware"]
 Beyond = Literal["extrapolate", "refuse"]
 Speculation = Literal["none", "dynamic"]
+Routing = Literal["round-robin", "hash", "bounded", "mirror", "joint"]
+ROUTINGS: tuple[Routing, ...] = get_args(Routing)
+"""Who chooses a request's replica: its turn; its first document, in bounds or not; what replicas have of its prompt, or
+of the order of its documents that suits each of them."""
 
+MAX_REPLICAS = 1_024
 BELADY, INFINITE = "belady", "infinite"
 SIMULATED_POLICIES = (*POLICIES, BELADY, INFINITE)
 """The policies that an engine has, and two bounds: one that knows the future, and a cache that holds everything."""
@@ -52,6 +57,11 @@ class SimulationOptions:
         chunk_reuse: the fraction of a document to compute that is reused behind others than it was computed behind;
             None: documents are cached after exact prefixes alone.
         chunk_share: of host and disk, for chunks that may be reused so; the rest is for exact prefixes.
+        replicas: engines, each with tiers of the sizes above, among which ``routing`` divides the requests.
+        routing: one of :data:`ROUTINGS`; ``mirror`` and ``joint`` go by what each replica had cached when its last
+            request ended, and ``joint`` is what a ``Fleet`` does.
+        shared_tokens: of a pool below the replicas' own tiers, which all of them fill and read; 0: there is none.
+        link_gib_per_s: at which each replica reads from that pool.
         warm_up: requests at the beginning that are served and not counted.
         seed: of what is drawn besides the trace: when candidates settle.
 
@@ -82,6 +92,10 @@ class SimulationOptions:
     max_prefill_bs: int = 4
     chunk_reuse: float | None = None
     chunk_share: float = 0.5
+    replicas: int = 1
+    routing: Routing = "joint"
+    shared_tokens: int = 0
+    link_gib_per_s: float | None = None
     warm_up: int = 0
     seed: int = 0
 
@@ -110,6 +124,7 @@ class SimulationOptions:
             raise ConfigError(
                 f"settle_shares are {shares!r}; give a share of 0 or more for each stage, together at most 1"
             )
+        self._check_fleet()
         self._check_chunks()
         self._check_max_cached_documents()
         if self.policy == BELADY and self.granularity == "block":
@@ -135,6 +150,36 @@ class SimulationOptions:
                 "block, or leave it out"
             )
 
+    def _check_fleet(self) -> None:
+        _check_choice("routing", self.routing, ROUTINGS)
+        if self.replicas > MAX_REPLICAS:
+            raise ConfigError(f"replicas is {self.replicas:,}; at most {MAX_REPLICAS:,} are simulated: lower it")
+        link = self.link_gib_per_s
+        if link is not None and not (_is_number(link) and link > 0.0):
+            raise ConfigError(f"link_gib_per_s is {link!r}; it must be more than 0 GiB a second")
+        if self.shared_tokens and link is None:
+            raise ConfigError(
+                f"shared_tokens is {self.shared_tokens:,} and nothing says how fast they are read: set "
+                "link_gib_per_s to the GiB that a replica reads in a second"
+            )
+        if link is not None and not self.shared_tokens:
+            raise ConfigError(
+                f"link_gib_per_s is {link:g} and there is no shared tier to read: set shared_tokens as well"
+            )
+        if not self.is_fleet:
+            return
+        for name, needed in (("granularity", "document"), ("speculation", "none"), ("chunk_reuse", None)):
+            if (value := getattr(self, name)) != needed:
+                raise ConfigError(
+                    f"{name} is {value}, which replicas and a shared tier are not simulated with: "
+                    + ("leave it out" if needed is None else f"choose {needed}")
+                )
+        if self.policy == BELADY:
+            raise ConfigError(
+                "belady knows when documents come again, and not at which of the replicas: choose another policy, or "
+                "one replica"
+            )
+
     def _check_chunks(self) -> None:
         for name, value in (("chunk_reuse", self.chunk_reuse), ("chunk_share", self.chunk_share)):
             if value is not None and not (_is_number(value) and value <= 1.0):
@@ -148,6 +193,11 @@ class SimulationOptions:
                 f"chunk_reuse keeps chunks in host memory, and chunk_share {self.chunk_share:g} of host_tokens "
                 f"{self.host_tokens:,} holds none: raise them, or leave chunk_reuse out"
             )
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether there is more than one engine with tiers of its own."""
+        return self.replicas > 1 or self.shared_tokens > 0
 
     @property
     def keeps_frequency(self) -> bool:
@@ -185,6 +235,8 @@ _LEAST = {
     "max_batch": 1,
     "ghost_size": 0,
     "max_prefill_bs": 0,
+    "replicas": 1,
+    "shared_tokens": 0,
     "warm_up": 0,
     "seed": 0,
 }

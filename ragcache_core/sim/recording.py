@@ -10,7 +10,7 @@ import numpy as np
 
 from ragcache_core.sim.engine import Job
 from ragcache_core.sim.options import SimulationOptions
-from ragcache_core.sim.result import RequestRecord, SimulationResult, Summary
+from ragcache_core.sim.result import ReplicaSummary, RequestRecord, SimulationResult, Summary
 from ragcache_core.sim.traces.trace import Trace
 from ragcache_core.types import Tier
 
@@ -40,6 +40,7 @@ class Recorder:
         self._hit_tokens = [0] * len(Tier)
         self._num_reordered = self._swapped_out_tokens = self._loaded_tokens = 0
         self._computed_tokens = self._chunk_reused_tokens = self._chunk_recomputed_tokens = 0
+        self._shared_hit_tokens = 0
         self._prefill_s = 0.0
         self._last_s = -math.inf
         self._records: list[RequestRecord | None] | None = [None] * len(trace) if keeps_requests else None
@@ -74,17 +75,36 @@ class Recorder:
         self._swapped_out_tokens += served.num_swapped_out_tokens
         self._loaded_tokens += served.num_loaded_tokens
         self._computed_tokens += served.num_new_tokens
+        self._shared_hit_tokens += served.num_shared_tokens
         self._prefill_s += job.prefill_s
         self._chunk_reused_tokens += served.reuse.num_tokens
         self._chunk_recomputed_tokens += served.reuse.num_recomputed_tokens
         self._last_s = max(self._last_s, job.done_s)
 
-    def result(self, notes: tuple[str, ...]) -> SimulationResult:
+    def of_replica(self, busy_s: float, seconds: float) -> ReplicaSummary:
+        """Return what a replica came to, which took in its requests alone and computed ``busy_s`` of ``seconds``."""
+        ttft_s, num_tokens = np.frombuffer(self._ttft_s), max(self._num_document_tokens, 1)
+        return ReplicaSummary(
+            num_requests=len(ttft_s),
+            token_hit_rate=sum(self._hit_tokens) / num_tokens,
+            shared_hit_rate=self._shared_hit_tokens / num_tokens,
+            mean_ttft_s=float(ttft_s.mean()) if len(ttft_s) else 0.0,
+            p95_ttft_s=float(np.percentile(ttft_s, 95)) if len(ttft_s) else 0.0,
+            busy_share=busy_s / seconds if seconds > 0.0 else 0.0,
+        )
+
+    @property
+    def counted_s(self) -> float:
+        """Seconds from the first arrival that counts to the last answer."""
+        return max(self._last_s - self._arrival_s[self._options.warm_up], 0.0)
+
+    def result(self, notes: tuple[str, ...], replicas: tuple[ReplicaSummary, ...] = ()) -> SimulationResult:
         """Return everything, once all requests are done."""
         num_requests = len(self._ttft_s)
         ttft_s = np.frombuffer(self._ttft_s)
         decision_s = np.frombuffer(self._decision_ns, np.int64) / 1e9
-        seconds = self._last_s - self._arrival_s[self._options.warm_up]
+        seconds = self.counted_s
+        shares = [replica.busy_share for replica in replicas]
         summary = Summary(
             num_requests=num_requests,
             document_hit_rate=sum(self._hits) / max(self._num_documents, 1),
@@ -105,9 +125,12 @@ class Recorder:
             chunk_recomputed_tokens=self._chunk_recomputed_tokens,
             p50_decision_s=float(np.percentile(decision_s, 50)),
             p99_decision_s=float(np.percentile(decision_s, 99)),
+            p95_ttft_s=float(np.percentile(ttft_s, 95)),
+            shared_hit_tokens=self._shared_hit_tokens,
+            busiest_over_mean=max(shares) * len(shares) / sum(shares) if sum(shares) else 1.0,
         )
         records = None if self._records is None else tuple(r for r in self._records if r is not None)
-        return SimulationResult(self._options, summary, (*notes, *self._overload(summary)), records)
+        return SimulationResult(self._options, summary, (*notes, *self._overload(summary)), records, replicas)
 
     def _overload(self, summary: Summary) -> Iterator[str]:
         """Say it where requests come faster than they are served, whatever is cached."""

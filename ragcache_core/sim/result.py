@@ -44,7 +44,10 @@ class Summary:
         prefill_s: seconds of their prefills, each as if alone on the engine.
         chunk_reused_tokens: read from stored chunks, behind other documents than those they were computed behind.
         chunk_recomputed_tokens: of the documents that were reused so, computed all the same.
-        p50_decision_s, p99_decision_s: real time to look up, count, order, evict and place, for a request.
+        p50_decision_s, p99_decision_s: real time to choose a replica, look up, count, order, evict and place, for a
+            request.
+        shared_hit_tokens: of documents, read from a tier that replicas share; they are in no other figure of hits.
+        busiest_over_mean: seconds that the busiest replica computed, over the mean of all; 1 where there is one.
     """
 
     num_requests: int
@@ -66,6 +69,9 @@ class Summary:
     chunk_recomputed_tokens: int
     p50_decision_s: float
     p99_decision_s: float
+    p95_ttft_s: float
+    shared_hit_tokens: int
+    busiest_over_mean: float
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data."""
@@ -74,13 +80,35 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaSummary:
+    """The requests of one replica that were counted.
+
+    Attributes:
+        token_hit_rate: of its own tiers. ``shared_hit_rate``: of the tier that it shares with others.
+        busy_share: of the time from the first counted arrival to the last answer of any replica.
+    """
+
+    num_requests: int
+    token_hit_rate: float
+    shared_hit_rate: float
+    mean_ttft_s: float
+    p95_ttft_s: float
+    busy_share: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """A run. ``notes`` say what its reader should know, a sentence each."""
+    """A run. ``notes`` say what its reader should know, a sentence each; ``replicas`` are those of a fleet."""
 
     options: SimulationOptions
     summary: Summary
     notes: tuple[str, ...] = ()
     requests: tuple[RequestRecord, ...] | None = None
+    replicas: tuple[ReplicaSummary, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data; ``requests`` only where they were kept."""
@@ -89,6 +117,8 @@ class SimulationResult:
             "summary": self.summary.to_dict(),
             "notes": list(self.notes),
         }
+        if self.replicas:
+            data["replicas"] = [replica.to_dict() for replica in self.replicas]
         if self.requests is not None:
             data["requests"] = [record.to_dict() for record in self.requests]
         return data

@@ -11,13 +11,12 @@ from time import perf_counter_ns
 import numpy as np
 
 from ragcache_core.errors import ConfigError
-from ragcache_core.ordering import arrange
-from ragcache_core.queueing import CacheAwareQueue, order_priority
+from ragcache_core.ordering import PathChange, arrange
 from ragcache_core.sim.bound import BeladyPolicy, in_canonical_order
-from ragcache_core.sim.cache import Served, SimulatedCache
+from ragcache_core.sim.cache import SimulatedCache
 from ragcache_core.sim.chunks import StoredChunks
 from ragcache_core.sim.documents import DocumentCache
-from ragcache_core.sim.engine import EngineModel, Job
+from ragcache_core.sim.engine import Job, QueuedEngine
 from ragcache_core.sim.options import BELADY, SimulationOptions
 from ragcache_core.sim.recording import Recorder
 from ragcache_core.sim.result import SimulationResult
@@ -25,7 +24,7 @@ from ragcache_core.sim.testbeds import Testbed, load_testbed
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.speculation import Action, Cancel, Confirm, SpeculativePipeline, Start
 
-_PROGRESS_EVERY = 512
+PROGRESS_EVERY = 512
 
 
 def simulate(
@@ -59,6 +58,12 @@ def simulate(
     """
     testbed = load_testbed(options.cost_model)
     notes = check_trace(trace, options, testbed)
+    if options.is_fleet:
+        from ragcache_core.sim.fleet.simulator import simulate_fleet
+
+        if next(iter(warmed), None) is not None:
+            raise ConfigError(f"replicas is {options.replicas} and only one engine is warmed: leave warming out")
+        return simulate_fleet(trace, options, testbed, notes, progress=progress, keeps_requests=keeps_requests)
     recorder = Recorder(trace, options, keeps_requests=keeps_requests)
     simulation = _Simulation(trace, options, testbed, recorder, progress)
     simulation.warm(warmed)
@@ -92,8 +97,16 @@ def check_trace(trace: Trace, options: SimulationOptions, testbed: Testbed) -> t
     return tuple(notes)
 
 
-def make_cache(trace: Trace, options: SimulationOptions, testbed: Testbed) -> SimulatedCache:
-    """Return the cache that the options ask for, which has seen nothing of the trace but, for the bound, its future."""
+def make_cache(
+    trace: Trace,
+    options: SimulationOptions,
+    testbed: Testbed,
+    on_change: Callable[[PathChange], object] | None = None,
+) -> SimulatedCache:
+    """Return the cache that the options ask for, which has seen nothing of the trace but, for the bound, its future.
+
+    ``on_change`` is what a cache of documents is told of, see :class:`~ragcache_core.sim.documents.DocumentCache`.
+    """
     exact, chunks = _share_out(options, testbed)
     if options.granularity == "block":
         from ragcache_core.sim.blocks import BlockCache
@@ -102,7 +115,7 @@ def make_cache(trace: Trace, options: SimulationOptions, testbed: Testbed) -> Si
     belady = None
     if options.policy == BELADY:
         belady = BeladyPolicy(in_canonical_order(trace) if options.order == "canonical" else trace)
-    return DocumentCache(exact, testbed.cost, belady, chunks=chunks)
+    return DocumentCache(exact, testbed.cost, belady, chunks=chunks, on_change=on_change)
 
 
 def _share_out(options: SimulationOptions, testbed: Testbed) -> tuple[SimulationOptions, StoredChunks | None]:
@@ -151,13 +164,7 @@ class _Simulation:
         self._recorder = recorder
         self._progress = progress
         self._num_unreported = 0
-        self._cache = make_cache(trace, options, testbed)
-        self._engine = EngineModel(testbed, options.max_batch, options.overlaps_transfers)
-        self._is_cache_aware = options.queue == "cache-aware"
-        self._queue: CacheAwareQueue[Job] = CacheAwareQueue(
-            self._priority, window=options.window if self._is_cache_aware else 0
-        )
-        self._waiting_for: dict[tuple[str, ...], set[Job]] = {}
+        self._engine = QueuedEngine(make_cache(trace, options, testbed), options, testbed)
         self._speculative: dict[int, Job] = {}
         self._searches: dict[int, _Search] = {}
         self._deferred: dict[int, _Search] = {}
@@ -170,10 +177,10 @@ class _Simulation:
 
     def warm(self, prompts: Iterable[tuple[TracedRequest, int]]) -> None:
         for request, expected_uses in prompts:
-            self._cache.warm(request, expected_uses)
+            self._engine.cache.warm(request, expected_uses)
 
     def run(self) -> None:
-        engine = self._engine
+        engine = self._engine.model
         event = next(self._events, None)
         while True:
             while event is not None and event[0] <= self._now_s:
@@ -195,7 +202,7 @@ class _Simulation:
             self._end_iteration()
         if self._progress is not None:
             self._progress(self._num_unreported)
-        self._recorder.max_overtaken = self._queue.max_overtaken
+        self._recorder.max_overtaken = self._engine.queue.max_overtaken
 
     # Searches
 
@@ -240,14 +247,14 @@ class _Simulation:
         if self._speculative.pop(job.number, None) is not None or job.done_s is not None:
             return
         if self._options.max_batch == 1:
-            self._engine.running.remove(job)
+            self._engine.model.running.remove(job)
         else:
             self._cancelled.add(job)
 
     def _confirm(self, job: Job, now_s: float) -> None:
         job.ready_s = now_s
         if self._speculative.pop(job.number, None) is not None:
-            self._enqueue(job)
+            self._engine.enqueue(job)
         elif job.done_s is not None:
             job.done_s = now_s
             self._finish(job)
@@ -255,10 +262,10 @@ class _Simulation:
     def _generate(self, number: int, request: TracedRequest, now_s: float) -> None:
         job = self._job(number, request)
         job.ready_s = now_s
-        self._enqueue(job)
+        self._engine.enqueue(job)
 
     def _num_pending(self) -> int:
-        return len(self._queue) + len(self._speculative) + len(self._engine.running)
+        return len(self._engine.queue) + len(self._speculative) + len(self._engine.model.running)
 
     def _start_deferred(self) -> None:
         """Start what could not be admitted, if it can be now."""
@@ -273,81 +280,37 @@ class _Simulation:
     def _job(self, number: int, request: TracedRequest, *, is_wrong: bool = False) -> Job:
         """Return a request with its documents in the order in which its prompt shows them."""
         started_ns = perf_counter_ns()
-        order_name = self._options.order
-        if is_wrong or order_name == "retrieval":
-            order = tuple(range(len(request.doc_ids)))
-        elif order_name == "canonical":
-            order = arrange(request.doc_ids, "canonical", None)
+        if self._options.order == "cache_aware" and not is_wrong:
+            order = self._engine.cache.best_order(request)
         else:
-            order = self._cache.best_order(request)
-        if any(i != index for i, index in enumerate(order)):
-            request = replace(
-                request,
-                doc_ids=tuple(request.doc_ids[index] for index in order),
-                doc_tokens=tuple(request.doc_tokens[index] for index in order),
-            )
-        return Job(number, request, order, is_wrong, decision_ns=perf_counter_ns() - started_ns)
-
-    def _enqueue(self, job: Job) -> None:
-        self._queue.add(job)
-        if self._is_cache_aware:
-            for end in range(1, len(job.request.doc_ids) + 1):
-                self._waiting_for.setdefault(job.request.doc_ids[:end], set()).add(job)
-
-    def _priority(self, job: Job) -> float:
-        num_cached_tokens = self._cache.num_cached_tokens(job.request)
-        return order_priority(
-            num_cached_tokens, job.num_prompt_tokens + self._options.system_tokens - num_cached_tokens
-        )
+            order = arrange(request.doc_ids, "retrieval" if is_wrong else self._options.order, None)
+        job = Job(number, request.in_order(order), order, is_wrong)
+        job.decision_ns = perf_counter_ns() - started_ns
+        return job
 
     def _admit(self) -> list[Job]:
         """Admit what waits while slots are free: real requests before speculative ones."""
-        admitted: list[Job] = []
         if self._deferred:
             self._start_deferred()
-        while self._engine.has_room and (self._queue or self._speculative):
-            started_ns = perf_counter_ns()
-            job = self._next() if self._queue else self._speculative.pop(next(iter(self._speculative)))
-            job.served = self._serve(job)
-            job.decision_ns += perf_counter_ns() - started_ns
-            self._engine.running.append(job)
+        admitted = self._engine.admit()
+        while self._engine.model.has_room and self._speculative:
+            job = self._speculative.pop(next(iter(self._speculative)))
+            self._engine.start(job)
             admitted.append(job)
         return admitted
 
-    def _serve(self, job: Job) -> Served:
-        if not job.is_wrong:
-            return self._cache.serve(job.request, job.number)
-        return Served((), (self._options.system_tokens, 0, 0), job.num_prompt_tokens, 0, 0)
-
-    def _next(self) -> Job:
-        if not self._is_cache_aware:
-            return self._queue.pop()
-        changed = self._cache.changed_prefixes()
-        for waiting in [self._queue] if changed is None else map(self._waiting_for.get, changed):
-            for job in waiting or ():
-                self._queue.touch(job)
-        self._queue.reconsider()
-        job = self._queue.pop()
-        for end in range(1, len(job.request.doc_ids) + 1):
-            prefix = job.request.doc_ids[:end]
-            waiting_for = self._waiting_for[prefix]
-            waiting_for.discard(job)
-            if not waiting_for:
-                del self._waiting_for[prefix]
-        return job
-
     def _end_iteration(self) -> None:
-        for job in self._engine.end_iteration(self._now_s):
+        for job in self._engine.model.end_iteration(self._now_s):
             if job.ready_s is not None:
                 self._finish(job)
         if self._cancelled:
-            self._engine.running = [job for job in self._engine.running if job not in self._cancelled]
+            self._engine.model.running = [job for job in self._engine.model.running if job not in self._cancelled]
             self._cancelled.clear()
 
     def _finish(self, job: Job) -> None:
         self._recorder.add(job)
         self._num_unreported += 1
-        if self._progress is not None and self._num_unreported >= _PROGRESS_EVERY:
+        if self._progress is not None and self._num_unreported >= PROGRESS_EVERY:
             self._progress(self._num_unreported)
             self._num_unreported = 0
 

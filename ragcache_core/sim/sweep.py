@@ -120,6 +120,8 @@ def plan(
     gpu_tokens: Sequence[int] = (),
     host_tokens: Sequence[int] = (),
     disk_tokens: Sequence[int] = (),
+    replicas: Sequence[int] = (),
+    routings: Sequence[str] = (),
 ) -> list[Run]:
     """Return a run for each trace with each combination of values; what is not given is as in ``base``.
 
@@ -134,6 +136,8 @@ def plan(
         "gpu_tokens": gpu_tokens or (base.gpu_tokens,),
         "host_tokens": host_tokens or (base.host_tokens,),
         "disk_tokens": disk_tokens or (base.disk_tokens,),
+        "replicas": replicas or (base.replicas,),
+        "routing": routings or (base.routing,),
     }
     cost_file = Path(base.cost_model)
     cost_sha256 = _digest(cost_file) if cost_file.is_file() else ""

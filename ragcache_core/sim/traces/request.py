@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_TOKENS = 2**31 - 1
 MAX_ARRIVAL_S = sys.float_info.max
@@ -28,6 +28,16 @@ class TracedRequest:
     output_tokens: int
     conversation: int | None = None
     history_tokens: int = 0
+
+    def in_order(self, order: Sequence[int]) -> TracedRequest:
+        """Return the same request with its documents in another order, given as indices into them."""
+        if all(i == index for i, index in enumerate(order)):
+            return self
+        return replace(
+            self,
+            doc_ids=tuple(self.doc_ids[index] for index in order),
+            doc_tokens=tuple(self.doc_tokens[index] for index in order),
+        )
 
 
 def parse_request(line: bytes) -> TracedRequest:
