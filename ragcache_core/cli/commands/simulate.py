@@ -1,4 +1,4 @@
-"""``ragcache simulate``: what one engine would do with a trace, in virtual time."""
+"""``ragcache simulate``: what one engine, or a fleet of them, would do with a trace, in virtual time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from ragcache_core.cli.command import Command, Group, print_json
 from ragcache_core.cli.cures import options_as_typed
 from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
-from ragcache_core.cli.subcommands.sweep import ORDERS, SIMULATED_POLICIES, sweep
+from ragcache_core.cli.subcommands.sweep import ORDERS, ROUTINGS, SIMULATED_POLICIES, sweep
 
 if TYPE_CHECKING:
     from ragcache_core.sim.result import SimulationResult
@@ -35,13 +35,15 @@ class Shares(click.ParamType[Any]):
 
 @click.command(
     cls=Command,
-    short_help="Simulate a trace of requests on one engine.",
+    short_help="Simulate a trace of requests on one engine or several.",
     examples=[
         "ragcache simulate mmlu.jsonl --policy pgdsf --host-tokens 262144 --output out.json",
         "ragcache simulate mmlu.jsonl --order cache_aware --queue cache-aware --per-request --output out.json",
         "ragcache simulate sysx.jsonl --chunk-reuse 0.3 --host-tokens 262144",
         "ragcache simulate mine.jsonl --granularity block --max-batch 4 --cost-model profile.json",
         "ragcache simulate mmlu.jsonl --policy belady --warm-up 3000 --json | jq .summary",
+        "ragcache simulate mmlu.jsonl --replicas 8 --routing joint --order cache_aware",
+        "ragcache simulate mmlu.jsonl --replicas 8 --routing round-robin --shared-tokens 2000000 --link 1.2 --json",
         "ragcache simulate sweep --help      (several policies and capacities at a time)",
     ],
 )
@@ -149,16 +151,33 @@ class Shares(click.ParamType[Any]):
     help="Of host and disk, for documents that may be reused so.",
 )
 @click.option(
+    "--replicas", type=int, default=1, show_default=True, metavar="N", help="Engines, each with tiers of these sizes."
+)
+@click.option(
+    "--routing",
+    type=click.Choice(ROUTINGS),
+    default="joint",
+    show_default=True,
+    help="Who gets a request: in turn, by its first document, by what is cached; joint, as a Fleet, with the order.",
+)
+@click.option(
+    "--shared-tokens", type=int, default=0, show_default=True, metavar="N", help="KV in a tier that replicas share."
+)
+@click.option(
+    "--link", "link_gib_per_s", type=float, metavar="GIB/S", help="At which each replica reads from that tier."
+)
+@click.option(
     "--warm-up", type=int, default=0, show_default=True, metavar="N", help="Requests at the start that do not count."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of when candidates settle.")
 @click.option("--per-request", is_flag=True, help="Put a record of each request into the JSON.")
 @output_option("Where options and summary go as JSON.")
 def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **settings: Any) -> None:
-    """Simulate one engine that serves TRACE, in virtual time, with the project's own tree, policies and queue.
+    """Simulate an engine, or --replicas of them, that serve TRACE, with the project's own tree, policies and queue.
 
     TRACE is a file of 'ragcache trace'. Its documents go down from the GPU to host memory and disk, as the policy has
-    it; TTFT counts from a request's arrival, its search included. 'ragcache simulate sweep' runs many combinations.
+    it; TTFT counts from a request's arrival, its search included. Replicas are chosen as a Fleet chooses them, or as
+    --routing has it. 'ragcache simulate sweep' runs many combinations.
     """
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.simulator import simulate as run_simulation
@@ -217,6 +236,7 @@ def table(result: SimulationResult) -> str:
     rows = [
         ("requests", f"{summary.num_requests:,}, {summary.throughput_rps:.3f} a second"),
         ("cache", f"{options.policy}, order {options.order}, queue {options.queue}; tokens: {sizes}"),
+        *_fleet_rows(result),
         ("engine", f"{options.cost_model}, batches of {options.max_batch}, {options.granularity}s"),
         ("hit rate", f"{summary.token_hit_rate:.3f} of tokens, {summary.document_hit_rate:.3f} of documents"),
         ("hits", shares),
@@ -226,7 +246,33 @@ def table(result: SimulationResult) -> str:
         ("reordered", f"documents of {summary.reordered_share:.1%}; overtaken at most {summary.max_overtaken} times"),
         ("decisions", f"p50 {summary.p50_decision_s * 1e6:.0f} us, p99 {summary.p99_decision_s * 1e6:.0f} us"),
     ]
-    return "\n".join(f"{name:11}{value}" for name, value in rows)
+    lines = [f"{name:11}{value}" for name, value in rows]
+    return "\n".join([*lines, *_replica_lines(result)])
+
+
+def _fleet_rows(result: SimulationResult) -> list[tuple[str, str]]:
+    options, summary = result.options, result.summary
+    rows = []
+    if options.replicas > 1:
+        busiest = f"the busiest computes {summary.busiest_over_mean:.2f} of the mean"
+        rows.append(("replicas", f"{options.replicas}, routing {options.routing}; {busiest}"))
+    if options.link_gib_per_s:
+        read = f"{summary.shared_hit_tokens:,} tokens read at {options.link_gib_per_s:g} GiB/s"
+        rows.append(("shared", f"{options.shared_tokens:,} tokens; {read}"))
+    return rows
+
+
+def _replica_lines(result: SimulationResult) -> list[str]:
+    """Return a line for each replica, under a head; none for one engine."""
+    if not result.replicas:
+        return []
+    line = "{:<9}{:>10}{:>10}{:>10}{:>13}{:>13}{:>8}"
+    lines = ["", line.format("replica", "requests", "hit rate", "shared", "mean TTFT", "p95", "busy")]
+    for place, one in enumerate(result.replicas):
+        rates = (f"{one.token_hit_rate:.3f}", f"{one.shared_hit_rate:.3f}")
+        times = (f"{one.mean_ttft_s:.3f} s", f"{one.p95_ttft_s:.3f} s")
+        lines.append(line.format(place, f"{one.num_requests:,}", *rates, *times, f"{one.busy_share:.0%}"))
+    return lines
 
 
 def _chunk_rows(result: SimulationResult) -> list[tuple[str, str]]:

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from ragcache_core.sim.sweep import FinishedRun, Journal, Run
 
 SIMULATED_POLICIES = (*POLICIES, "belady", "infinite")
+ROUTINGS = ("round-robin", "hash", "bounded", "mirror", "joint")
 ORDERS = ("retrieval", "canonical", "cache_aware")
 _TIERS = {"host_tokens": "host memory", "gpu_tokens": "GPU", "disk_tokens": "disk"}
 _CAPACITIES = tuple(_TIERS)
-_VARIED = ("policy", "order", *_CAPACITIES)
+_AXES = {**_TIERS, "replicas": "replicas"}
+_VARIED = ("policy", "order", "routing", "replicas", *_CAPACITIES)
 _COLUMNS = (
     ("hit rate", "token_hit_rate", "{:.3f}"),
     ("documents", "document_hit_rate", "{:.3f}"),
@@ -36,6 +38,7 @@ _COLUMNS = (
     ("p50", "p50_ttft_s", "{:.3f} s"),
     ("p99", "p99_ttft_s", "{:.3f} s"),
     ("requests/s", "throughput_rps", "{:.3f}"),
+    ("busiest", "busiest_over_mean", "{:.2f}"),
 )
 
 
@@ -66,6 +69,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     examples=[
         "ragcache simulate sweep mmlu.jsonl --policies pgdsf,tournament,belady --output sweep.json --plot sweep.png",
         "ragcache simulate sweep a.jsonl b.jsonl --host-tokens 65536,262144,1048576 --jobs 4 --output sweep.json",
+        "ragcache simulate sweep mmlu.jsonl --replicas 1,2,4,8 --routing bounded,joint --orders cache_aware",
         "ragcache simulate sweep mmlu.jsonl --orders retrieval,cache_aware --plot sweep.html",
     ],
 )
@@ -98,6 +102,19 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
     help="KV in host memory.",
 )
 @click.option("--disk-tokens", type=Listed(), default="0", show_default=True, metavar="N,N,...", help="KV on disk.")
+@click.option(
+    "--replicas", type=Listed(), default="1", show_default=True, metavar="N,N,...", help="Engines of these sizes each."
+)
+@click.option(
+    "--routing",
+    type=Listed(ROUTINGS),
+    default="joint",
+    show_default=True,
+    metavar="R,R,...",
+    help=f"Which replica gets a request: {', '.join(ROUTINGS)}.",
+)
+@click.option("--shared-tokens", type=int, metavar="N", help="KV in a tier that replicas share. [default: 0]")
+@click.option("--link", "link_gib_per_s", type=float, metavar="GIB/S", help="At which each replica reads from it.")
 @click.option("--system-tokens", type=int, metavar="N", help="Of the prompt that all requests share.")
 @click.option("--cost-model", metavar="NAME|FILE", help="What a prefill costs. [default: a10g-mistral-7b]")
 @click.option(
@@ -137,6 +154,8 @@ def sweep(
     gpu_tokens: tuple[int, ...],
     host_tokens: tuple[int, ...],
     disk_tokens: tuple[int, ...],
+    replicas: tuple[int, ...],
+    routing: tuple[str, ...],
     jobs: int | None,
     output: Path | None,
     plot: Path | None,
@@ -165,7 +184,7 @@ def sweep(
     with options_as_typed(sweep):
         base = SimulationOptions(overlaps_transfers=not no_overlap_transfers, **given)
         num_requests = _count_requests(traces, base)
-        runs = plan(num_requests, base, policies=policies, orders=orders, **axes)
+        runs = plan(num_requests, base, policies=policies, orders=orders, replicas=replicas, routings=routing, **axes)
     done = _run(runs, finished, journal, num_requests, jobs or os.cpu_count() or 1)
     notes = notes_on(done, leaves_out_belady=BELADY in policies and "cache_aware" in orders)
     whole = {"version": __version__, "notes": notes, "runs": [run.to_dict() for run in done]}
@@ -290,7 +309,7 @@ def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
     from ragcache_core.bench.plots import bars, lines
 
     varied = [name for name in _varied(runs) if name != "trace"]
-    axis = next((name for name in _CAPACITIES if name in varied), None)
+    axis = next((name for name in _AXES if name in varied), None)
     shown = []
     for trace in dict.fromkeys(run.trace for run in runs):
         of_trace = sorted((run for run in runs if run.trace == trace), key=lambda run: run.options[axis] if axis else 0)
@@ -311,7 +330,7 @@ def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
                 name = ", ".join(_shown(run, name) for name in varied if name != axis)
                 series.setdefault(name, []).append((run.options[axis], run.summary[key]))
             is_log = min(run.options[axis] for run in runs) > 0
-            label = f"{_TIERS[axis]}, tokens"
+            label = f"{_TIERS[axis]}, tokens" if axis in _TIERS else axis
             shown.append(lines(titled, label, y_label, series, log_x=is_log))
     return shown
 

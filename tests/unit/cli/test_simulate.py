@@ -71,6 +71,26 @@ def test_reused_documents_are_counted_and_shown(trace: Path, tmp_path: Path) -> 
     assert "chunks" not in run(trace).stdout
 
 
+def test_a_fleet_is_shown_replica_by_replica_and_as_a_whole(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    shared = ["--shared-tokens", "90000", "--link", "2"]
+    result = run(trace, "--replicas", "3", "--routing", "bounded", *shared, "--output", out)
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text())
+    assert sum(one["num_requests"] for one in data["replicas"]) == data["summary"]["num_requests"] == 200
+    assert data["options"]["routing"] == "bounded"
+    assert data["summary"]["shared_hit_tokens"] > 0
+    lines = result.stdout.splitlines()
+    assert (
+        f"3, routing bounded; the busiest computes {data['summary']['busiest_over_mean']:.2f} of the mean" in lines[2]
+    )
+    head = next(i for i, line in enumerate(lines) if line.startswith("replica  "))
+    assert [line.split()[:2] for line in lines[head + 1 :]] == [
+        [str(i), str(one["num_requests"])] for i, one in enumerate(data["replicas"])
+    ]
+    assert "replicas" not in json.loads(run(trace, "--json").stdout)
+
+
 @pytest.mark.parametrize("policy", SIMULATED_POLICIES)
 def test_every_policy_can_be_simulated(trace: Path, policy: str) -> None:
     assert run(trace, "--policy", policy).exit_code == 0
@@ -84,6 +104,10 @@ def test_every_policy_can_be_simulated(trace: Path, policy: str) -> None:
         (["--policy", "belady", "--order", "cache_aware"], ["belady", "retrieval or canonical"]),
         (["--cost-model", "h100-gpt"], ["--cost-model is 'h100-gpt'", "a10g-mistral-7b"]),
         (["--warm-up", "200"], ["200", "lower --warm-up"]),
+        (["--replicas", "0"], ["--replicas is 0", "1 or more"]),
+        (["--shared-tokens", "5"], ["--shared-tokens is 5", "set --link"]),
+        (["--link", "2"], ["--link is 2", "set --shared-tokens"]),
+        (["--replicas", "2", "--granularity", "block"], ["--granularity is block", "choose document"]),
         (["--output", "/dev/null/out.json"], ["/dev/null", "no directory"]),
     ],
 )

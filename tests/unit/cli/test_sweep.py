@@ -54,6 +54,22 @@ def test_a_sweep_prints_a_row_and_writes_an_entry_for_every_run(trace: Path, tmp
     assert not journal_of(output).path.exists()
 
 
+def test_fleets_are_an_axis_of_a_sweep(trace: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "fleet.svg"
+    done = run(trace, "--policies", "lru", "--host-tokens", "20000", "--replicas", "1,3", "--routing", "bounded,joint",
+               "--plot", plot)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    head, *rows = done.stdout.splitlines()
+    assert head.split()[:3] == ["policy", "routing", "replicas"]
+    assert head.split()[-1] == "busiest"
+    runs = [row.split()[1:3] for row in rows]
+    assert runs == [["bounded", "1"], ["joint", "1"], ["bounded", "3"], ["joint", "3"]]
+    assert "replicas" in plot.read_text()
+    refused = run(trace, "--replicas", "0")
+    assert refused.exit_code == 1
+    assert "replicas is 0" in refused.stderr
+
+
 def test_resume_runs_what_is_missing_and_nothing_else(trace: Path, tmp_path: Path) -> None:
     output = tmp_path / "sweep.json"
     run(trace, *SMALL, "--output", output)
