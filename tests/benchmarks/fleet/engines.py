@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import repeat
 
 from examples._shared import Options, open_demo_store, open_engine
 from examples.document_order import popular_questions
@@ -23,17 +24,18 @@ _AT_ONCE = 4
 def measure_engines(plan: Plan) -> Part:
     """Ask fleets and one engine as large as each of them the same questions, all with cache-aware order."""
     num_questions = plan.sized(200, 12)
-    figures, details = [], {}
+    figures: list[Figure] = []
+    details: dict[str, object] = {}
     with open_demo_store() as store:
         for num in _SIZES[:1] if plan.is_quick else _SIZES:
             plan.report(f"{num} engines")
             with _engines(plan, num, CACHE) as engines, Fleet(engines) as fleet:
-                ours = ask(lambda joined=fleet: joined, store, engines, "fleet", num_questions, "cache_aware")
+                ours = ask(repeat(fleet).__next__, store, engines, "fleet", num_questions, "cache_aware")
             assert CACHE.kv_cache_bytes is not None
             pooled = CacheConfig(kv_cache_bytes=num * CACHE.kv_cache_bytes, host_bytes=0, block_size=CACHE.block_size)
             with _engines(plan, 1, pooled) as engines:
-                one = ask(lambda alone=engines[0]: alone, store, engines, "one engine", num_questions, "cache_aware")
-            details[num] = [asdict(ours), asdict(one)]
+                one = ask(repeat(engines[0]).__next__, store, engines, "one engine", num_questions, "cache_aware")
+            details[str(num)] = [asdict(ours), asdict(one)]
             note = f"{ours.cached_share:.3f} of tokens cached against {one.cached_share:.3f}"
             share = round(ours.cached_share / one.cached_share, 4)
             figures.append(Figure(f"engines_{num}_hit_of_pooled", share, baseline=1.0, note=note))
