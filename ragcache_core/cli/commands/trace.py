@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from ragcache_core.cli.command import Command, Group, print_json
-from ragcache_core.cli.output import check_no_input, counting_requests
+from ragcache_core.cli.output import check_no_input, check_outputs, check_plot, counting_requests
+from ragcache_core.cli.trace_reuse import reuse_report, reuse_tables
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ragcache_core.sim.traces.trace import Trace
 
 WORKLOAD_NAMES = ("mmlu", "nq", "nq-small", "sysx", "drift", "conversation")
+LOG_FORMATS = ("auto", "vllm", "langchain", "plain", "mooncake", "qwen", "ragpulse", "azure", "burst")
 _STANDARD_OUTPUT = Path("-")
 _output_option = click.option(
     "--output",
@@ -110,18 +112,19 @@ def make(
 @trace.command(
     name="import",
     cls=Command,
-    short_help="Make a trace of a log of retrieved documents.",
+    short_help="Make a trace of a log, or of a published trace.",
     examples=[
         "ragcache trace import requests.jsonl --output mine.jsonl",
         "ragcache trace import runs.jsonl --format langchain --lengths tokens.json --output mine.jsonl",
         "ragcache trace import log.jsonl.gz --mean-tokens 800 --output mine.jsonl.gz",
+        "ragcache trace import conversation_trace.jsonl --format mooncake --output mooncake.jsonl",
     ],
 )
 @click.argument("log", type=click.Path(path_type=Path))
 @click.option(
     "--format",
     "log_format",
-    type=click.Choice(["auto", "vllm", "langchain", "plain"]),
+    type=click.Choice(LOG_FORMATS),
     default="auto",
     show_default=True,
     help="Whose log it is; auto: what its first telling line has.",
@@ -136,7 +139,7 @@ def make(
 @click.option("--speculative", is_flag=True, help="Count requests that were sent ahead of their search's end, too.")
 def import_(
     log: Path,
-    log_format: Literal["auto", "vllm", "langchain", "plain"],
+    log_format: str,
     output: Path,
     lengths: Path | None,
     mean_tokens: int | None,
@@ -145,7 +148,7 @@ def import_(
     speculative: bool,
     as_json: bool,
 ) -> None:
-    """Make a trace of LOG, a file of JSON lines.
+    """Make a trace of LOG: a file of JSON lines, or of a published table.
 
     \b
     vllm       requests of a server, as a proxy logs them: bodies whose kv_transfer_params name documents
@@ -153,17 +156,25 @@ def import_(
                the model's answer of the same trace was
     plain      {"timestamp": "2026-01-31T12:00:00Z", "docs": ["d17", "d3"]}, and what else a trace's line has
 
-    Requests are sorted, and the first arrives at 0. Lines about something else are passed over. Where a log has texts
-    and no lengths, a token is taken to be 4 characters.
+    \b
+    mooncake   the traces of Mooncake (FAST 2025): blocks of 512 tokens by their hashes
+    qwen       those of Qwen on Aliyun Bailian (ATC 2025): blocks of 16 tokens
+    ragpulse   0_trace.jsonl of RAGPulse, beside the files with the lengths of its passages and web pages
+    azure      Azure's of LLM inference 2023 and 2024: arrivals and lengths, nothing comes again
+    burst      BurstGPT: the same
+
+    A full block is a document of a path, and what fills none is the question. Where passages are named, all else of the
+    prompt is the question. Requests are sorted, and the first arrives at 0. Lines about something else are passed over.
+    Where a log has texts and no lengths, a token is taken to be 4 characters.
     """
-    from ragcache_core.sim.traces.log_import import Assumptions, import_log, read_lengths
+    from ragcache_core.sim.traces.log_import import Assumptions, ImportedFormat, import_log, read_lengths
 
     _check_output(output, as_json)
     if output != _STANDARD_OUTPUT:
         check_no_input("--output", output, (log,) if lengths is None else (log, lengths))
     known = {} if lengths is None else read_lengths(lengths)
     assumed = Assumptions(known, mean_tokens, question_tokens, output_tokens, counts_speculative=speculative)
-    imported = import_log(log, assumed, None if log_format == "auto" else log_format)
+    imported = import_log(log, assumed, None if log_format == "auto" else cast("ImportedFormat", log_format))
     if imported.num_passed_over or imported.num_speculative:
         click.echo(
             f"ragcache: passed over: lines about something else {imported.num_passed_over:,}, "
@@ -187,20 +198,43 @@ def import_(
 @trace.command(
     cls=Command,
     short_help="Say what a trace is like.",
-    examples=["ragcache trace show mmlu.jsonl", "ragcache trace show mmlu.jsonl.gz --json"],
+    examples=[
+        "ragcache trace show mmlu.jsonl",
+        "ragcache trace show mmlu.jsonl --plot mmlu.html",
+        "ragcache trace show mmlu.jsonl.gz --json",
+    ],
 )
 @click.argument("file", type=click.Path(path_type=Path))
-def show(file: Path, as_json: bool) -> None:
-    """Say what the trace in FILE is like: its size, its lengths, how much comes again."""
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OUT.png|.svg|.html",
+    help="How its documents come again, as the papers' figures draw it.",
+)
+def show(file: Path, plot: Path | None, as_json: bool) -> None:
+    """Say what the trace in FILE is like: its size, its lengths, what comes again, when, where and with what.
+
+    A document comes again 'anywhere' if an earlier request retrieved it, and 'behind the same' if that was behind the
+    same documents in the same order: an exact prefix cache can hit those, chunk reuse the others.
+    """
+    from ragcache_core.sim.traces.reuse import reuse_of
     from ragcache_core.sim.traces.summary import summarize
     from ragcache_core.sim.traces.trace import read_trace
 
-    summary = summarize(read_trace(file))
+    check_plot(plot)
+    check_outputs({"--plot": plot}, (file,))
+    read = read_trace(file)
+    summary, reuse = summarize(read), reuse_of(read)
     if as_json:
-        print_json({"trace": str(file), **_plain(summary)})
-        return
-    for name, value in _lines_of(summary):
-        click.echo(f"{name:<20} {value}")
+        print_json({"trace": str(file), **_plain(summary), "reuse": asdict(reuse)})
+    else:
+        for name, value in _lines_of(summary):
+            click.echo(f"{name:<20} {value}")
+        for table in reuse_tables(reuse):
+            click.echo(f"\n{table.text()}")
+    if plot is not None:
+        reuse_report(file.name, summary, reuse).save(plot)
+        click.echo(f"ragcache: written to {plot}", err=True)
 
 
 def _as_options(message: str) -> str:

@@ -39,7 +39,8 @@ class Retrieval:
     """What a log says of one request; what it does not say is None. ``time_s`` counts from wherever the log counts.
 
     ``doc_estimates`` are the documents' lengths by their texts, and so is the question's where nothing else tells it;
-    ``trace_id`` is what it has in common with the run that answered.
+    ``trace_id`` is what it has in common with the run that answered. Where ``prompt_tokens`` are known and the
+    question's are not, the question is what is no document.
     """
 
     time_s: float
@@ -50,6 +51,7 @@ class Retrieval:
     is_speculative: bool = False
     doc_estimates: tuple[int | None, ...] = ()
     trace_id: str | None = None
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +282,24 @@ def _time_s(row: Row) -> float:
     value = _first(row, _TIMES)
     if value is None:
         raise ValueError(f"no time: a line must say when, under one of {', '.join(_TIMES)}")
+    return seconds_of(value)
+
+
+def seconds_of(value: object) -> float:
+    """Return the seconds of a time: since whenever, since 1970 in whatever unit, or a date.
+
+    Raises:
+        ValueError: it is none.
+    """
     if isinstance(value, str):
+        text = value
         try:
-            value = float(value)
+            value = float(text)
         except ValueError:
             try:
-                moment = datetime.fromisoformat(value)
+                moment = datetime.fromisoformat(text)
             except ValueError:
-                raise ValueError(f"the time is {value!r:.60}: it must be seconds, or as 2026-01-31T12:00:00Z") from None
+                raise ValueError(f"the time is {text!r:.60}: it must be seconds, or as 2026-01-31T12:00:00Z") from None
             value = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"the time is {value!r:.60}: it must be seconds, or as 2026-01-31T12:00:00Z")

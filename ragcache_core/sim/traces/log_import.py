@@ -1,18 +1,31 @@
-"""Make a trace of a log of retrieved documents: a vLLM server's requests, LangChain's runs, or plain lines."""
+"""Make a trace of a log of retrieved documents, or of a published trace in another format."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ragcache_core.errors import ConfigError, TraceError
 from ragcache_core.sim.traces.log_formats import READERS, Answer, LogFormat, Retrieval, format_of
+from ragcache_core.sim.traces.published import (
+    PUBLISHED_READERS,
+    PublishedFormat,
+    is_table,
+    lengths_beside,
+    published_format_of,
+)
 from ragcache_core.sim.traces.request import are_lengths, check_request
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
+
+ImportedFormat = LogFormat | PublishedFormat
+_Reader = Callable[[Mapping[str, Any]], Iterator[Retrieval | Answer]]
+_READERS: Mapping[str, _Reader] = dict[str, _Reader]((*READERS.items(), *PUBLISHED_READERS.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +59,14 @@ class ImportedLog:
     """
 
     trace: Trace
-    log_format: LogFormat
+    log_format: ImportedFormat
     num_passed_over: int
     num_speculative: int
     num_estimated: int = 0
 
 
-def import_log(path: Path | str, assumed: Assumptions, log_format: LogFormat | None = None) -> ImportedLog:
-    """Return the trace of a log of JSON lines, its requests sorted by time, the first at 0.
+def import_log(path: Path | str, assumed: Assumptions, log_format: ImportedFormat | None = None) -> ImportedLog:
+    """Return the trace of a log, JSON lines or a published table, its requests sorted by time, the first at 0.
 
     Without ``log_format`` the first line that tells decides. A name that ends in ``.gz`` is unpacked.
 
@@ -66,10 +79,10 @@ def import_log(path: Path | str, assumed: Assumptions, log_format: LogFormat | N
     answers: dict[str, list[Answer]] = {}
     num_passed_over = num_speculative = num_estimated = 0
     for number, row in _rows(path):
-        log_format = log_format or format_of(row)
+        log_format = log_format or format_of(row) or published_format_of(row)
         is_about_another = True
         try:
-            for retrieval in READERS[log_format](row) if log_format else ():
+            for retrieval in _READERS[log_format](row) if log_format else ():
                 is_about_another = False
                 if isinstance(retrieval, Answer):
                     answers.setdefault(retrieval.trace_id or f"line {number}", []).append(retrieval)
@@ -80,6 +93,8 @@ def import_log(path: Path | str, assumed: Assumptions, log_format: LogFormat | N
         except ValueError as error:
             raise TraceError(str(error), path, number) from error
         num_passed_over += is_about_another
+    if log_format == "ragpulse" and found:
+        assumed = _with_lengths_beside(path, assumed)
     for number, retrieval in found:
         answered = _answered(retrieval, answers.get(retrieval.trace_id or f"line {number}", []))
         try:
@@ -127,12 +142,36 @@ def read_lengths(path: Path | str) -> dict[str, int]:
     return lengths
 
 
+def _with_lengths_beside(path: Path, assumed: Assumptions) -> Assumptions:
+    """Return ``assumed`` with the lengths that stand beside RAGPulse's trace, where there are no others."""
+    try:
+        beside = lengths_beside(path)
+    except FileNotFoundError:
+        return assumed
+    except (OSError, ValueError) as error:
+        raise TraceError(f"the lengths of its passages cannot be read ({error})", path) from error
+    return replace(assumed, lengths={**beside, **assumed.lengths})
+
+
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            columns: list[str] | None = None
             for number, line in enumerate(file, 1):
                 if line.isspace():
+                    continue
+                if number == 1 and is_table(line):
+                    columns = _values(line, path, number)
+                    continue
+                if columns is not None:
+                    values = _values(line, path, number)
+                    if len(values) != len(columns):
+                        raise TraceError(
+                            f"{len(values)} values for {len(columns)} columns: a table must have one of each in a line",
+                            path, number,
+                        )  # fmt: skip
+                    yield number, dict(zip(columns, values, strict=True))
                     continue
                 try:
                     row = json.loads(line)
@@ -146,6 +185,14 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
         raise TraceError(f"the log cannot be read ({reason})", path, number or None) from error
 
 
+def _values(line: bytes, path: Path, number: int) -> list[str]:
+    try:
+        (values,) = csv.reader([line.decode("utf-8-sig")])
+    except (ValueError, csv.Error) as error:
+        raise TraceError(f"no comma-separated values ({error})", path, number) from error
+    return [value.strip() for value in values]
+
+
 def _request(retrieval: Retrieval, assumed: Assumptions) -> TracedRequest:
     estimates = retrieval.doc_estimates or (None,) * len(retrieval.doc_ids)
     tokens = tuple(
@@ -153,6 +200,10 @@ def _request(retrieval: Retrieval, assumed: Assumptions) -> TracedRequest:
         for doc_id, given, estimate in zip(retrieval.doc_ids, retrieval.doc_tokens, estimates, strict=True)
     )
     question, output = retrieval.question_tokens, retrieval.output_tokens
+    if question is None and retrieval.prompt_tokens is not None:
+        question = retrieval.prompt_tokens - sum(tokens)
+        if question < 0:
+            raise ValueError(f"its documents have {sum(tokens)} tokens, its whole prompt {retrieval.prompt_tokens}")
     request = TracedRequest(
         0.0,
         retrieval.doc_ids,

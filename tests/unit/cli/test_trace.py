@@ -15,7 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
-from ragcache_core.cli.commands.trace import make
+from ragcache_core.cli.commands.trace import LOG_FORMATS, make
+from ragcache_core.sim.traces.log_formats import READERS
+from ragcache_core.sim.traces.published import PUBLISHED_READERS
 from ragcache_core.sim.traces.trace import read_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
@@ -119,7 +121,10 @@ def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
         '{"t": 2, "docs": ["a", "c"], "doc_tokens": [10, 50], "question_tokens": 7, "output_tokens": 3}\n'
         '{"t": 4, "docs": ["c"], "doc_tokens": [50], "question_tokens": 9, "output_tokens": 2}\n'
     )
-    assert json.loads(trace("show", path, "--json").stdout) == {
+    said = json.loads(trace("show", path, "--json").stdout)
+    reuse = said.pop("reuse")
+    assert [one["anywhere"] for one in reuse["positions"]] == [pytest.approx(2 / 3), 0.0]
+    assert said == {
         "trace": str(path), "num_requests": 3, "duration_s": 4.0, "requests_per_s": 0.75, "num_documents": 3,
         "num_retrievals": 5, "documents_per_request": 5 / 3, "mean_document_tokens": 30.0,
         "median_prompt_tokens": 59.0, "mean_prompt_tokens": 57.0, "max_prompt_tokens": 67,
@@ -131,6 +136,43 @@ def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
     assert lines[0].split() == ["requests", "3"]
     assert lines[2].split(maxsplit=1) == ["documents", "3 asked for 5 times"]
     assert any("40.0% of retrievals" in line for line in lines)
+    assert ["all,", "by", "tokens", "40.0%", "6.7%"] in [line.split() for line in lines]
+
+
+@pytest.mark.parametrize("kind", [".svg", ".png", ".html"])
+def test_show_draws_what_comes_again(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("matplotlib")
+    assert make_one(tmp_path).exit_code == 0
+    plot = tmp_path / f"reuse{kind}"
+    result = trace("show", tmp_path / "made.jsonl", "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert "Popularity" in result.stdout
+    if kind != ".png":
+        text = plot.read_text()
+        assert all(title in text for title in ("Popularity", "Reuse by time", "Reuse by position", "Lengths"))
+
+
+def test_show_does_not_draw_over_the_trace_that_it_reads(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "made.svg"
+    assert trace("make", "--workload", "mmlu", "--requests", "5", "--output", path).exit_code == 0
+    before = path.read_bytes()
+    assert trace("show", path, "--plot", path).exit_code == 1
+    assert path.read_bytes() == before
+    assert "must end in" in trace("show", path, "--plot", tmp_path / "a.gif").stderr
+
+
+def test_every_format_that_can_be_read_can_be_named() -> None:
+    assert set(LOG_FORMATS) == {"auto", *READERS, *PUBLISHED_READERS}
+
+
+def test_a_published_trace_is_imported(tmp_path: Path) -> None:
+    log = tmp_path / "azure.csv"
+    log.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+    said = json.loads(trace("import", log, "--output", tmp_path / "out.jsonl", "--json").stdout)
+    assert (said["format"], said["summary"]["mean_prompt_tokens"]) == ("azure", 374.0)
+    log.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374\n")
+    assert f"{log}:2: 2 values for 3 columns" in trace("import", log, "--output", tmp_path / "out.jsonl").stderr
 
 
 def test_show_says_how_conversations_go(tmp_path: Path) -> None:

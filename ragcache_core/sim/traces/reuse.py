@@ -1,0 +1,158 @@
+"""How a trace's documents come again: which, when, where in the prompt, and with which others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from ragcache_core.sim.traces.trace import Trace
+
+TOP_SHARES = (0.01, 0.03, 0.05, 0.1, 0.2, 0.5)
+WITHIN_S = (10.0, 60.0, 600.0, 3_600.0, 86_400.0)
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+_POSITIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PositionReuse:
+    """Of the documents at one position (the first is 1), the shares that an earlier request retrieved.
+
+    ``anywhere``: at whatever position; ``same_prefix``: behind the same documents in the same order, so that an exact
+    prefix cache can hit it, and chunk reuse what is missing to ``anywhere``.
+    """
+
+    position: int
+    num_retrievals: int
+    anywhere: float
+    same_prefix: float
+
+
+@dataclass(frozen=True, slots=True)
+class TraceReuse:
+    """What papers draw of a trace (RAGCache's Figures 3 and 5, Cache-Craft's 1, 5, 6 and 8).
+
+    Attributes:
+        top_documents: pairs of a share of the documents that are retrieved at all, the most popular first, and the
+            share of all retrievals that are of them.
+        returns_within_s: pairs of seconds and the share of all retrievals whose document was retrieved so shortly
+            before.
+        return_s: quantiles of the time since a document's last retrieval, of those that have one.
+        positions: up to the eighth.
+        anywhere_tokens, same_prefix_tokens: of the documents' tokens, the shares as in :class:`PositionReuse`.
+        repeated_sets: requests whose documents an earlier one retrieved together, in whatever order, of those with two
+            or more.
+        repeated_pairs: pairs among the first eight documents of a request that an earlier one had among its own.
+        prompt_tokens, document_tokens, output_tokens: quantiles of requests' prompts, of documents as they are
+            retrieved, and of answers.
+        shares_of_prompts: what part of all prompts is documents, questions and the history of conversations.
+
+    Quantiles are pairs of a share and a number, none where there is nothing.
+    """
+
+    top_documents: tuple[tuple[float, float], ...]
+    returns_within_s: tuple[tuple[float, float], ...]
+    return_s: tuple[tuple[float, float], ...]
+    positions: tuple[PositionReuse, ...]
+    anywhere_tokens: float
+    same_prefix_tokens: float
+    repeated_sets: float
+    repeated_pairs: float
+    prompt_tokens: tuple[tuple[float, float], ...]
+    document_tokens: tuple[tuple[float, float], ...]
+    output_tokens: tuple[tuple[float, float], ...]
+    shares_of_prompts: dict[str, float]
+
+
+def reuse_of(trace: Trace) -> TraceReuse:
+    """Return how the documents of ``trace`` come again."""
+    counts = np.sort(np.bincount(trace.docs))[::-1] if len(trace.docs) else np.zeros(0, np.int64)
+    is_prefix, num_pairs, num_repeated_pairs, num_sets, num_repeated_sets = _walk(trace)
+    position = np.arange(len(trace.docs)) - np.repeat(trace.first[:-1], np.diff(trace.first))
+    since_s = _since_last(trace)
+    is_again = np.isfinite(since_s)
+    own = trace.document_tokens()
+    prompts = own + trace.question_tokens + trace.history_tokens
+    num_tokens = max(int(prompts.sum()), 1)
+    return TraceReuse(
+        top_documents=tuple((top, _top_share(counts, top)) for top in TOP_SHARES) if len(counts) else (),
+        returns_within_s=tuple((within, _mean(since_s <= within)) for within in WITHIN_S),
+        return_s=_quantiles(since_s[is_again]),
+        positions=tuple(
+            PositionReuse(place + 1, int(here.sum()), _mean(is_again[here]), _mean(is_prefix[here]))
+            for place in range(min(int(position.max(initial=-1)) + 1, _POSITIONS))
+            if (here := position == place).any()
+        ),
+        anywhere_tokens=_weighed(is_again, trace.doc_tokens),
+        same_prefix_tokens=_weighed(is_prefix, trace.doc_tokens),
+        repeated_sets=num_repeated_sets / max(num_sets, 1),
+        repeated_pairs=num_repeated_pairs / max(num_pairs, 1),
+        prompt_tokens=_quantiles(prompts),
+        document_tokens=_quantiles(trace.doc_tokens),
+        output_tokens=_quantiles(trace.output_tokens),
+        shares_of_prompts={
+            "documents": float(own.sum() / num_tokens),
+            "questions": float(trace.question_tokens.sum() / num_tokens),
+            "history": float(trace.history_tokens.sum() / num_tokens),
+        },
+    )
+
+
+def _walk(trace: Trace) -> tuple[npt.NDArray[np.bool_], int, int, int, int]:
+    """Return which retrievals stand behind the same documents as an earlier one, and counts of pairs and of sets."""
+    nodes: dict[tuple[int, int], int] = {}
+    is_prefix = np.zeros(len(trace.docs), np.bool_)
+    pairs: set[tuple[int, int]] = set()
+    sets: set[frozenset[int]] = set()
+    num_pairs = num_repeated_pairs = num_sets = num_repeated_sets = 0
+    docs = trace.docs.tolist()
+    for start, end in pairwise(trace.first.tolist()):
+        node = -1
+        for i in range(start, end):
+            num_nodes = len(nodes)
+            node = nodes.setdefault((node, docs[i]), num_nodes)
+            is_prefix[i] = node < num_nodes
+        if end - start < 2:
+            continue
+        own = set(combinations(sorted(set(docs[start : min(end, start + _POSITIONS)])), 2))
+        num_pairs += len(own)
+        num_repeated_pairs += len(own & pairs)
+        pairs |= own
+        together = frozenset(docs[start:end])
+        num_sets += 1
+        num_repeated_sets += together in sets
+        sets.add(together)
+    return is_prefix, num_pairs, num_repeated_pairs, num_sets, num_repeated_sets
+
+
+def _since_last(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return the seconds since each retrieval's document was last retrieved; infinite for the first time."""
+    times = np.repeat(trace.arrival_s, np.diff(trace.first))
+    order = np.argsort(trace.docs, kind="stable")
+    since_s = np.full(len(order), math.inf)
+    is_same = np.diff(trace.docs[order]) == 0
+    since_s[order[1:][is_same]] = np.diff(times[order])[is_same]
+    return since_s
+
+
+def _top_share(counts: npt.NDArray[np.int64], top: float) -> float:
+    return float(counts[: max(1, round(top * len(counts)))].sum() / counts.sum())
+
+
+def _mean(values: npt.NDArray[np.bool_]) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _weighed(values: npt.NDArray[np.bool_], tokens: npt.NDArray[np.int32]) -> float:
+    return float((values * tokens.astype(np.int64)).sum() / max(int(tokens.sum(dtype=np.int64)), 1))
+
+
+def _quantiles(values: Sequence[float] | npt.NDArray[np.generic]) -> tuple[tuple[float, float], ...]:
+    array = np.asarray(values, np.float64)
+    if not len(array):
+        return ()
+    return tuple(zip(QUANTILES, np.quantile(array, QUANTILES).tolist(), strict=True))
