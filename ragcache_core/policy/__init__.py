@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from ragcache_core.errors import ConfigError
+from ragcache_core.policy.arc import ARCPolicy
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 from ragcache_core.policy.gdsf import GDSFPolicy
 from ragcache_core.policy.hybrid import HybridPolicy
@@ -10,6 +11,7 @@ from ragcache_core.policy.lfu import LFUPolicy
 from ragcache_core.policy.lru import LRUPolicy
 from ragcache_core.policy.pgdsf import PGDSFPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
+from ragcache_core.policy.s3fifo import S3FIFOPolicy
 from ragcache_core.policy.tournament import DecayedFrequencyPolicy, TournamentPolicy
 
 POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
@@ -18,6 +20,8 @@ POLICIES: dict[str, Callable[[PrefillCost], ReplacementPolicy]] = {
     "lru": lambda _: LRUPolicy(),
     "lfu": lambda _: LFUPolicy(),
     "hybrid": lambda _: HybridPolicy(),
+    "s3fifo": lambda _: S3FIFOPolicy(),
+    "arc": lambda _: ARCPolicy(),
     "tournament": lambda _: TournamentPolicy(),
 }
 """Every policy by the name that configurations use."""
@@ -36,6 +40,7 @@ def make_policy(name: str, prefill_cost: PrefillCost | None = None) -> Replaceme
 
 __all__ = [
     "POLICIES",
+    "ARCPolicy",
     "DecayedFrequencyPolicy",
     "GDSFPolicy",
     "HybridPolicy",
@@ -46,6 +51,7 @@ __all__ = [
     "PrefillCost",
     "PrefillCostModel",
     "ReplacementPolicy",
+    "S3FIFOPolicy",
     "TournamentPolicy",
     "make_policy",
 ]

@@ -104,6 +104,12 @@ class ReplacementPolicy(ABC):
     def on_split(self, stats: NodeStats, lower: NodeStats) -> None:  # noqa: B027
         """Give ``lower``, a new node that was cut off ``stats``, the same numbers of the policy's own."""
 
+    def on_arrival(self, stats: NodeStats) -> None:  # noqa: B027
+        """Take note that a node is held that no tier held before; its access was before that."""
+
+    def on_departure(self, stats: NodeStats) -> None:  # noqa: B027
+        """Take note that no tier holds a node any longer, whether it was evicted or forgotten."""
+
     @abstractmethod
     def rank(self, stats: NodeStats, clock: float) -> float:
         """Return the worth of a node that was just retrieved; the lowest is evicted first.

@@ -310,6 +310,8 @@ class TieredTree(PrefixTree):
         stored_s = node.stored_s
         for part in (node, lower):
             part.stored_s = stored_s if self.resident_anywhere(part) else None
+            if not self.resident_anywhere(part):
+                self.policy.on_departure(part)
         for state in self.tiers:
             state.offer(node)
             state.offer(lower)
@@ -320,6 +322,8 @@ class TieredTree(PrefixTree):
 
     def _add(self, node: TreeNode, units: int, state: TierState) -> None:
         before = state.resident[node.id]
+        if not before and units and not self.resident_anywhere(node):
+            self.policy.on_arrival(node)
         state.resident[node.id] = before | units
         num_new = (units & ~before).bit_count()
         state.num_units += num_new
@@ -348,6 +352,7 @@ class TieredTree(PrefixTree):
             return
         if not self.resident_anywhere(node):
             node.stored_s = None
+            self.policy.on_departure(node)
         if node.id in self.replicated and state is self.tiers[Tier.GPU]:
             self.unreplicate(node)
         if node.parent is not None:

@@ -1,0 +1,111 @@
+"""S3-FIFO: what comes once goes soon, through a small queue in front of the main one."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ragcache_core.policy.base import NodeStats, ReplacementPolicy
+from ragcache_core.policy.token_queue import TokenQueue
+
+_SMALL_SHARE: Final = 0.1
+_MOST_USES: Final = 3
+_USES_TO_STAY: Final = 2
+_BEHIND: Final = 1e15
+"""More than any place in a queue: what parts the scores of the queue that gives up first from the other's."""
+_SMALL, _MAIN = 0, 1
+
+
+class S3FIFOPolicy(ReplacementPolicy):
+    """A small queue, a main queue and a queue of ghosts (Yang et al., SOSP 2023, §4.1, Algorithm 1).
+
+    A node enters the small queue, which has a tenth of the cache, unless it left it not long ago: then the main one. Of
+    the small queue the first goes, whatever its uses beyond one; used twice there, it moves to the main queue. Of that
+    the first goes, too, but each of its uses, up to three, sends it round once more.
+
+    Adapted to a tree: sizes are tokens, both queues are those of all tiers together, and only leaves go, so the first
+    leaf of a queue instead of its first node. The paper moves a node when it comes up in its queue; here it is placed
+    where that would bring it as soon as it is used: into the main queue, or a round further behind.
+    """
+
+    name = "s3fifo"
+
+    def __init__(self) -> None:
+        self._small, self._main, self._ghosts = TokenQueue(), TokenQueue(), TokenQueue()
+        self._places: dict[int, float] = {}
+        self._uses: dict[int, int] = {}
+        self._num_arrived = 0
+        self._hand = 0.0
+        self._capacity_tokens = 0
+
+    def on_access(self, stats: NodeStats, num_requests: int) -> None:
+        node_id = stats.id
+        if stats.frequency == 1:
+            self._ghosts.take(node_id)
+        if node_id in self._main:
+            round_tokens = self._main.num_tokens
+            if self._places[node_id] - self._hand <= _MOST_USES * round_tokens:
+                self._places[node_id] += round_tokens
+        elif node_id in self._small and stats.frequency == 1:
+            self._enter_small(node_id)  # it was put there before anybody asked for it
+        elif node_id in self._small:
+            self._uses[node_id] += 1
+            if self._uses[node_id] >= _USES_TO_STAY:
+                self._uses.pop(node_id)
+                self._enter_main(node_id, self._small.take(node_id) or 0)
+
+    def on_restore(self, stats: NodeStats, num_requests: int) -> None:
+        """Let what storage or a forecast knows of be as a ghost: it has been here."""
+        if stats.id in self._small:
+            self._uses.pop(stats.id)
+            self._enter_main(stats.id, self._small.take(stats.id) or 0)
+        elif stats.id not in self._main:
+            self._ghosts.put(stats.id, stats.num_tokens)
+
+    def on_arrival(self, stats: NodeStats) -> None:
+        if self._ghosts.take(stats.id) is not None:
+            self._enter_main(stats.id, stats.num_tokens)
+        else:
+            self._small.put(stats.id, stats.num_tokens)
+            if stats.frequency:
+                self._enter_small(stats.id)
+            else:
+                self._uses[stats.id], self._places[stats.id] = 0, 0.0
+        self._capacity_tokens = max(self._capacity_tokens, self._small.num_tokens + self._main.num_tokens)
+
+    def on_departure(self, stats: NodeStats) -> None:
+        place = self._places.pop(stats.id, 0.0)
+        if self._main.take(stats.id) is not None:
+            self._hand = max(self._hand, place)
+        elif self._small.take(stats.id) is not None:
+            del self._uses[stats.id]
+            self._ghosts.put(stats.id, stats.num_tokens)
+            self._ghosts.shorten(round((1 - _SMALL_SHARE) * self._capacity_tokens))
+
+    def on_split(self, stats: NodeStats, lower: NodeStats) -> None:
+        for queue in (self._small, self._main):
+            if stats.id in queue:
+                queue.put(stats.id, stats.num_tokens)
+                queue.put(lower.id, lower.num_tokens)
+                self._places[lower.id] = self._places[stats.id]
+                if queue is self._small:
+                    self._uses[lower.id] = self._uses[stats.id]
+
+    def rank(self, stats: NodeStats, clock: float) -> float:
+        return self._places.get(stats.id, 0.0)
+
+    def bucket(self, stats: NodeStats) -> int:
+        return _MAIN if stats.id in self._main else _SMALL
+
+    def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
+        if stats.id in self._main:
+            return rank + _BEHIND
+        is_small_first = self._small.num_tokens >= _SMALL_SHARE * (self._small.num_tokens + self._main.num_tokens)
+        return rank if is_small_first else rank + 2 * _BEHIND
+
+    def _enter_small(self, node_id: int) -> None:
+        self._num_arrived += 1
+        self._uses[node_id], self._places[node_id] = 0, float(self._num_arrived)
+
+    def _enter_main(self, node_id: int, num_tokens: int) -> None:
+        self._main.put(node_id, num_tokens)
+        self._places[node_id] = self._hand + self._main.num_tokens
