@@ -13,7 +13,7 @@ from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.policy.tournament import TournamentPolicy
 from ragcache_core.tree.node import TreeNode
 
-_TOKENS_SIMULATED: Final = 250_000
+_TOKENS_SIMULATED: Final = 500_000
 _MAX_SAMPLE_EVERY: Final = 16
 
 _ID_BITS: Final = 32
@@ -175,7 +175,8 @@ class ShadowTournament:
 
     It costs a few numbers for each node and some heap operations for each request, and no memory for KV. A large cache
     is judged by a sample: of every ``sample_every`` first documents one, with all that follows it, in shadows that are
-    as much smaller (miniature simulation, Waldspurger et al., USENIX ATC 2017).
+    as much smaller (miniature simulation, Waldspurger et al., USENIX ATC 2017). What so many requests begin with that
+    the sample would be all of them or none, as with a system prompt, is passed over for what follows it.
     """
 
     def __init__(self, policy: TournamentPolicy, capacity_tokens: int) -> None:
@@ -184,13 +185,14 @@ class ShadowTournament:
         shadow_tokens = capacity_tokens // self._sample_every
         self.shadows = tuple(Shadow(candidate, shadow_tokens) for candidate in policy.candidates)
         self._saved_tokens = [0] * len(self.shadows)
-        self._num_observed = 0
+        self._num_observed = self._num_requests = 0
 
     def observe(self, path: Sequence[TreeNode], nodes: Sequence[TreeNode | None]) -> bool:
         """Run a request through every shadow, and return whether the policy adopted another candidate.
 
         ``nodes`` are the tree's, by their ids.
         """
+        self._num_requests += 1
         documents = [node for node in path if node.doc_id is not None and not node.is_transient]
         if self._is_sampled(documents):
             retrieved = set(documents)
@@ -206,7 +208,9 @@ class ShadowTournament:
     def _is_sampled(self, documents: Sequence[TreeNode]) -> bool:
         if not documents or self._sample_every == 1:
             return True
-        return crc32((documents[0].doc_id or "").encode()) % self._sample_every == 0
+        most_uses = self._num_requests / (2 * self._sample_every)
+        first = next((node for node in documents if node.frequency <= most_uses), documents[-1])
+        return crc32((first.doc_id or "").encode()) % self._sample_every == 0
 
 
 def _size(node: TreeNode) -> int:
